@@ -1,0 +1,79 @@
+"""``foretoken train METHOD``: training of language models and drafters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Train a language model or a drafter.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Train a language model or a drafter."""
+
+
+@app.command("lm")
+def train_lm_command(
+    data: Annotated[list[Path], typer.Option(help="Text folder or JSONL file; may be given several times.")],
+    out: Annotated[Path, typer.Option(help="Folder for the model, its checkpoints and curves.")],
+    tokenizer_from: Annotated[Path | None, typer.Option(help="Share the tokenizer (and encoded corpus) of this run.")] = None,
+    steps: Annotated[int, typer.Option(min=1)] = 2000,
+    hidden: Annotated[int, typer.Option(min=8)] = 384,
+    layers: Annotated[int, typer.Option(min=1)] = 8,
+    heads: Annotated[int, typer.Option(min=1)] = 6,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 2,
+    ffn: Annotated[int, typer.Option(min=8)] = 1024,
+    context: Annotated[int, typer.Option(min=8, help="Tokens per block and the model's context.")] = 1024,
+    vocab: Annotated[int, typer.Option(min=300, help="Size of a newly trained tokenizer.")] = 8192,
+    batch_size: Annotated[int, typer.Option(min=1, help="Blocks per step.")] = 8,
+    lr: Annotated[float, typer.Option(min=0.0)] = 4e-3,
+    seed: int = 0,
+    compile: Annotated[bool, typer.Option(help="torch.compile the loss (needs a C++ compiler on CPU).")] = False,
+    save_every: Annotated[int, typer.Option(min=1)] = 100,
+    device: str = "cpu",
+) -> None:
+    """Train a small Llama-architecture language model on text; resumes by itself from OUT/checkpoints."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from foretoken.training import lm
+
+    config = lm.LmConfig(
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        context=context,
+        vocab=vocab,
+        steps=steps,
+        batch_size=batch_size,
+        lr=lr,
+        seed=seed,
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("training", total=steps)
+
+        def on_step(p: lm.Progress) -> None:
+            bar.update(task, completed=p.step, description=f"loss {p.loss:.3f}  {p.tokens_per_s:,.0f} tokens/s")
+            if p.held_loss is not None:
+                bar.console.print(f"step {p.step}: training {p.loss:.4f}, held out {p.held_loss:.4f} nats per token")
+
+        report = lm.train_lm(
+            data,
+            out,
+            config,
+            tokenizer_from=tokenizer_from,
+            device=device,
+            save_every=save_every,
+            compiled=compile,
+            on_step=on_step,
+        )
+    typer.echo(
+        f"{report['parameters']:,} parameters, held out {report['held_loss_nats_per_token']:.4f} nats per token, "
+        f"{report['held_bits_per_byte']:.4f} bits per byte -> {out}"
+    )

@@ -1,0 +1,28 @@
+"""The ``Controller`` protocol: how much to guess next, including nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from foretoken.types import Budget, Context, StepRecord
+
+
+class Controller(ABC):
+    """One policy for the draft budget.
+
+    Exactness: a policy may look at the context, at earlier rounds and at draft *laws*; a decision made after a token
+    was drawn may only suppress later tokens (``methods/verification.md`` section 0, adaptedness).
+    """
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        """The budget of the next round of a request."""
+
+    def observe(self, context: Context, record: StepRecord) -> None:  # noqa: B027
+        """Learn from a finished round."""
+
+    def finish(self, context: Context) -> None:  # noqa: B027
+        """The request ended."""

@@ -1,0 +1,52 @@
+"""The ``Drafter`` protocol: which tokens to guess.
+
+A new drafter is one class with two methods (:meth:`Drafter.propose` and, when it learns from verdicts,
+:meth:`Drafter.observe`), one registry row and one docs page.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict
+
+
+class Drafter(ABC):
+    """One way to guess tokens.
+
+    Attributes:
+        name: registry key.
+        taps: names of target hidden states that the drafter needs (see :mod:`foretoken.models.base`).
+    """
+
+    name: ClassVar[str]
+    taps: Sequence[str] = ()
+
+    @property
+    def kind(self) -> Kind:
+        """How this drafter's siblings are drawn when sampling (a greedy request always gets point proposals)."""
+        return Kind.POINT
+
+    @property
+    def draws_trees(self) -> bool:
+        """Whether proposals can branch."""
+        return False
+
+    @abstractmethod
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Guess what follows ``context.tokens``; the tree's root is ``context.root``."""
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Guess for several requests; override when a batch is cheaper than its parts."""
+        return [
+            self.propose(c, b) if b.max_depth > 0 and b.max_nodes > 0 else TokenTree.root_only(c.root)
+            for c, b in zip(contexts, budgets, strict=True)
+        ]
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:  # noqa: B027
+        """Learn from a verdict; ``context.tokens`` already contains the new tokens."""
+
+    def finish(self, context: Context) -> None:  # noqa: B027
+        """The request ended: free what was kept for it."""

@@ -1,0 +1,171 @@
+"""The ``LanguageModel`` protocol: a causal LM over *committed tokens + a scratch tree*.
+
+Target and draft model alike are used through it.  ``forward`` appends nodes to a sequence's scratch tree, ``commit``
+keeps one path of it and drops the rest.  Nothing else in the library touches a Transformers forward or cache.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a model offers.
+
+    Attributes:
+        tree_mask: scores branching scratch trees in one call.
+        keep_path: can keep any path of the scratch (false: only a leading part of a chain).
+        rollback: can drop scratch nodes at all (false: plain decoding only).
+        taps: hands out hidden states.
+        layer_windows: can run a part of its layers.
+        missing: for every capability that is absent, the layer type that lacks it, in words.
+    """
+
+    tree_mask: bool = True
+    keep_path: bool = True
+    rollback: bool = True
+    taps: bool = True
+    layer_windows: bool = True
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+class CapabilityError(ValueError):
+    """A method needs something that the model cannot do; names the layer type."""
+
+
+@dataclass
+class SequenceState:
+    """A committed prefix and its scratch tree, as every model keeps it.
+
+    Attributes:
+        row: the cache row that holds it (a model's own business).
+        tokens: committed token ids, exactly those whose KV is in the cache.
+        scratch_tokens: token ids of the scratch nodes.
+        scratch_parents: their parents; ``-1`` hangs from the last committed token.
+        scratch_depths: their distance from the last committed token minus one.
+    """
+
+    row: int
+    tokens: list[int] = field(default_factory=list)
+    scratch_tokens: list[int] = field(default_factory=list)
+    scratch_parents: list[int] = field(default_factory=list)
+    scratch_depths: list[int] = field(default_factory=list)
+
+    def append(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Add nodes to the scratch tree (parents index the whole scratch)."""
+        for token, parent in zip(tokens, parents, strict=True):
+            self.scratch_tokens.append(token)
+            self.scratch_parents.append(parent)
+            self.scratch_depths.append(0 if parent < 0 else self.scratch_depths[parent] + 1)
+
+    def clear_scratch(self) -> None:
+        """Drop every scratch node."""
+        self.scratch_tokens.clear()
+        self.scratch_parents.clear()
+        self.scratch_depths.clear()
+
+    def matching_path(self, tokens: Sequence[int]) -> list[int]:
+        """The longest scratch path that spells a prefix of ``tokens``."""
+        path: list[int] = []
+        parent = -1
+        for token in tokens:
+            for node in range(parent + 1, len(self.scratch_tokens)):
+                if self.scratch_parents[node] == parent and self.scratch_tokens[node] == token:
+                    path.append(node)
+                    parent = node
+                    break
+            else:
+                break
+        return path
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Nodes to append to one sequence's scratch.
+
+    Attributes:
+        sequence: where they go.
+        tokens: n token ids.
+        parents: n parents in scratch numbering (``-1``: the last committed token); ``None`` means a chain that hangs
+            from the last scratch node, or from the last committed token if there is none.
+        wanted: how many of the *last* rows need logits; ``None`` means all.
+    """
+
+    sequence: SequenceState
+    tokens: Sequence[int]
+    parents: Sequence[int] | None = None
+    wanted: int | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a forward gives back for one feed.
+
+    Attributes:
+        logits: [wanted, V] logits.
+        taps: hidden states by name, each [n, D]: all fed rows.
+    """
+
+    logits: Tensor
+    taps: dict[str, Tensor] = field(default_factory=dict)
+
+
+class LanguageModel(ABC):
+    """How a causal language model is run.
+
+    Attributes:
+        vocab_size: V, the width of the logits.
+        context_length: most tokens that a sequence may hold.
+        eos_token_ids: tokens that end a text.
+        capabilities: what the model offers.
+    """
+
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    capabilities: Capabilities
+
+    @abstractmethod
+    def open(self) -> SequenceState:
+        """A new, empty sequence."""
+
+    @abstractmethod
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        """Append nodes to scratch trees and score them, all feeds in one call.
+
+        ``taps`` names hidden states to hand out: ``"layer:i"`` is the output of the i-th layer (0 is the embedding),
+        ``"last"`` the output of the final norm.
+        """
+
+    @abstractmethod
+    def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
+        """Keep the scratch nodes of ``path`` (from the last committed token downwards), drop all others."""
+
+    @abstractmethod
+    def release(self, sequence: SequenceState) -> None:
+        """Free a sequence."""
+
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Commit ``tokens`` without making logits; returns the taps of all of them."""
+        if not tokens:
+            return {}
+        rows = self.forward([Feed(sequence, tokens, wanted=0)], taps)[0]
+        self.commit(sequence, range(len(tokens)))
+        return rows.taps
+
+    def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
+        """Make the committed part a prefix of ``tokens`` that is as long as the scratch allows; return what is missing.
+
+        This is all the bookkeeping that a draft model needs: whatever was accepted, its scratch is matched against
+        the committed text, the matching path is kept, and the rest is fed next time.
+        """
+        have = len(sequence.tokens)
+        path = sequence.matching_path(tokens[have:])
+        if sequence.scratch_tokens:
+            self.commit(sequence, path)
+        return tokens[have + len(path) :]

@@ -1,0 +1,220 @@
+"""Every method by name: one row each, imported only when used.
+
+A spec string is ``name[:path][,key=value...]``; keys and types come from the class's constructor, so a new option
+needs no code here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+import typing
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+Role = Literal["drafter", "verifier", "controller", "tree"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method of the catalogue.
+
+    Attributes:
+        name: registry key = file name = method name.
+        role: which axis it belongs to.
+        target: ``module:Class`` below ``foretoken``.
+        paper: title or arXiv number with its year; empty for folklore.
+        summary: one sentence.
+        kind: how a drafter's siblings are drawn, or which kinds a verifier takes.
+        lossless: whether the target's law is kept.
+        needs_training: whether weights must be trained first.
+        needs: what it needs beyond the target's logits, in words.
+        example: for a drafter, a spec string that runs on the built-in target as shipped.
+    """
+
+    name: str
+    role: Role
+    target: str
+    paper: str
+    summary: str
+    kind: str = ""
+    lossless: bool = True
+    needs_training: bool = False
+    needs: str = ""
+    example: str = ""
+
+    def load(self) -> type[Any]:
+        """Import and return the class."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(f"foretoken.{module}"), name)  # type: ignore[no-any-return]
+
+    def public(self) -> dict[str, Any]:
+        """The row as ``foretoken methods --json`` prints it."""
+        keys = ("name", "role", "paper", "lossless", "needs_training", "needs", "kind", "example", "summary")
+        return {key: getattr(self, key) for key in keys}
+
+
+def _drafter(name: str, cls: str, paper: str, summary: str, **more: Any) -> Row:
+    more.setdefault("example", name)
+    return Row(name, "drafter", f"drafters.{name}:{cls}", paper, summary, **more)
+
+
+def _verifier(name: str, cls: str, paper: str, summary: str, kind: str, **more: Any) -> Row:
+    return Row(name, "verifier", f"verifiers.{name}:{cls}", paper, summary, kind, example=name, **more)
+
+
+def _controller(name: str, cls: str, paper: str, summary: str, **more: Any) -> Row:
+    more.setdefault("example", name)
+    return Row(name, "controller", f"controllers.{name}:{cls}", paper, summary, **more)
+
+
+ROWS: tuple[Row, ...] = (
+    # Drafters without training.
+    _drafter("model", "ModelDrafter", "Leviathan et al. 2023, arXiv 2211.17192; SpecInfer, arXiv 2305.09781",
+             "A smaller language model of the same tokenizer drafts a chain or a tree.",
+             kind="iid, without_replacement or point", needs="draft model", example="model,k=4"),
+    _drafter("ngram", "NgramDrafter", "Prompt lookup decoding, Saxena 2023",
+             "Copies what followed the most recent occurrence of the longest matching n-gram.", kind="point"),
+    _drafter("scripted", "ScriptedDrafter", "", "Proposes given tokens: for tests and demonstrations.", kind="point",
+             example="scripted,tokens=32 262 13"),
+    # Verifiers: lossless.
+    _verifier("greedy", "GreedyVerifier", "Stern et al. 2018, arXiv 1811.03115",
+              "Keeps the longest path of argmax tokens (temperature 0).", "any"),
+    _verifier("match", "MatchVerifier", "naive speculative decoding; NSS in arXiv 2310.15141",
+              "Draws one target token per node and follows the child that equals it.", "any"),
+    _verifier("rejection", "RejectionVerifier", "Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, 2302.01318",
+              "Accepts a chain's token with probability min(1, p/q), else draws from the residual.", "iid, point"),
+    _verifier("block", "BlockVerifier", "Sun et al. 2024, arXiv 2403.10444",
+              "Verifies a whole chain jointly: optimal among lossless single-path rules.", "iid, point"),
+    _verifier("point", "PointVerifier", "EAGLE-2, arXiv 2406.16858; section 4.2 of the specification",
+              "Deterministic children: accept each with its remaining probability.", "point"),
+    _verifier("multi_round", "MultiRoundVerifier", "SpecInfer, arXiv 2305.09781",
+              "Independent children tried one after another, each against its own law.", "iid, point"),
+    _verifier("without_replacement", "WithoutReplacementVerifier", "arXiv 2402.14160; Sequoia, arXiv 2402.12374",
+              "Recursive rejection for children drawn without replacement.", "without_replacement, point"),
+    _verifier("kseq", "KseqVerifier", "SpecTr, arXiv 2310.15141",
+              "Optimal-transport inspired test of k independent children.", "iid"),
+    _verifier("traversal", "TraversalVerifier", "Weng et al. 2025, arXiv 2505.12398",
+              "Leaf-to-root verification of any tree; on a chain it is block verification.", "any"),
+    # Verifiers: lossy.
+    _verifier("typical", "TypicalVerifier", "Medusa, arXiv 2401.10774",
+              "Accepts tokens that are plausible given the target's entropy.", "any", lossless=False),
+    _verifier("lenient", "LenientVerifier", "Leviathan et al. 2023, appendix, arXiv 2211.17192",
+              "Rejection with the draft law scaled by a lenience below one.", "iid, point", lossless=False),
+    _verifier("top_k", "TopKVerifier", "Stern et al. 2018, arXiv 1811.03115",
+              "Accepts any of the target's k most likely tokens.", "any", lossless=False),
+    _verifier("distance", "DistanceVerifier", "Stern et al. 2018, arXiv 1811.03115",
+              "Accepts token ids within a distance of the argmax (ordinal outputs).", "any", lossless=False),
+    _verifier("min_block", "MinBlockVerifier", "Stern et al. 2018, arXiv 1811.03115",
+              "Accepts at least a given number of draft tokens.", "any", lossless=False),
+    # Controllers.
+    _controller("constant", "ConstantController", "Leviathan et al. 2023, arXiv 2211.17192",
+                "Always the same draft length.", example="constant,k=5"),
+    _controller("heuristic", "HeuristicController", "Transformers' assisted generation",
+                "Two more after a full acceptance, one less otherwise."),
+    _controller("confidence", "ConfidenceController", "Transformers' assisted generation; DISCO, arXiv 2405.04304",
+                "Stops drafting after a token below a probability threshold."),
+)  # fmt: skip
+
+
+def rows(role: Role | None = None) -> list[Row]:
+    """The catalogue, or one role of it."""
+    return [row for row in ROWS if role is None or row.role == role]
+
+
+@cache
+def find(role: Role, name: str) -> Row:
+    """The row of a name.
+
+    Raises:
+        ValueError: unknown name; the message lists the valid ones.
+    """
+    for row in rows(role):
+        if row.name == name:
+            return row
+    raise ValueError(f"unknown {role} {name!r}: choose one of {', '.join(r.name for r in rows(role))}")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A parsed spec string ``name[:path][,key=value...]``."""
+
+    name: str
+    path: str | None
+    options: dict[str, str]
+
+
+def parse_spec(text: str) -> Spec:
+    """Split a spec string into name, path and options.
+
+    Raises:
+        ValueError: an option without ``=`` or an empty name.
+    """
+    head, *rest = text.split(",")
+    name, _, path = head.partition(":")
+    options = {}
+    for item in rest:
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{item!r} in {text!r} is not key=value; a spec is name[:path][,key=value...]")
+        options[key.strip()] = value.strip()
+    if not name.strip():
+        raise ValueError(f"{text!r} names no method; a spec is name[:path][,key=value...]")
+    return Spec(name.strip(), path.strip() or None, options)
+
+
+def options_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
+    """The constructor's plain options (annotated with str, int, float, bool, or one of them or None)."""
+    hints = typing.get_type_hints(cls.__init__)
+    parameters = inspect.signature(cls.__init__).parameters
+    return {
+        name: parameter.replace(annotation=hints[name])
+        for name, parameter in parameters.items()
+        if name in hints and _plain_type(hints[name]) is not None and name != "path"
+    }
+
+
+def convert_options(role: Role, name: str, cls: type[Any], options: dict[str, str]) -> dict[str, Any]:
+    """Turn a spec's strings into the constructor's types.
+
+    Raises:
+        ValueError: unknown key (lists the valid ones) or a value of the wrong type.
+    """
+    known = options_of(cls)
+    result = {}
+    for key, text in options.items():
+        if key not in known:
+            valid = ", ".join(known) or "it has none"
+            raise ValueError(f"unknown option {key!r} of {role} {name!r}: valid ones: {valid}")
+        kind = _plain_type(known[key].annotation)
+        try:
+            result[key] = _convert(text, kind)
+        except ValueError:
+            wanted = kind.__name__ if kind else "value"
+            raise ValueError(f"option {key}={text!r} of {role} {name!r} must be of type {wanted}") from None
+    return result
+
+
+def _plain_type(annotation: Any) -> type[Any] | None:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return _plain_type(inner[0]) if len(inner) == 1 else None
+    return annotation if annotation in (str, int, float, bool) else None
+
+
+def _convert(text: str, kind: type[Any] | None) -> Any:
+    if kind is bool:
+        lowered = text.lower()
+        if lowered not in ("true", "false", "1", "0", "yes", "no"):
+            raise ValueError(text)
+        return lowered in ("true", "1", "yes")
+    return kind(text) if kind else text
+
+
+def make(role: Literal["verifier", "controller"], spec: str) -> Any:
+    """Build a verifier or a controller from a spec string (drafters need models: see :mod:`foretoken.loading`)."""
+    parsed = parse_spec(spec)
+    cls = find(role, parsed.name).load()
+    return cls(**convert_options(role, parsed.name, cls, parsed.options))

@@ -1,0 +1,172 @@
+"""One function turns logits into a law.
+
+Greedy is a one-hot law made by the same function as every other law.  Processors run in Transformers' order:
+logit bias and penalties on the raw logits, user processors, then temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""``(input_ids [1, n], scores [1, V]) -> scores [1, V]``: the shape of Transformers' processors."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn from the target.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of most likely tokens with at least this mass; in (0, 1].
+        min_p: drop tokens less likely than ``min_p`` times the most likely one; in [0, 1].
+        repetition_penalty: > 1 makes tokens of the prefix less likely (CTRL: divide positive, multiply negative logits).
+        presence_penalty: subtracted once from every token of the prefix's generated part.
+        frequency_penalty: subtracted once per occurrence in the generated part.
+        logit_bias: added to single tokens' logits.
+        processors: any Transformers ``LogitsProcessor``; must be pure functions of (prefix, scores).
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    processors: Sequence[LogitsProcessor] = ()
+
+    def __post_init__(self) -> None:
+        _check(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, ">= 0")
+        _check(self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 keeps all tokens)")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        penalty = self.repetition_penalty
+        _check(penalty > 0 and math.isfinite(penalty), "repetition_penalty", penalty, "> 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(math.isfinite(getattr(self, name)), name, getattr(self, name), "finite")
+
+
+def _check(good: bool, name: str, value: Any, wanted: str) -> None:
+    if not good:
+        raise ValueError(f"{name} must be {wanted}, not {value}")
+
+
+class NonFiniteLogitsError(ValueError):
+    """The model produced NaN or only -inf: there is no law to draw from."""
+
+
+class Sampler:
+    """The sampling pipeline of one request (a :class:`foretoken.types.LawMaker`).
+
+    Args:
+        params: how tokens are drawn.
+        prompt_length: where the generated part of a prefix begins (presence and frequency penalties).
+    """
+
+    def __init__(self, params: SamplingParams, prompt_length: int = 0) -> None:
+        self.params = params
+        self.prompt_length = prompt_length
+        self.greedy = params.temperature == 0
+        self._context_free = (
+            params.repetition_penalty == 1.0
+            and params.presence_penalty == 0.0
+            and params.frequency_penalty == 0.0
+            and not params.processors
+        )
+        self._plain = self._context_free and not params.logit_bias
+        self._filters = not self.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+    @property
+    def context_free(self) -> bool:
+        """Whether the law depends on the logits alone, the same for every prefix."""
+        return self._context_free and not self.params.logit_bias
+
+    def law(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
+        """[V] float law at the end of ``prefix`` from logits [V]; one-hot when greedy.
+
+        float32, or float64 when the logits are float64.
+
+        Raises:
+            NonFiniteLogitsError: NaN logits, or no finite logit left.
+        """
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        if not self._plain:
+            scores = self._processed(scores, prefix)
+        return self._finish(scores[None])[0]
+
+    def laws(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+        """[N, V] laws from logits [N, V]; ``prefixes`` may be ``None`` when the pipeline is context-free."""
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        if not self._plain:
+            rows = prefixes if prefixes is not None else [()] * len(scores)
+            scores = torch.stack([self._processed(s, prefix) for s, prefix in zip(scores, rows, strict=True)])
+        return self._finish(scores)
+
+    def _processed(self, scores: Tensor, prefix: Sequence[int]) -> Tensor:
+        params = self.params
+        scores = scores.clone()
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=scores.device)
+            scores[ids] += torch.tensor(list(params.logit_bias.values()), dtype=scores.dtype, device=scores.device)
+        if params.repetition_penalty != 1.0 and prefix:
+            seen = torch.tensor(sorted(set(prefix)), device=scores.device)
+            value = scores[seen]
+            scores[seen] = torch.where(value < 0, value * params.repetition_penalty, value / params.repetition_penalty)
+        generated = prefix[self.prompt_length :]
+        if generated and (params.presence_penalty or params.frequency_penalty):
+            counts = torch.bincount(torch.tensor(generated), minlength=len(scores)).to(scores)[: len(scores)]
+            scores -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        if params.processors:
+            ids = torch.tensor([list(prefix)], dtype=torch.long, device=scores.device)
+            batch = scores[None]
+            for processor in params.processors:
+                batch = processor(ids, batch)
+            scores = batch[0]
+        return scores
+
+    def _finish(self, scores: Tensor) -> Tensor:
+        """Processed scores [N, V] -> laws [N, V]."""
+        best = scores.max(-1, keepdim=True).values
+        if not bool(torch.isfinite(best).all()):
+            raise NonFiniteLogitsError(
+                "the model's logits are NaN or all -inf: check the checkpoint, or load it with dtype=float32"
+            )
+        if self.greedy:
+            return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        if self.params.temperature != 1.0:
+            # Shifted first: a tiny temperature must not overflow to inf - inf.
+            scores = (scores - best) / self.params.temperature
+        laws = torch.softmax(scores, -1)
+        return self._filtered(laws) if self._filters else laws
+
+    def _filtered(self, laws: Tensor) -> Tensor:
+        """Apply top-k, top-p, min-p to laws [N, V] in Transformers' order, renormalising after each."""
+        params = self.params
+        if 0 < params.top_k < laws.shape[-1]:
+            threshold = laws.topk(params.top_k, -1).values[..., -1:]
+            laws = _normalised(laws.where(laws >= threshold, 0.0))
+        if params.top_p < 1:
+            ordered, order = laws.sort(-1, descending=True, stable=True)
+            before = ordered.cumsum(-1) - ordered
+            keep = before < params.top_p
+            keep[..., 0] = True
+            laws = _normalised(laws.where(torch.zeros_like(keep).scatter(-1, order, keep), 0.0))
+        if params.min_p > 0:
+            laws = _normalised(laws.where(laws >= params.min_p * laws.max(-1, keepdim=True).values, 0.0))
+        return laws
+
+
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / weights.sum(-1, keepdim=True)

@@ -1,0 +1,69 @@
+"""Training state on disk: one safetensors file and one JSON file, always whole, never a pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+
+def save_checkpoint(
+    folder: Path, step: int, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], meta: dict[str, Any]
+) -> Path:
+    """Write ``folder/step-N`` through a temporary name, then drop all older checkpoints but one.
+
+    A kill or a full disk at any moment leaves the previous checkpoint as it was.
+    """
+    final = folder / f"step-{step:07d}"
+    tmp = folder / f".tmp-{step:07d}"
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    try:
+        tensors = {f"model.{k}": v.detach().clone() for k, v in model.named_parameters()}
+        for i, optimizer in enumerate(optimizers):
+            for j, state in optimizer.state_dict()["state"].items():
+                for key, value in state.items():
+                    tensors[f"opt.{i}.{j}.{key}"] = torch.as_tensor(value).clone()
+        save_file(tensors, tmp / "state.safetensors")
+        (tmp / "meta.json").write_text(json.dumps({**meta, "step": step}))
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(tmp, final)
+    except OSError:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    for old in sorted(folder.glob("step-*"))[:-2]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint below ``folder``, or ``None``."""
+    found = sorted(p for p in folder.glob("step-*") if (p / "meta.json").exists())
+    return found[-1] if found else None
+
+
+def load_checkpoint(
+    path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """Restore parameters and optimizer state in place; return the stored meta data (``step`` included)."""
+    with safe_open(path / "state.safetensors", "pt") as file:
+        keys = list(file.keys())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(file.get_tensor(f"model.{name}"))
+        for i, optimizer in enumerate(optimizers):
+            state: dict[int, dict[str, Any]] = {}
+            for key in keys:
+                if key.startswith(f"opt.{i}."):
+                    _, _, j, name = key.split(".", 3)
+                    state.setdefault(int(j), {})[name] = file.get_tensor(key)
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
+    return meta

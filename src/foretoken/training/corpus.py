@@ -1,0 +1,181 @@
+"""Text folders -> token files: reading documents, training a tokenizer, encoding once to disk.
+
+A corpus on disk is one flat ``uint16``/``uint32`` array per split (``train.bin``, ``held.bin``), every document
+followed by the tokenizer's end-of-text id, plus ``corpus.json`` that says what it was made from.  Documents are
+split by a hash of their content, so a document never changes side when others are added.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TEXT_SUFFIXES = (".py", ".txt", ".md", ".rst")
+END_OF_TEXT = "<|endoftext|>"
+MAX_DOCUMENT_CHARS = 200_000
+"""Longer files are cut into documents of this length at a line break, so that one book is not one document."""
+
+
+def iter_documents(paths: Sequence[str | Path]) -> Iterator[str]:
+    """Yield the documents below ``paths`` in sorted order.
+
+    Reads text files (``.py .txt .md .rst``), their zstandard-compressed forms (``.zst``), and ``.jsonl`` files whose
+    rows carry ``text`` or ``prompt``.  Undecodable files are skipped.
+
+    Raises:
+        ValueError: when a path does not exist.
+    """
+    for root in map(Path, paths):
+        if not root.exists():
+            raise ValueError(f"no such file or folder: {root}")
+        files = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+        for file in files:
+            yield from _documents_of(file)
+
+
+def _documents_of(file: Path) -> Iterator[str]:
+    name = file.name.removesuffix(".zst")
+    suffix = Path(name).suffix
+    if suffix == ".jsonl":
+        for line in _read(file).splitlines():
+            row = json.loads(line) if line.strip() else {}
+            text = row.get("text") or row.get("prompt")
+            if isinstance(text, str) and text:
+                yield text
+    elif suffix in TEXT_SUFFIXES:
+        yield from _pieces(_read(file))
+
+
+def _read(file: Path) -> str:
+    raw = file.read_bytes()
+    if file.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            raise ValueError(f"{file} is zstandard-compressed: pip install zstandard") from None
+        raw = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw)).read()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
+def _pieces(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        end = min(start + MAX_DOCUMENT_CHARS, len(text))
+        if end < len(text):
+            line_break = text.rfind("\n", start, end)
+            end = line_break + 1 if line_break > start else end
+        yield text[start:end]
+        start = end
+
+
+def is_held_out(document: str, fraction: float) -> bool:
+    """Whether a document belongs to the held-out split: a property of its content alone."""
+    digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int, out: Path) -> None:
+    """Train a byte-level BPE tokenizer and save it in Hugging Face's layout to ``out``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
+    )
+    fast.save_pretrained(out)
+
+
+def build_corpus(paths: Sequence[str | Path], tokenizer: Any, out: Path, held_fraction: float = 0.01) -> dict[str, Any]:
+    """Encode every document below ``paths`` to ``out/train.bin`` and ``out/held.bin``; reuse them when they match.
+
+    Returns the description that is stored in ``out/corpus.json``: tokens, bytes and documents of each split.
+    """
+    card = out / "corpus.json"
+    wanted = {
+        "paths": [str(p) for p in paths],
+        "held_fraction": held_fraction,
+        "vocab": hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode(), digest_size=8).hexdigest(),
+    }
+    if card.exists():
+        found: dict[str, Any] = json.loads(card.read_text())
+        if all(found.get(k) == v for k, v in wanted.items()):
+            return found
+    out.mkdir(parents=True, exist_ok=True)
+    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    splits: dict[str, dict[str, int]] = {s: {"documents": 0, "bytes": 0, "tokens": 0} for s in ("train", "held")}
+    handles = {s: (out / f"{s}.bin.tmp").open("wb") for s in splits}
+    for batch in _batched(iter_documents(paths), 64):
+        for text, ids in zip(batch, tokenizer(batch, add_special_tokens=False)["input_ids"], strict=True):
+            split = "held" if is_held_out(text, held_fraction) else "train"
+            np.asarray([*ids, tokenizer.eos_token_id], dtype=dtype).tofile(handles[split])
+            row = splits[split]
+            row["documents"] += 1
+            row["bytes"] += len(text.encode())
+            row["tokens"] += len(ids) + 1
+    for split, handle in handles.items():
+        handle.close()
+        (out / f"{split}.bin.tmp").replace(out / f"{split}.bin")
+    description = {**wanted, "dtype": np.dtype(dtype).name, **splits}
+    tmp = card.with_suffix(".tmp")
+    tmp.write_text(json.dumps(description, indent=1))
+    tmp.replace(card)
+    return description
+
+
+def _batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+class BlockSampler:
+    """Fixed-length training blocks from a token file, in an order that is a pure function of (seed, step).
+
+    Nothing has to be stored to resume: step ``s`` always sees the same blocks.
+    """
+
+    def __init__(self, file: Path, dtype: str, block: int, batch: int, seed: int) -> None:
+        self.tokens = np.memmap(file, dtype=np.dtype(dtype), mode="r")
+        self.block, self.batch, self.seed = block, batch, seed
+        self.num_blocks = (len(self.tokens) - 1) // block
+        if self.num_blocks < batch:
+            raise ValueError(
+                f"the data is too short: {len(self.tokens)} tokens give {max(self.num_blocks, 0)} blocks of {block}, "
+                f"and one step needs {batch}; give more text or a smaller --context or --batch-size"
+            )
+
+    def __call__(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The blocks of one step, int64 [batch, block + 1] (inputs are [:, :-1], labels [:, 1:])."""
+        rows = []
+        for i in range(step * self.batch, (step + 1) * self.batch):
+            epoch, place = divmod(i, self.num_blocks)
+            rng = np.random.default_rng((self.seed, epoch))
+            start = int(rng.permutation(self.num_blocks)[place]) * self.block
+            # A different phase each epoch, so that repeated text is not cut at the same places.
+            start = min(start + int(rng.integers(self.block)), len(self.tokens) - self.block - 1)
+            rows.append(self.tokens[start : start + self.block + 1].astype(np.int64))
+        return np.stack(rows)

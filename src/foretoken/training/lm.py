@@ -1,0 +1,287 @@
+"""``foretoken train lm``: a small Llama-architecture language model from a folder of text.
+
+Matrices of the transformer blocks are trained with Muon, everything else with AdamW; the learning rate warms up,
+stays, and falls linearly to zero (so that a run can be given more or fewer steps when it is resumed).  The data order
+is a pure function of (seed, step), so a run that was killed continues as if it had not been.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from foretoken.training.corpus import BlockSampler, build_corpus, iter_documents, train_tokenizer
+
+
+@dataclass(frozen=True)
+class LmConfig:
+    """Architecture and recipe of one run; stored in every checkpoint and compared on resume."""
+
+    hidden: int = 384
+    layers: int = 8
+    heads: int = 6
+    kv_heads: int = 2
+    ffn: int = 1024
+    context: int = 1024
+    vocab: int = 8192
+    steps: int = 2000
+    batch_size: int = 8
+    lr: float = 4e-3
+    warmup: float = 0.02
+    decay: float = 0.35
+    weight_decay: float = 0.05
+    seed: int = 0
+
+
+def build_model(config: LmConfig, eos_token_id: int) -> Any:
+    """A freshly initialised ``LlamaForCausalLM`` (float32, tied embeddings)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(config.seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab,
+            hidden_size=config.hidden,
+            intermediate_size=config.ffn,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            max_position_embeddings=config.context,
+            tie_word_embeddings=True,
+            bos_token_id=eos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=eos_token_id,
+        )
+    )
+
+
+def learning_rate_factor(step: int, config: LmConfig) -> float:
+    """Warm-up, plateau, linear decay to zero; in (0, 1] for ``0 <= step < steps``."""
+    warm = max(1, round(config.warmup * config.steps))
+    fall = max(1, round(config.decay * config.steps))
+    return min((step + 1) / warm, (config.steps - step) / fall, 1.0)
+
+
+def next_token_loss(model: Any, blocks: Tensor, chunk: int = 2048) -> Tensor:
+    """Mean cross-entropy in nats per token of ``blocks`` int64 [batch, block + 1].
+
+    Logits are made for ``chunk`` rows at a time: the full [rows, vocab] float32 matrix would dominate memory traffic.
+    """
+    hidden = model.model(input_ids=blocks[:, :-1], use_cache=False).last_hidden_state
+    rows, labels = hidden.flatten(0, 1), blocks[:, 1:].flatten()
+    parts = [
+        F.cross_entropy(model.lm_head(r).float(), y, reduction="sum")
+        for r, y in zip(rows.split(chunk), labels.split(chunk), strict=True)
+    ]
+    return torch.stack(parts).sum() / labels.numel()
+
+
+def make_optimizers(model: Any, config: LmConfig) -> list[torch.optim.Optimizer]:
+    """Muon for the blocks' matrices (update size matched to AdamW's), AdamW for embeddings and norms."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    return [
+        torch.optim.Muon(
+            matrices, lr=config.lr, momentum=0.95, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+@torch.no_grad()
+def evaluate(model: Any, file: Path, dtype: str, context: int, max_blocks: int = 32, batch: int = 4) -> float:
+    """Held-out loss in nats per token over up to ``max_blocks`` evenly spaced blocks of ``file``."""
+    tokens = np.memmap(file, dtype=np.dtype(dtype), mode="r")
+    context = min(context, len(tokens) - 1)
+    starts = np.unique(np.linspace(0, len(tokens) - context - 1, max_blocks).astype(int))
+    rows = torch.from_numpy(np.stack([tokens[s : s + context + 1].astype(np.int64) for s in starts]))
+    losses = []
+    for part in rows.split(batch):
+        with torch.autocast("cpu" if part.device.type == "cpu" else "cuda", dtype=torch.bfloat16):
+            losses.append(next_token_loss(model, part.to(model.device)) * len(part))
+    return float(torch.stack(losses).sum() / len(rows))
+
+
+@dataclass
+class Progress:
+    """What a caller is told after every step (losses in nats per token)."""
+
+    step: int
+    steps: int
+    loss: float
+    held_loss: float | None
+    tokens_per_s: float
+
+
+def train_lm(
+    data: Sequence[str | Path],
+    out: Path,
+    config: LmConfig,
+    *,
+    tokenizer_from: Path | None = None,
+    device: str = "cpu",
+    eval_every: int = 100,
+    save_every: int = 100,
+    compiled: bool = False,
+    on_step: Callable[[Progress], None] | None = None,
+) -> dict[str, Any]:
+    """Train, resuming from ``out/checkpoints`` when there is something to resume; return the final report.
+
+    ``out`` receives the model in Hugging Face's layout (bfloat16 safetensors, tokenizer), ``losses.csv``,
+    ``losses.png`` and ``training.json``.  ``tokenizer_from`` shares another model's tokenizer.
+
+    Raises:
+        ValueError: empty or too short data, or a checkpoint of another architecture in ``out``.
+        FloatingPointError: the loss became NaN or infinite; the last checkpoint is intact.
+    """
+    tokenizer = _tokenizer(data, out, config, tokenizer_from)
+    corpus_dir = (tokenizer_from or out) / "corpus"
+    corpus = build_corpus(data, tokenizer, corpus_dir)
+    model = build_model(config, int(tokenizer.eos_token_id)).to(device)
+    optimizers = make_optimizers(model, config)
+    sampler = BlockSampler(corpus_dir / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
+    start, spent_s = 0, 0.0
+    found = latest_checkpoint(out / "checkpoints")
+    if found is not None:
+        meta = load_checkpoint(found, model, optimizers)
+        _check_same(meta["config"], config, found)
+        start, spent_s = int(meta["step"]), float(meta["spent_s"])
+    rows = _read_losses(out / "losses.csv", start)
+    loss_of = torch.compile(next_token_loss) if compiled else next_token_loss
+    clock, tokens_per_step = time.perf_counter(), config.batch_size * config.context
+    held: float | None = None
+    for step in range(start, config.steps):
+        began = time.perf_counter()
+        factor = learning_rate_factor(step, config)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr * factor
+        blocks = torch.from_numpy(sampler(step)).to(device)
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+            loss = loss_of(model, blocks)
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {loss.item()} at step {step}; the last checkpoint is intact, lower --lr and resume"
+            )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        done = step + 1
+        held = None
+        if done % eval_every == 0 or done == config.steps:
+            held = evaluate(model, corpus_dir / "held.bin", corpus["dtype"], config.context)
+        rows.append((done, float(loss.detach()), held))
+        if done % save_every == 0 or done == config.steps:
+            now = spent_s + time.perf_counter() - clock
+            _write_losses(out / "losses.csv", rows)
+            save_checkpoint(out / "checkpoints", done, model, optimizers, {"config": asdict(config), "spent_s": now})
+        if on_step is not None:
+            on_step(Progress(done, config.steps, rows[-1][1], held, tokens_per_step / (time.perf_counter() - began)))
+    report = _finish(model, tokenizer, out, config, corpus, corpus_dir, rows, spent_s + time.perf_counter() - clock)
+    return report
+
+
+def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: Path | None) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = source or out / "tokenizer"
+    if source is None and not (folder / "tokenizer.json").exists():
+        documents = list(iter_documents(data))
+        if not any(documents):
+            raise ValueError(f"no text found below {', '.join(map(str, data))}: give a folder of .py, .txt, .md or .jsonl")
+        train_tokenizer(documents, config.vocab, folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def _check_same(stored: dict[str, Any], config: LmConfig, path: Path) -> None:
+    """Only the number of steps (and so the schedule) may change between a run and its continuation."""
+    mine = asdict(config)
+    other = [k for k in mine if k not in ("steps", "decay", "warmup") and stored.get(k) != mine[k]]
+    if other:
+        raise ValueError(
+            f"{path} was trained with other settings ({', '.join(f'{k}={stored.get(k)}' for k in other)}); "
+            "give the same ones to resume, or another --out"
+        )
+
+
+def _read_losses(file: Path, start: int) -> list[tuple[int, float, float | None]]:
+    if not file.exists():
+        return []
+    rows: list[tuple[int, float, float | None]] = []
+    for line in file.read_text().splitlines()[1:]:
+        step, loss, held = line.split(",")
+        if int(step) <= start:
+            rows.append((int(step), float(loss), float(held) if held else None))
+    return rows
+
+
+def _write_losses(file: Path, rows: list[tuple[int, float, float | None]]) -> None:
+    text = "step,train_loss,held_loss\n" + "".join(
+        f"{s},{a:.5f},{'' if h is None else f'{h:.5f}'}\n" for s, a, h in rows
+    )
+    tmp = file.with_suffix(".tmp")
+    tmp.write_text(text)
+    os.replace(tmp, file)
+
+
+def _finish(
+    model: Any,
+    tokenizer: Any,
+    out: Path,
+    config: LmConfig,
+    corpus: dict[str, Any],
+    corpus_dir: Path,
+    rows: list[tuple[int, float, float | None]],
+    spent_s: float,
+) -> dict[str, Any]:
+    held = evaluate(model, corpus_dir / "held.bin", corpus["dtype"], config.context, max_blocks=128)
+    bytes_per_token = corpus["held"]["bytes"] / corpus["held"]["tokens"]
+    report = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": config.steps,
+        "tokens": config.steps * config.batch_size * config.context,
+        "corpus": {k: corpus[k] for k in ("train", "held")},
+        "held_loss_nats_per_token": held,
+        "held_bits_per_byte": held / math.log(2) / bytes_per_token,
+        "hours": spent_s / 3600,
+        "config": asdict(config),
+    }
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    plot_losses(rows, out / "losses.png")
+    (out / "training.json").write_text(json.dumps(report, indent=1))
+    return report
+
+
+def plot_losses(rows: Sequence[tuple[int, float, float | None]], file: Path) -> None:
+    """Draw the training and held-out loss against the step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
+    axes.plot([r[0] for r in rows], [r[1] for r in rows], color="#9bb7d4", linewidth=0.8, label="training")
+    held = [(r[0], r[2]) for r in rows if r[2] is not None]
+    axes.plot([s for s, _ in held], [h for _, h in held], color="#b3442f", linewidth=1.8, label="held out")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=130)
+    plt.close(figure)

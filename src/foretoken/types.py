@@ -1,0 +1,296 @@
+"""The words the four axes speak: trees, laws, verdicts, budgets, records.
+
+Shapes: ``N`` nodes, ``V`` vocabulary, ``D`` hidden size, ``R`` stored laws.  Topology and tokens are host integers:
+trees are small, the walk over them is host code, and a drafter moves all its tokens to the host in one transfer.
+Laws and logits stay tensors on the model's device.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Kind(enum.StrEnum):
+    """How the siblings of a tree were drawn; decides which verifiers are lossless for it."""
+
+    POINT = "point"
+    """Deterministic: each token is a point mass given the context (top-k, n-grams, guesses)."""
+    IID = "iid"
+    """Independent draws, with replacement, each from its recorded law; duplicates stay separate nodes."""
+    WITHOUT_REPLACEMENT = "without_replacement"
+    """Sequential draws from one law per parent with earlier siblings removed; sibling order is sampling order."""
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A speculation.  Node 0 is the root: the last committed token, whose KV is not yet in the target's cache.
+
+    Attributes:
+        tokens: N token ids.
+        parents: N parent indices, parents before children, ``-1`` for the root only.
+        kind: how siblings were drawn.
+        q: [R, V] draft laws, after temperature, filters and vocabulary maps: what tokens were *really* drawn from.
+            ``None`` for ``POINT`` trees.
+        law_of: per node the row of ``q`` that it was drawn from (siblings of one drafter share a row), ``-1`` for a
+            node that is a point mass.  Empty means all ``-1``.
+        probes: per node, whether it is a probe: scored for the drafter, never walked by a verifier.  Empty means none.
+        drafters: per node, the index of the drafter that guessed it (ensembles); empty means one drafter.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    kind: Kind = Kind.POINT
+    q: Tensor | None = None
+    law_of: Sequence[int] = ()
+    probes: Sequence[bool] = ()
+    drafters: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents) or not self.tokens or self.parents[0] != -1:
+            raise ValueError("a token tree needs a root (parent -1) first and one parent per token")
+        for node, parent in enumerate(self.parents):
+            if node and not 0 <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}: parents come before their children")
+        if self.kind is not Kind.POINT and len(self.tokens) > 1 and (self.q is None or not self.law_of):
+            raise ValueError(f"a {self.kind} tree must carry the laws q that its tokens were drawn from, and law_of")
+
+    @classmethod
+    def root_only(cls, token: int) -> TokenTree:
+        """The empty draft: plain decoding."""
+        return cls((token,), (-1,))
+
+    @classmethod
+    def chain(cls, root: int, drafts: Sequence[int], q: Tensor | None = None) -> TokenTree:
+        """A chain of draft tokens; ``q`` [len(drafts), V] when they were sampled, ``None`` when deterministic."""
+        n = len(drafts)
+        if q is None or n == 0:
+            return cls((root, *drafts), tuple(range(-1, n)))
+        return cls((root, *drafts), tuple(range(-1, n)), Kind.IID, q, tuple(range(-1, n)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens: nodes that are neither the root nor probes."""
+        return len(self.tokens) - 1 - sum(self.probes)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of every node from the root (= its position minus the root's)."""
+        depths = [0] * len(self.parents)
+        for node in range(1, len(self.parents)):
+            depths[node] = depths[self.parents[node]] + 1
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of every node in sibling (= sampling) order, probes left out."""
+        rows: list[list[int]] = [[] for _ in self.parents]
+        for node in range(1, len(self.parents)):
+            if not (self.probes and self.probes[node]):
+                rows[self.parents[node]].append(node)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node hangs from the one before it and none is a probe."""
+        return not any(self.probes) and all(p == i - 1 for i, p in enumerate(self.parents))
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root (included) to ``node``."""
+        nodes = [node]
+        while (node := self.parents[node]) >= 0:
+            nodes.append(node)
+        return nodes[::-1]
+
+    def law(self, node: int) -> Tensor | None:
+        """[V] law that ``node`` was drawn from, ``None`` when it is a point mass."""
+        row = self.law_of[node] if self.law_of else -1
+        return None if row < 0 or self.q is None else self.q[row]
+
+
+class Rng:
+    """The randomness of one request: a stream of uniforms in [0, 1), each handed out once.
+
+    Drawn from a ``torch.Generator`` in float64 blocks, so that a uniform costs nanoseconds and no device sync.
+    """
+
+    BLOCK = 256
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.generator = torch.Generator()
+        if seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(seed)
+        self._block: list[float] = []
+
+    def uniform(self) -> float:
+        """A fresh uniform in [0, 1)."""
+        if not self._block:
+            self._block = torch.rand(self.BLOCK, generator=self.generator, dtype=torch.float64).tolist()
+        return self._block.pop()
+
+    def uniforms(self, count: int) -> list[float]:
+        """``count`` fresh uniforms in [0, 1)."""
+        return [self.uniform() for _ in range(count)]
+
+
+class LawMaker(Protocol):
+    """Turns logits into the law that a token is drawn from (:mod:`foretoken.sampling`)."""
+
+    greedy: bool
+
+    def law(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
+        """[V] law at the end of ``prefix`` from logits [V]."""
+
+    def laws(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+        """[N, V] laws from logits [N, V]."""
+
+    @property
+    def context_free(self) -> bool:
+        """Whether the law depends on the logits alone, not on the prefix."""
+
+
+@dataclass
+class Scores:
+    """The target's view of a tree.  Laws are made only for the nodes that are asked for.
+
+    Attributes:
+        logits: [N, V] raw target logits, one row per node.
+        tree: the tree that was scored.
+        prefix: committed tokens up to and including the root.
+        maker: the sampling pipeline of the request.
+        taps: hidden states that the drafter asked for, by name, each [N, D].
+    """
+
+    logits: Tensor
+    tree: TokenTree
+    prefix: Sequence[int]
+    maker: LawMaker
+    taps: dict[str, Tensor] = field(default_factory=dict)
+    _laws: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def node_prefix(self, node: int) -> Sequence[int]:
+        """Committed tokens plus the tokens on the path to ``node``."""
+        if node == 0:
+            return self.prefix
+        return [*self.prefix, *(self.tree.tokens[i] for i in self.tree.path(node)[1:])]
+
+    def p(self, node: int) -> Tensor:
+        """[V] target law after ``node``: the whole sampling pipeline run on that node's own prefix."""
+        law = self._laws.get(node)
+        if law is None:
+            prefix = () if self.maker.context_free else self.node_prefix(node)
+            law = self._laws[node] = self.maker.law(self.logits[node], prefix)
+        return law
+
+    def chain_p(self) -> Tensor:
+        """[N, V] target laws of all nodes at once (for rules that need every position of a chain)."""
+        if self.maker.context_free:
+            return self.maker.laws(self.logits, None)
+        return torch.stack([self.p(node) for node in range(len(self.tree))])
+
+    @cached_property
+    def _argmaxes(self) -> list[int]:
+        choices: list[int] = self.logits.argmax(-1).tolist()
+        return choices
+
+    def argmax(self, node: int) -> int:
+        """The most likely token after ``node`` (lowest index on ties)."""
+        if self.maker.context_free and self.maker.greedy:
+            return self._argmaxes[node]
+        return int(self.p(node).argmax())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What stands of a tree.
+
+    Attributes:
+        path: accepted draft nodes from the root's child downwards (the root itself is not listed).
+        next_token: the token after them: the next root.
+        next_is_bonus: whether every draft on the way to a leaf stood (bonus token) or one was rejected (recovered).
+    """
+
+    path: Sequence[int]
+    next_token: int
+    next_is_bonus: bool
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a drafter may guess this round.
+
+    Attributes:
+        max_depth: longest draft; 0 means plain decoding and no drafter code runs.
+        max_nodes: most draft nodes (the root not counted).
+        min_confidence: stop drafting after a token whose own draft probability is below this (it stays in the draft).
+        stop: a richer rule of the same sort: called with the draft law [V] (``None`` if the drafter has none) and
+            the drawn token's probability; true ends the draft *after* that token.
+    """
+
+    max_depth: int = 5
+    max_nodes: int = 64
+    min_confidence: float = 0.0
+    stop: Callable[[Tensor | None, float], bool] | None = None
+
+    def stops_after(self, law: Tensor | None, probability: float) -> bool:
+        """Whether drafting ends after a token of this probability."""
+        return probability < self.min_confidence or (self.stop is not None and self.stop(law, probability))
+
+
+@dataclass
+class Context:
+    """What a drafter and a controller know of one request.
+
+    Attributes:
+        request_id: unique within the engine.
+        tokens: prompt and output so far, the root last.
+        prompt_length: how many of them are the prompt.
+        maker: the request's sampling pipeline, so that a draft law can be made by the same function.
+        rng: the request's randomness.
+        hidden: target hidden states of the last round's committed nodes (root first), by tap name, each [n, D]; the
+            row of position t is ``hidden[name][t - hidden_start]``.
+        prediction: tokens that the caller expects in the answer.
+        state: one slot per owner (a drafter or a controller keeps its own per-request state here).
+    """
+
+    request_id: int
+    tokens: list[int]
+    prompt_length: int
+    maker: Any
+    rng: Rng
+    hidden: dict[str, Tensor] = field(default_factory=dict)
+    hidden_start: int = 0
+    prediction: Sequence[int] | None = None
+    state: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def root(self) -> int:
+        """The last committed token."""
+        return self.tokens[-1]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Counts and times of one round of one request (seconds are those of the whole batch's round)."""
+
+    request_id: int
+    num_nodes: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    batch_size: int
+    draft_s: float
+    target_s: float
+    verify_s: float
+    total_s: float
+    drafter: str = ""
