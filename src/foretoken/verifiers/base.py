@@ -2,17 +2,42 @@
 
 A verifier is pure: a function of the tree, the laws and fresh randomness.  Lossless means that the accepted tokens
 plus the next token, continued by plain sampling, have exactly the target's law.
+
+Every rule is written once in plain form (:meth:`Verifier.decide`), with all its randomness going through
+:class:`Coins`.  Tests hand in coins that enumerate every outcome with its probability, which gives the rule's law
+exactly.  A rule on the hot path has a faster twin in :meth:`Verifier.verify` that must decide the same.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
+
+
+class Coins:
+    """The random decisions of a rule.  This one tosses them with the request's uniforms, each used once."""
+
+    def __init__(self, rng: Rng) -> None:
+        self._rng = rng
+
+    def accept(self, num: float, den: float = 1.0) -> bool:
+        """True with probability min(1, num / den): tested as ``u * den < num``, so never when ``num`` is 0."""
+        return self._rng.uniform() * den < num
+
+    def accept_lazily(self, bound: float, chance: Callable[[], float]) -> bool:
+        """True with probability ``chance()``, which is at most ``bound``; not computed when the bound decides."""
+        u = self._rng.uniform()
+        return u < bound and u < chance()
+
+    def draw(self, law: Tensor) -> int:
+        """A token drawn from a law or unnormalised weights [V]."""
+        return draw(law, self._rng.uniform())
 
 
 class Verifier(ABC):
@@ -23,6 +48,7 @@ class Verifier(ABC):
         lossless: whether the rule keeps the target's law; lossy rules need ``allow_lossy=True``.
         kinds: proposal kinds for which the rule is right.
         chains_only: whether the rule is defined for chains only.
+        greedy_only: whether the rule is right at temperature 0 only.
     """
 
     name: ClassVar[str]
@@ -32,8 +58,16 @@ class Verifier(ABC):
     greedy_only: ClassVar[bool] = False
 
     @abstractmethod
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """The rule in plain form: walk ``tree`` and decide."""
+
     def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
-        """Walk ``tree`` and decide."""
+        """Walk ``tree`` and decide: the same as :meth:`decide`, by the fastest way there is.
+
+        Raises:
+            ValueError: a chain rule met a node with two children.
+        """
+        return self.decide(tree, scores, Coins(rng))
 
 
 def draw(law: Tensor, u: float) -> int:
@@ -41,7 +75,8 @@ def draw(law: Tensor, u: float) -> int:
 
     Never returns a token of zero weight.
     """
-    cdf = law.cumsum(0)
+    # In float32 the steps of the CDF are multiples of 6e-8: too coarse for the tail of a vocabulary of 150k.
+    cdf = law.cumsum(0) if law.device.type == "mps" else law.cumsum(0, dtype=torch.float64)
     index = int(torch.searchsorted(cdf, cdf[-1:] * u, right=True))
     if index >= len(law) or float(law[index]) <= 0.0:  # u * total rounded up to the last step of the CDF
         index = int(law.nonzero()[-1])
@@ -50,11 +85,7 @@ def draw(law: Tensor, u: float) -> int:
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """norm([p - q]+) [V]; ``p`` itself when nothing is left (p equals q up to rounding)."""
-    rest = (p - q).clamp_min_(0.0)
-    total = rest.sum()
-    if float(total) <= torch.finfo(p.dtype).tiny:
-        return p
-    return rest / total
+    return _normalised((p - q).clamp_min_(0.0), p)
 
 
 def without(p: Tensor, token: int) -> Tensor:
@@ -64,10 +95,148 @@ def without(p: Tensor, token: int) -> Tensor:
     """
     rest = p.clone()
     rest[token] = 0.0
-    total = rest.sum()
-    if float(total) <= torch.finfo(p.dtype).tiny:
-        return p
-    return rest / total
+    return _normalised(rest, p)
+
+
+def rest_of(p: Tensor, q: Tensor | None, token: int) -> Tensor:
+    """The residual law [V] after the rejection of ``token`` drawn from ``q`` (``None``: a point mass)."""
+    return without(p, token) if q is None else residual(p, q)
+
+
+def leftover(p: Tensor, q: Tensor | None, token: int, budget: float) -> Tensor:
+    """[budget * p - q]+ [V], not normalised; ``q`` may be ``None`` for a point mass at ``token``."""
+    if q is not None:
+        return (p * budget).sub_(q).clamp_min_(0.0)
+    rest = p * budget
+    rest[token] = 0.0  # a point mass has weight 1 there, which budget * p never exceeds
+    return rest
+
+
+def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
+    total = weights.sum()
+    if is_nothing(float(total), weights):
+        return otherwise
+    return weights.div_(total)
+
+
+def is_nothing(total: float, weights: Tensor) -> bool:
+    """Whether a sum of ``weights`` [V] is zero but for rounding."""
+    return total <= torch.finfo(weights.dtype).tiny
+
+
+def scaled(budget: float, p: float, q: float) -> float:
+    """min(1, budget * p / q), and 0 whenever ``p`` is 0."""
+    weight = budget * p
+    if weight <= 0.0:
+        return 0.0
+    return 1.0 if weight >= q else weight / q
+
+
+def drawn_chance(tree: TokenTree, node: int) -> float:
+    """q(token) of ``node``: the weight that its law gives its own token (1 for a point mass)."""
+    law = tree.law(node)
+    return 1.0 if law is None else float(law[tree.tokens[node]])
+
+
+class SiblingLaws:
+    """The law of each child given its earlier siblings, when they are drawn without replacement.
+
+    Children that share a row of ``tree.q`` were drawn one after another with earlier ones removed; another row is
+    another drafter's sequence, which knows nothing of the first.  When the support of a row is used up, the drafter
+    goes on uniformly over the tokens that it has not drawn.
+    """
+
+    def __init__(self, tree: TokenTree) -> None:
+        self._tree = tree
+        self._open: dict[tuple[int, int], Tensor] = {}  # (parent, row) -> [V] weights not drawn yet
+        self._drawn: dict[tuple[int, int], list[int]] = {}
+
+    def law(self, node: int) -> Tensor | None:
+        """[V] law that ``node`` was drawn from; ``None`` for a point mass."""
+        law = self._tree.law(node)
+        if law is None:
+            return None
+        rest = self._open.get(self._key(node))
+        if rest is None:  # the first child: the law as it is
+            return law
+        total = rest.sum()
+        if is_nothing(float(total), rest):
+            rest = torch.ones_like(rest)
+            rest[self._drawn[self._key(node)]] = 0.0
+            total = rest.sum()
+        return rest / total
+
+    def remove(self, node: int) -> None:
+        """``node`` was tried: later siblings of its row were drawn from what it left."""
+        law = self._tree.law(node)
+        if law is None:
+            return
+        key, token = self._key(node), self._tree.tokens[node]
+        if key not in self._open:
+            self._open[key] = law.clone()
+        self._open[key][token] = 0.0
+        self._drawn.setdefault(key, []).append(token)
+
+    def _key(self, node: int) -> tuple[int, int]:
+        return self._tree.parents[node], self._tree.law_of[node]
+
+
+def chain_nodes(tree: TokenTree, name: str) -> list[int]:
+    """Draft nodes of a chain in order, probes left out.
+
+    Raises:
+        ValueError: a node has two children.
+    """
+    if tree.is_chain:
+        return list(range(1, len(tree)))
+    nodes = [0]
+    while children := tree.children[nodes[-1]]:
+        if len(children) > 1:
+            raise ValueError(f"the verifier {name!r} takes chains, but node {nodes[-1]} has {len(children)} children")
+        nodes.append(children[0])
+    return nodes[1:]
+
+
+def prefers_one_go(tree: TokenTree, scores: Scores) -> bool:
+    """Whether making the laws of all nodes of a chain at once beats making them one by one, as they are needed.
+
+    Measured on a CPU: six laws at once cost three single ones at V = 8192 and six at V = 150k; on an accelerator one
+    transfer to the host beats many.
+    """
+    if not (tree.is_chain and len(tree) > 1 and scores.maker.context_free):
+        return False
+    return scores.logits.device.type != "cpu" or scores.logits.shape[-1] <= 32768
+
+
+def chain_weights(tree: TokenTree, laws: Tensor) -> tuple[list[float], list[float]]:
+    """p(x_i) and q(x_i) of all g drafts of a chain, in one transfer; ``laws`` are the target's [g+1, V]."""
+    count = len(tree) - 1
+    drafts = torch.tensor(tree.tokens[1:], device=laws.device)[:, None]  # [g, 1]
+    p_x = laws[:count].gather(1, drafts)
+    if tree.q is None or not tree.law_of:
+        return p_x[:, 0].tolist(), [1.0] * count
+    rows = list(tree.law_of[1:])
+    q = tree.q if rows == list(range(len(tree.q))) else tree.q[rows]  # row -1 picks the last law: replaced below
+    p_list, q_list = torch.cat((p_x, q.gather(1, drafts)), 1).T.tolist()
+    return p_list, [1.0 if row < 0 else weight for row, weight in zip(rows, q_list, strict=True)]
+
+
+def walk_down(tree: TokenTree, choose: Callable[[int, Sequence[int]], int]) -> Verdict:
+    """From the root: get the token after a node, go to the child that holds it, repeat; stop where none does.
+
+    Lossless whenever ``choose(node, children)`` has the law ``p(node)``, given the children's tokens or not.  When
+    several siblings hold the token (independent draws), the walk follows them together: they stand for the same
+    prefix, so their children are candidates alike.  The path then runs through the one that leads furthest.
+    """
+    alive: list[int] = [0]  # nodes with one and the same prefix
+    while True:
+        children = [child for node in alive for child in tree.children[node]]
+        token = choose(alive[0], children)
+        matching = [child for child in children if tree.tokens[child] == token]
+        if not matching:
+            last = next((node for node in alive if tree.children[node]), alive[0])
+            return Verdict(tuple(tree.path(last)[1:]), token, next_is_bonus=not children)
+        alive = matching
 
 
 def child_with(tree: TokenTree, node: int, token: int) -> int | None:
@@ -78,7 +247,7 @@ def child_with(tree: TokenTree, node: int, token: int) -> int | None:
     return None
 
 
-def verdict_at(tree: TokenTree, path: list[int], token: int) -> Verdict:
+def verdict_at(tree: TokenTree, path: Sequence[int], token: int) -> Verdict:
     """The verdict that stops after ``path`` with ``token``: a bonus when the path reached a leaf."""
     last = path[-1] if path else 0
     return Verdict(tuple(path), token, next_is_bonus=not tree.children[last])

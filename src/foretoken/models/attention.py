@@ -1,0 +1,99 @@
+"""Attention functions that are registered with Transformers.
+
+``foretoken`` folds the query heads that share a key head into query rows: [b, Hq, n, D] -> [b, Hkv, r*n, D].
+Transformers' own sdpa instead copies the whole cache once per layer and step (``repeat_kv``) as soon as a mask is
+passed.  ``foretoken_exact`` computes scores, softmax and the weighted sum in float64, so that the rounded result does
+not depend on slot order or on how many rows are scored together (``exact="bitwise"``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+FOLDED = "foretoken"
+EXACT = "foretoken_exact"
+
+
+def folded_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention of query [b, Hq, n, D] over key/value [b, Hkv, S, D*]; returns [b, n, Hq, Dv].
+
+    ``attention_mask`` [b, 1, n, S] is additive, ``softcap`` and ``s_aux`` (attention sinks [Hq]) as in the models that
+    use them.
+    """
+    if softcap is not None or s_aux is not None:
+        return _explicit(query, key, value, attention_mask, scaling, softcap, s_aux, torch.float32), None
+    b, heads, n, dim = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    if groups > 1:
+        query = query.reshape(b, kv_heads, groups * n, dim)
+        if attention_mask is not None and n > 1:
+            attention_mask = attention_mask.repeat(1, 1, groups, 1)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.reshape(b, heads, n, value.shape[-1]).transpose(1, 2), None
+
+
+def exact_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The same in float64 sums, rounded once."""
+    return _explicit(query, key, value, attention_mask, scaling, softcap, s_aux, torch.float64), None
+
+
+def _explicit(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    accumulate: torch.dtype,
+) -> Tensor:
+    b, heads, n, dim = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    wide = torch.promote_types(query.dtype, accumulate)
+    folded = query.reshape(b, kv_heads, groups * n, dim).to(wide)
+    scores = folded @ key.to(wide).transpose(-1, -2) * (dim**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.view(b, kv_heads, groups, n, -1)
+    if mask is not None:
+        scores = scores + mask[:, :, None]
+    if sinks is not None:
+        column = sinks.to(wide).view(1, kv_heads, groups, 1, 1).expand(b, -1, -1, n, 1)
+        weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, -1)
+    out = weights.view(b, kv_heads, groups * n, -1) @ value.to(wide)
+    return out.view(b, heads, n, -1).transpose(1, 2).to(query.dtype)
+
+
+ALL_ATTENTION_FUNCTIONS.register(FOLDED, folded_attention)
+ALL_ATTENTION_FUNCTIONS.register(EXACT, exact_attention)

@@ -1,0 +1,155 @@
+"""The KV cache: preallocated rows, written in place, one path kept on commit.
+
+The only file of the library that knows Transformers' cache API.  Every layer keeps keys [B, H, S, Dk] and values
+[B, H, S, Dv]; a sequence owns one row; slot ``s`` of a row holds the token at position ``s`` for committed tokens, and
+scratch nodes follow in the order in which they were fed.  Positions were given by depth, so that a commit only moves
+rows: rotary embeddings are already right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+CHUNK = 256
+"""Slots by which the cache grows at least, so that growing is rare."""
+
+
+class TreeCache(Cache):
+    """A Transformers cache over preallocated buffers; ``plan`` says where the next forward writes.
+
+    Args:
+        num_layers: how many layers will call :meth:`update`.
+        max_slots: most slots that a row will ever need (context plus scratch); buffers grow towards it.
+    """
+
+    def __init__(self, num_layers: int, max_slots: int) -> None:
+        super().__init__(layers=[])
+        self.num_layers = num_layers
+        self.max_slots = max_slots
+        self.keys: list[Tensor | None] = [None] * num_layers
+        self.values: list[Tensor | None] = [None] * num_layers
+        self.num_rows = 1
+        self.num_slots = CHUNK
+        self._low, self._high = 0, 1
+        self._starts: list[int] = [0]
+        self._uniform = True
+        self._used = 0
+        self._rows = self._slots = torch.empty(0, dtype=torch.long)
+
+    @torch.inference_mode()
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Make room for rows and slots; keeps what is stored, zero-fills the rest.
+
+        Zeros matter: a masked slot contributes ``0 * value`` to the weighted sum, and NaN garbage would poison it.
+        """
+        if num_rows <= self.num_rows and num_slots <= self.num_slots:
+            return
+        rows = max(num_rows, self.num_rows)
+        slots = self.num_slots
+        if num_slots > slots:
+            slots = max(num_slots, min(2 * slots, self.max_slots))
+            slots = -(-slots // CHUNK) * CHUNK
+        for store in (self.keys, self.values):
+            for i, old in enumerate(store):
+                if old is not None:
+                    new = old.new_zeros(rows, old.shape[1], slots, old.shape[3])
+                    new[: old.shape[0], :, : old.shape[2]] = old
+                    store[i] = new
+        self.num_rows, self.num_slots = rows, slots
+
+    def plan(self, low: int, high: int, starts: Sequence[int], count: int, used: int) -> None:
+        """The next forward covers rows ``low:high`` and writes ``count`` slots of each from ``starts`` on.
+
+        ``used`` is how many slots attention sees.
+        """
+        self.reserve(high, max(used, max(starts) + count))
+        self._low, self._high, self._used = low, high, used
+        self._starts = list(starts)
+        self._uniform = len(set(self._starts)) == 1
+        if not self._uniform:
+            device = next((k.device for k in self.keys if k is not None), None)
+            self._rows = torch.arange(low, high, device=device)[:, None]
+            self._slots = torch.tensor(self._starts, device=device)[:, None] + torch.arange(count, device=device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: E501
+        """Store new keys and values [b, H, n, D] as planned; return the used slices [b, H, used, D]."""
+        return (
+            self._write(self.keys, key_states, layer_idx),
+            self._write(self.values, value_states, layer_idx),
+        )
+
+    def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
+        buffer = store[layer]
+        if buffer is None:
+            shape = (self.num_rows, new.shape[1], self.num_slots, new.shape[3])
+            buffer = store[layer] = new.new_zeros(shape)
+        view = buffer[self._low : self._high]
+        if self._uniform:
+            start = self._starts[0]
+            view[:, :, start : start + new.shape[2]] = new
+        else:
+            if self._rows.device != new.device:
+                self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
+            buffer[self._rows, :, self._slots] = new.transpose(1, 2)
+        return view[:, :, : self._used]
+
+    @torch.inference_mode()
+    def keep(self, row: int, start: int, path: Sequence[int]) -> None:
+        """Move the scratch slots ``start + path[i]`` of a row to ``start + i``."""
+        first = next((i for i, node in enumerate(path) if node != i), None)
+        if first is None:
+            return
+        for store in (self.keys, self.values):
+            for buffer in store:
+                if buffer is not None:
+                    source = torch.tensor(path[first:], device=buffer.device) + start
+                    # index_select copies before the write, so overlapping moves are safe.
+                    moved = buffer[row].index_select(1, source)
+                    buffer[row, :, start + first : start + len(path)] = moved
+
+    @torch.inference_mode()
+    def move_row(self, source: int, target: int, slots: int) -> None:
+        """Copy the first ``slots`` slots of one row to another."""
+        for store in (self.keys, self.values):
+            for buffer in store:
+                if buffer is not None:
+                    buffer[target, :, :slots] = buffer[source, :, :slots]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Where the next forward writes (models that are given position ids do not depend on it)."""
+        return self._starts[0]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Length and offset of the keys; unused because masks are always passed whole."""
+        return self._used, 0
+
+    def get_max_length(self, layer_idx: int = 0) -> int:
+        """Most slots."""
+        return self.max_slots
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything was stored."""
+        return self.keys[0] is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: the write position is host state."""
+        return False
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """All layers keep the whole past; windows are the masks' business."""
+        return [False] * self.num_layers
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    def num_bytes(self) -> int:
+        """Memory held by the buffers."""
+        return sum(b.numel() * b.element_size() for s in (self.keys, self.values) for b in s if b is not None)

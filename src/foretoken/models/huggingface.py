@@ -1,0 +1,256 @@
+"""A Transformers causal LM as a :class:`LanguageModel`: ragged batches of trees through the public forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.attention import EXACT, FOLDED
+from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.cache import TreeCache
+from foretoken.models.capabilities import detect
+from foretoken.models.masks import LayerMask, RowPlan, additive_mask
+from foretoken.models.taps import decoder_layers, recording
+
+PREFILL_CHUNK = 512
+"""Tokens of a prompt that are scored in one call."""
+SCRATCH_ROOM = 512
+"""Slots beyond the context for scratch nodes."""
+
+
+class HuggingFaceModel(LanguageModel):
+    """Runs a ``PreTrainedModel`` over committed prefixes plus scratch trees.
+
+    The model object is left as it was found: the attention function is switched for the duration of a forward only.
+
+    Args:
+        model: any causal LM whose attention takes additive 4-D masks.
+        exact: ``"distribution"`` (any kernel) or ``"bitwise"`` (attention sums in float64, so that a bfloat16 target
+            gives the same tokens with and without speculation).
+        lean: run Llama-like models on a forward with few Python calls, after checking it against the public one.
+
+    Raises:
+        CapabilityError: the model cannot take trees (use :func:`foretoken.models.wrap`, which falls back).
+    """
+
+    def __init__(self, model: Any, *, exact: str = "distribution", lean: bool = True) -> None:
+        if exact not in ("distribution", "bitwise"):
+            raise ValueError(f"exact must be 'distribution' or 'bitwise', not {exact!r}")
+        self.model = model.eval()
+        self.config = model.config.get_text_config()
+        self.capabilities: Capabilities = detect(model)
+        if not self.capabilities.tree_mask:
+            raise CapabilityError(f"this model cannot take trees: {self.capabilities.missing['tree_mask']}")
+        self.vocab_size = int(self.config.vocab_size)
+        self.context_length = int(getattr(self.config, "max_position_embeddings", 0) or 2**20)
+        self.eos_token_ids = eos_ids(model)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.exact = exact
+        self.layer_masks = layer_masks(model)
+        self._attention = EXACT if exact == "bitwise" else FOLDED
+        self._configs = _attention_configs(model)
+        self._single_mask = set(self.layer_masks) == {""}
+        num_layers = len(decoder_layers(model))
+        self.cache = TreeCache(num_layers, self.context_length + SCRATCH_ROOM)
+        self._sequences: list[SequenceState] = []
+        self._lean: Any = None
+        if lean:
+            from foretoken.models.lean import build_lean
+
+            self._lean = build_lean(self)
+
+    # -- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> SequenceState:
+        """A new, empty sequence in the next row."""
+        sequence = SequenceState(row=len(self._sequences))
+        self._sequences.append(sequence)
+        self.cache.reserve(len(self._sequences), 1)
+        return sequence
+
+    def release(self, sequence: SequenceState) -> None:
+        """Free a row; the last row takes its place, so that live rows stay contiguous."""
+        last = self._sequences.pop()
+        if last is not sequence:
+            self.cache.move_row(last.row, sequence.row, len(last.tokens) + len(last.scratch_tokens))
+            last.row = sequence.row
+            self._sequences[last.row] = last
+
+    def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
+        """Keep one scratch path (gathered to contiguous slots), drop the rest."""
+        self.cache.keep(sequence.row, len(sequence.tokens), path)
+        sequence.tokens.extend(sequence.scratch_tokens[node] for node in path)
+        sequence.clear_scratch()
+
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Commit ``tokens`` in chunks, without logits."""
+        parts: dict[str, list[Tensor]] = {name: [] for name in taps}
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            chunk = tokens[start : start + PREFILL_CHUNK]
+            rows = self.forward([Feed(sequence, chunk, wanted=0)], taps)[0]
+            self.commit(sequence, range(len(chunk)))
+            for name in taps:
+                parts[name].append(rows.taps[name])
+        return {name: torch.cat(list_) for name, list_ in parts.items() if list_}
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        """Append nodes and score them: one padded [b, width] call over the rows that the feeds span."""
+        plans: dict[int, RowPlan] = {}
+        for feed in feeds:
+            plans[feed.sequence.row] = self._append(feed)
+        low, high = min(plans), max(plans) + 1
+        width = max(plan.new for plan in plans.values())
+        rows = [plans[r] if r in plans else self._idle(r) for r in range(low, high)]
+        starts = [row.committed + len(row.parents) - row.new for row in rows]
+        used = max(starts) + width
+        self.cache.plan(low, high, starts, width, used)
+        ids, positions = self._inputs(rows, low, feeds, width)
+        masks: dict[str, Tensor | None] = {
+            name: additive_mask(rows, layer, width, used, self.dtype, self.device)
+            for name, layer in self.layer_masks.items()
+        }
+        keep = max(plan.new if feed.wanted is None else feed.wanted for feed, plan in zip(feeds, plans.values(), strict=True))
+        # Padded rows end at different places: keep from the earliest wanted row on.
+        first = min(
+            plan.new - (plan.new if feed.wanted is None else feed.wanted)
+            for feed, plan in zip(feeds, plans.values(), strict=True)
+        )
+        run = self._lean.run if self._lean is not None else self._run_public
+        logits, hidden = run(ids, positions, masks, first if keep else width, taps)
+        results = []
+        for feed, plan in zip(feeds, plans.values(), strict=True):
+            i = feed.sequence.row - low
+            wanted = plan.new if feed.wanted is None else feed.wanted
+            rows_of = logits[i, plan.new - wanted - first : plan.new - first] if wanted else logits[i, :0]
+            results.append(Rows(rows_of, {name: h[i, : plan.new] for name, h in hidden.items()}))
+        return results
+
+    def _append(self, feed: Feed) -> RowPlan:
+        sequence = feed.sequence
+        old = len(sequence.scratch_tokens)
+        count = len(feed.tokens)
+        parents = range(old - 1, old - 1 + count) if feed.parents is None else feed.parents
+        sequence.append(feed.tokens, parents)
+        return RowPlan(len(sequence.tokens), sequence.scratch_parents, sequence.scratch_depths, count)
+
+    def _idle(self, row: int) -> RowPlan:
+        """A row between the fed ones that takes no part: its padding is written behind its own scratch."""
+        sequence = self._sequences[row]
+        return RowPlan(len(sequence.tokens), sequence.scratch_parents, sequence.scratch_depths, 0)
+
+    def _inputs(self, rows: Sequence[RowPlan], low: int, feeds: Sequence[Feed], width: int) -> tuple[Tensor, Tensor]:
+        """Token ids and positions [b, width]; padding repeats token 0 at a legal position."""
+        ids = [[0] * width for _ in rows]
+        positions = [[min(row.committed, self.context_length - 1)] * width for row in rows]
+        for feed in feeds:
+            i = feed.sequence.row - low
+            row = rows[i]
+            ids[i][: row.new] = feed.tokens
+            positions[i][: row.new] = [row.committed + d for d in row.depths[len(row.depths) - row.new :]]
+        both = torch.tensor([ids, positions], device=self.device)
+        return both[0], both[1]
+
+    def _run_public(
+        self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor | None], first: int, taps: Sequence[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits [b, width - first, V] and taps through the model's own forward."""
+        width = ids.shape[1]
+        mask: Any = {k: self._at_least_zero(m, ids) for k, m in masks.items()}
+        if self._single_mask:
+            mask = mask[""]
+        with self._switched_attention(), recording(self.model, taps) as hidden:
+            out = self.model(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=max(width - first, 1),
+            )
+        return out.logits[:, -(width - first) :] if width > first else out.logits[:, :0], hidden
+
+    def _at_least_zero(self, mask: Tensor | None, ids: Tensor) -> Tensor:
+        """Transformers would build its own mask from ``None``: hand it an all-zero one instead."""
+        if mask is not None:
+            return mask
+        return torch.zeros((len(ids), 1, ids.shape[1], self.cache._used), dtype=self.dtype, device=self.device)
+
+    @contextmanager
+    def _switched_attention(self) -> Iterator[None]:
+        """Use the folded attention for the time of a forward, then put back what was there."""
+        before = [config._attn_implementation_internal for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation_internal = self._attention
+        try:
+            yield
+        finally:
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = name
+
+
+def eos_ids(model: Any) -> frozenset[int]:
+    """All end-of-sequence ids that the generation config, else the config, names."""
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            return frozenset(value if isinstance(value, list | tuple) else [value])
+    return frozenset()
+
+
+def layer_masks(model: Any) -> dict[str, LayerMask]:
+    """Which masks the model's forward wants: by layer type where it takes a dictionary, else one under ``""``."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if not takes_mask_dict(model):
+        # Without layer types a model either slides everywhere (mistral, phi3) or nowhere.
+        return {"": LayerMask("sliding", window) if window and _slides(model) else LayerMask()}
+    kinds = {
+        "full_attention": LayerMask(),
+        "sliding_attention": LayerMask("sliding", window or 0),
+        "chunked_attention": LayerMask("chunked", getattr(config, "attention_chunk_size", None) or 0),
+    }
+    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    unknown = types - set(kinds)
+    if unknown:
+        raise CapabilityError(f"layers of type {', '.join(sorted(unknown))} cannot take trees")
+    return {name: kinds[name] for name in sorted(types)}
+
+
+def takes_mask_dict(model: Any) -> bool:
+    """Whether the decoder's forward accepts one mask per layer type."""
+    return any("causal_mask_mapping" in _source(module) for module in _decoders(model))
+
+
+def _slides(model: Any) -> bool:
+    return any("create_sliding_window_causal_mask" in _source(module) for module in _decoders(model))
+
+
+def _decoders(model: Any) -> list[Any]:
+    """Modules that could build masks: the model's stack of wrappers down to the decoder."""
+    return [module for name, module in model.named_modules() if name.count(".") <= 2 and hasattr(module, "config")]
+
+
+def _source(module: Any) -> str:
+    try:
+        return inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return ""
+
+
+def _attention_configs(model: Any) -> list[Any]:
+    """The distinct config objects that attention modules read their implementation from."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())

@@ -1,0 +1,174 @@
+"""A forward with few Python calls for small Llama-like models, checked against the public one when it is built.
+
+A Transformers layer costs 55-65 tensor calls; this one about 18 (fused projections, one norm call, rotary tables,
+writes in place).  For models up to a few hundred million parameters that overhead is most of a decoding step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foretoken.models.attention import exact_attention
+from foretoken.models.cache import TreeCache
+from foretoken.models.packing import Projection
+
+if TYPE_CHECKING:
+    from foretoken.models.huggingface import HuggingFaceModel
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+STATIC_ROPE = ("default", "linear", "llama3")
+MAX_PARAMETERS = 400_000_000
+"""Above this the fused copies of the weights cost memory and the overhead that they save is small."""
+
+
+class _Layer:
+    """Fused weights of one decoder layer."""
+
+    def __init__(self, layer: Any, mask: str) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.mask = mask
+        self.norm_in, self.norm_out = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv = _fused(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = _fused(attention.o_proj)
+        self.gate_up = _fused(mlp.gate_proj, mlp.up_proj)
+        self.down = _fused(mlp.down_proj)
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.scaling: float = attention.scaling
+
+
+def _fused(*linears: Any) -> Projection:
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    biases = [linear.bias for linear in linears]
+    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
+    return Projection(weight, bias)
+
+
+def _norm(x: Tensor, module: Any) -> Tensor:
+    return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+
+
+class LeanForward:
+    """Same inputs and outputs as the public run of :class:`HuggingFaceModel`."""
+
+    def __init__(self, owner: HuggingFaceModel, cache: TreeCache | None = None) -> None:
+        model, config = owner.model, owner.config
+        self.owner = owner
+        self.cache = cache if cache is not None else owner.cache
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.embedding = model.model.embed_tokens.weight.detach()
+        kinds = getattr(config, "layer_types", None) if not owner._single_mask else None
+        self.layers = [_Layer(l, kinds[i] if kinds else "") for i, l in enumerate(model.model.layers)]
+        self.final_norm = model.model.norm
+        self.head = _fused(model.lm_head)
+        positions = torch.arange(owner.cache.max_slots, device=owner.device)[None]
+        cos, sin = model.model.rotary_emb(self.embedding[:1, None], position_ids=positions)
+        half = sin.shape[-1] // 2
+        # rotate_half(x) * sin == roll(x, half) * (-sin of the first half, sin of the second).
+        signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        self.rotary = torch.stack([cos[0], signed[0]]).to(owner.dtype)
+
+    def run(
+        self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor | None], first: int, taps: Sequence[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits [b, width - first, V] and taps from ids and positions [b, width]."""
+        b, width = ids.shape
+        x = F.embedding(ids, self.embedding).view(b * width, -1)
+        cos, sin = self.rotary[:, positions][:, :, :, None]
+        groups = self.heads // self.kv_heads
+        folded = {
+            name: mask if mask is None or width == 1 or self.owner.exact == "bitwise" else mask.repeat(1, 1, groups, 1)
+            for name, mask in masks.items()
+        }
+        hidden: dict[str, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            if taps and f"layer:{i}" in taps:
+                hidden[f"layer:{i}"] = x.view(b, width, -1)
+            x = self._layer(i, layer, x, b, width, cos, sin, folded[layer.mask])
+        if taps and f"layer:{len(self.layers)}" in taps:
+            hidden[f"layer:{len(self.layers)}"] = x.view(b, width, -1)
+        if "last" in taps:
+            x = _norm(x, self.final_norm)
+            hidden["last"] = x.view(b, width, -1)
+        if first >= width:
+            return x.new_zeros(b, 0, self.owner.vocab_size), hidden
+        kept = x.view(b, width, -1)[:, first:].reshape(b * (width - first), -1)
+        if "last" not in taps:
+            kept = _norm(kept, self.final_norm)
+        return self.head(kept).view(b, width - first, -1), hidden
+
+    def _layer(
+        self, index: int, layer: _Layer, x: Tensor, b: int, width: int, cos: Tensor, sin: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """x [b*width, D] -> [b*width, D]; writes this layer's keys and values."""
+        qkv = layer.qkv(_norm(x, layer.norm_in)).view(b, width, self.heads + 2 * self.kv_heads, self.head_dim)
+        qk = qkv[:, :, : self.heads + self.kv_heads]
+        if layer.q_norm is not None:
+            query, key = _norm(qk[:, :, : self.heads], layer.q_norm), _norm(qk[:, :, self.heads :], layer.k_norm)
+            qk = torch.cat([query, key], 2)
+        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin).transpose(1, 2)
+        query = qk[:, : self.heads]
+        keys, values = self.cache.update(
+            qk[:, self.heads :], qkv[:, :, self.heads + self.kv_heads :].transpose(1, 2), index
+        )
+        if self.owner.exact == "bitwise":
+            out = exact_attention(None, query, keys, values, mask, layer.scaling)[0]  # type: ignore[arg-type]
+        else:
+            folded = query.reshape(b, self.kv_heads, -1, self.head_dim)
+            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scaling)
+            out = out.view(b, self.heads, width, self.head_dim).transpose(1, 2)
+        x = layer.out.plus(out.reshape(b * width, -1), x)
+        gate, up = layer.gate_up(_norm(x, layer.norm_out)).chunk(2, -1)
+        return layer.down.plus(F.silu(gate).mul_(up), x)
+
+
+def build_lean(owner: HuggingFaceModel) -> LeanForward | None:
+    """A lean forward for the model, or ``None`` when its architecture is not covered or its numbers differ."""
+    config = owner.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    covered = (
+        config.model_type in FAMILIES
+        and getattr(config, "hidden_act", "") == "silu"
+        and rope.get("rope_type", "default") in STATIC_ROPE
+        and rope.get("partial_rotary_factor", 1.0) == 1.0
+        and hasattr(owner.model, "lm_head")
+        and all(type(m) is torch.nn.Linear for n, m in owner.model.named_modules() if n.endswith(("_proj", "lm_head")))
+        and sum(p.numel() for p in owner.model.parameters()) <= MAX_PARAMETERS
+    )
+    if not covered:
+        return None
+    lean = LeanForward(owner)
+    return lean if _agrees(owner, lean) else None
+
+
+@torch.inference_mode()
+def _agrees(owner: HuggingFaceModel, lean: LeanForward) -> bool:
+    """Compare both forwards on a short branching tree behind a short prefix."""
+    from foretoken.models.masks import RowPlan, additive_mask
+
+    width = 6
+    parents = (-1, 0, 1, 1, 2, 3)
+    depths = (0, 1, 2, 2, 3, 3)
+    ids = torch.arange(1, width + 1, device=owner.device)[None] % owner.vocab_size
+    positions = torch.tensor([depths], device=owner.device)
+    plan = RowPlan(0, parents, depths, width)
+    results = []
+    for run in (owner._run_public, lean.run):
+        owner.cache.plan(0, 1, [0], width, width)
+        masks = {
+            name: additive_mask([plan], layer, width, width, owner.dtype, owner.device)
+            for name, layer in owner.layer_masks.items()
+        }
+        results.append(run(ids, positions, masks, 0, ())[0].double())
+    public, mine = results
+    if not bool(torch.isfinite(public).all()):
+        return False
+    scale = float(public.std()) + 1e-12
+    tolerance = {torch.float64: 1e-5, torch.float32: 1e-4}.get(owner.dtype, 6e-2)
+    return float((public - mine).abs().max()) <= tolerance * scale * (8 if owner.dtype == torch.bfloat16 else 1)

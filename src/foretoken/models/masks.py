@@ -1,0 +1,113 @@
+"""Additive attention masks for committed prefixes plus scratch trees, one per layer type.
+
+Everything is expressed by one boolean question, "may this node see that slot": a node sees the committed prefix, its
+ancestors and itself.  Sliding and chunked layers add a condition on positions.  Additive float masks are the only form
+that every Transformers attention reads the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerMask:
+    """What a layer type may look at.
+
+    Attributes:
+        kind: ``"full"``, ``"sliding"`` (``position - key < size``) or ``"chunked"`` (same block of ``size`` positions).
+        size: window or chunk in tokens; 0 for full.
+    """
+
+    kind: str = "full"
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """One row of a forward: where its new nodes are.
+
+    Attributes:
+        committed: tokens in the cache before the scratch.
+        parents: parents of *all* scratch nodes, old and new; ``-1`` hangs from the last committed token.
+        depths: their depths.
+        new: how many of them are fed in this forward (the last ones).
+    """
+
+    committed: int
+    parents: Sequence[int]
+    depths: Sequence[int]
+    new: int
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether the whole scratch is one chain."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+
+def ancestor_matrix(parents: Sequence[int]) -> NDArray[np.bool_]:
+    """[m, m] whether node j is node i or one of its ancestors."""
+    seen = np.eye(len(parents), dtype=np.bool_)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            seen[node] |= seen[parent]
+    return seen
+
+
+def row_allowed(row: RowPlan, layer: LayerMask, used: int) -> NDArray[np.bool_]:
+    """[row.new, used] whether each new node may see each slot."""
+    m, c = len(row.parents), row.committed
+    old = m - row.new
+    allowed = np.zeros((row.new, used), dtype=np.bool_)
+    allowed[:, :c] = True
+    if row.is_chain:
+        allowed[:, c : c + m] = np.tri(row.new, m, old, dtype=np.bool_)
+    else:
+        allowed[:, c : c + m] = ancestor_matrix(row.parents)[old:]
+    if layer.kind != "full":
+        depths = np.asarray(row.depths)
+        query = c + depths[old:]
+        keys = np.arange(used)
+        keys[c : c + m] = c + depths
+        if layer.kind == "sliding":
+            allowed &= query[:, None] - keys[None, :] < layer.size
+        else:
+            allowed &= query[:, None] // layer.size == keys[None, :] // layer.size
+    return allowed
+
+
+def additive_mask(
+    rows: Sequence[RowPlan], layer: LayerMask, width: int, used: int, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """[b, 1, width, used] additive mask: 0 where a node may look, the dtype's minimum elsewhere.
+
+    ``None`` when nothing is masked (one row, one node).  Padding nodes see the committed prefix and slot 0, so that no
+    row is ever fully masked.
+    """
+    if len(rows) == 1 and rows[0].new == width:
+        row = rows[0]
+        if width == 1 and len(row.parents) == 1 and used == row.committed + 1 and layer.kind == "full":
+            return None
+        if layer.kind == "full" and row.is_chain:
+            return _chain_mask(row, used, dtype, device)
+    allowed = np.zeros((len(rows), 1, width, used), dtype=np.bool_)
+    for i, row in enumerate(rows):
+        if row.new:
+            allowed[i, 0, : row.new] = row_allowed(row, layer, used)
+        allowed[i, 0, row.new :, : max(row.committed, 1)] = True
+    mask = torch.full(allowed.shape, torch.finfo(dtype).min, dtype=dtype)
+    return mask.masked_fill_(torch.from_numpy(allowed), 0.0).to(device)
+
+
+def _chain_mask(row: RowPlan, used: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The commonest case without host arrays: a chain sees everything up to itself."""
+    first = row.committed + len(row.parents) - row.new
+    mask = torch.zeros((1, 1, row.new, used), dtype=dtype, device=device)
+    mask[..., first:] = torch.full((row.new, used - first), torch.finfo(dtype).min, dtype=dtype, device=device).triu_(1)
+    return mask

@@ -1,0 +1,106 @@
+"""Block verification (Sun et al. 2024, https://arxiv.org/abs/2403.10444)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+
+from torch import Tensor
+
+from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.verifiers.base import (
+    Coins,
+    Verifier,
+    chain_nodes,
+    chain_weights,
+    drawn_chance,
+    is_nothing,
+    leftover,
+    prefers_one_go,
+    scaled,
+)
+
+
+class BlockVerifier(Verifier):
+    """Decide over the whole chain: keep the longest prefix whose own test passes, not the run before a failure.
+
+    With ``P_0 = 1`` and ``P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i))``, prefix ``i < g`` passes with probability
+    ``S_i / (S_i + 1 - P_i)`` where ``S_i = sum [P_i p_{i+1} - q_{i+1}]+``, and the whole chain with ``P_g``.  The next
+    token after prefix ``i < g`` is drawn from norm([P_i p_{i+1} - q_{i+1}]+).  No lossless rule accepts more of a
+    chain on average.
+    """
+
+    name = "block"
+    kinds = frozenset({Kind.IID, Kind.POINT})
+    chains_only = True
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """The rule as the paper states it, tests tossed from the longest prefix down: the first that passes stands."""
+        nodes = [0, *chain_nodes(tree, self.name)]
+        last = len(nodes) - 1
+        laws = [scores.p(node) for node in nodes]  # g+1 laws [V]
+        keep = [1.0]  # P_i
+        for i in range(last):
+            child = nodes[i + 1]
+            keep.append(scaled(keep[i], float(laws[i][tree.tokens[child]]), drawn_chance(tree, child)))
+        if keep[last] > 0.0 and coins.accept(keep[last]):
+            return Verdict(tuple(nodes[1:]), coins.draw(laws[last]), next_is_bonus=True)
+        for i in range(last - 1, -1, -1):
+            if keep[i] == 0.0:
+                continue
+            child = nodes[i + 1]
+            rest = leftover(laws[i], tree.law(child), tree.tokens[child], keep[i])
+            total = float(rest.sum())
+            if i == 0 or coins.accept(pass_chance(total, keep[i])):
+                next_token = coins.draw(laws[i] if is_nothing(total, rest) else rest)
+                return Verdict(tuple(nodes[1 : i + 1]), next_token, next_is_bonus=False)
+        raise AssertionError("unreachable: the empty prefix always stands")
+
+    def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
+        """:meth:`decide` with fewer tensor operations."""
+        return self.decide_lazily(tree, scores, Coins(rng))
+
+    def decide_lazily(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """The same, doing no vector work for a test that ``P_i`` alone decides (S_i / (S_i + 1 - P_i) <= P_i)."""
+        nodes = [0, *chain_nodes(tree, self.name)]
+        last = len(nodes) - 1
+        law, keep = _laws_and_budgets(tree, scores, nodes)
+        if keep[last] > 0.0 and coins.accept(keep[last]):
+            return Verdict(tuple(nodes[1:]), coins.draw(law(last)), next_is_bonus=True)
+
+        @cache
+        def rest_after(i: int) -> tuple[Tensor, float]:
+            child = nodes[i + 1]
+            rest = leftover(law(i), tree.law(child), tree.tokens[child], keep[i])
+            return rest, float(rest.sum())
+
+        def passes(i: int) -> bool:
+            return keep[i] > 0.0 and coins.accept_lazily(keep[i], lambda: pass_chance(rest_after(i)[1], keep[i]))
+
+        stop = next((i for i in range(last - 1, 0, -1) if passes(i)), 0)
+        rest, total = rest_after(stop)
+        next_token = coins.draw(law(stop) if is_nothing(total, rest) else rest)
+        return Verdict(tuple(nodes[1 : stop + 1]), next_token, next_is_bonus=False)
+
+
+def pass_chance(rest: float, budget: float) -> float:
+    """S / (S + 1 - P): the chance to keep a prefix of budget P none of whose extensions stood."""
+    total = rest + (1.0 - budget)
+    return 1.0 if total <= 0.0 else rest / total
+
+
+def _laws_and_budgets(
+    tree: TokenTree, scores: Scores, nodes: Sequence[int]
+) -> tuple[Callable[[int], Tensor], list[float]]:
+    """The target law after the i-th node [V], and P_0..P_g; no law is made past a budget of zero."""
+    keep = [1.0]
+    if prefers_one_go(tree, scores):
+        laws = scores.chain_p()  # [g+1, V]
+        for p, q in zip(*chain_weights(tree, laws), strict=True):
+            keep.append(scaled(keep[-1], p, q))
+        return laws.__getitem__, keep
+    for node, child in pairwise(nodes):
+        p = float(scores.p(node)[tree.tokens[child]]) if keep[-1] > 0.0 else 0.0
+        keep.append(scaled(keep[-1], p, drawn_chance(tree, child)))
+    return lambda i: scores.p(nodes[i]), keep

@@ -1,0 +1,72 @@
+"""Which verifier is right for which proposals: pairs that would not be lossless are refused."""
+
+from __future__ import annotations
+
+from foretoken.registry import rows
+from foretoken.types import Kind
+from foretoken.verifiers.base import Verifier
+from foretoken.verifiers.block import BlockVerifier
+from foretoken.verifiers.greedy import GreedyVerifier
+from foretoken.verifiers.point import PointVerifier
+from foretoken.verifiers.traversal import TraversalVerifier
+
+
+def check_pair(
+    kind: Kind, is_tree: bool, verifier: Verifier, drafter_name: str, allow_lossy: bool, greedy: bool
+) -> None:
+    """Refuse a drafter-verifier pair that would not keep the target's law.
+
+    Args:
+        kind: how the drafter's siblings are drawn.
+        is_tree: whether its proposals can branch.
+        verifier: the rule to check.
+        drafter_name: for the message.
+        allow_lossy: whether the user allows rules that are lossy by design; a lossless rule on proposals that it is
+            wrong for stays refused.
+        greedy: whether the request is at temperature 0, where all lossless rules coincide.
+
+    Raises:
+        ValueError: the pair is not lossless; the message lists the verifiers that are right.
+    """
+    problem = objection(kind, is_tree, type(verifier), greedy)
+    if problem is None and not verifier.lossless and not allow_lossy:
+        problem = "it is lossy by design and needs allow_lossy=True"
+    if problem is not None:
+        right = ", ".join(right_verifiers(kind, is_tree, greedy))
+        raise ValueError(f"verifier {verifier.name!r} cannot follow drafter {drafter_name!r}: {problem}. Use {right}.")
+
+
+def objection(kind: Kind, is_tree: bool, rule: type[Verifier], greedy: bool) -> str | None:
+    """Why a rule is wrong for such proposals, or ``None``."""
+    if rule.chains_only and is_tree:
+        return "it takes chains, and these drafts can branch"
+    if greedy and rule.lossless:
+        return None  # the target's law is one-hot, so every lossless rule follows the argmax
+    if rule.greedy_only:
+        return "it is right at temperature 0 only"
+    # One draw is the same with and without replacement.
+    drawn = {Kind.IID, Kind.WITHOUT_REPLACEMENT}
+    fitting = {kind} if is_tree or kind not in drawn else drawn
+    if not fitting & rule.kinds:
+        wanted = " or ".join(k.value for k in Kind if k in rule.kinds)
+        return f"it is right for drafts of kind {wanted}, and these are {kind.value}"
+    return None
+
+
+def right_verifiers(kind: Kind, is_tree: bool, greedy: bool) -> list[str]:
+    """Registry names of the lossless verifiers for such proposals."""
+    found = []
+    for row in rows("verifier"):
+        rule: type[Verifier] = row.load()
+        if rule.lossless and objection(kind, is_tree, rule, greedy) is None:
+            found.append(row.name)
+    return found
+
+
+def auto_verifier(kind: Kind, is_tree: bool, greedy: bool) -> Verifier:
+    """The best lossless rule for such proposals."""
+    if greedy:
+        return GreedyVerifier()
+    if kind is Kind.POINT:
+        return PointVerifier()
+    return TraversalVerifier() if is_tree else BlockVerifier()

@@ -1,0 +1,46 @@
+"""Speculative sampling (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192; Chen et al. 2023, 2302.01318)."""
+
+from __future__ import annotations
+
+from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.verifiers.base import (
+    Coins,
+    Verifier,
+    chain_nodes,
+    chain_weights,
+    drawn_chance,
+    prefers_one_go,
+    rest_of,
+)
+
+
+class RejectionVerifier(Verifier):
+    """Token by token: accept ``x`` with probability min(1, p(x) / q(x)); at the first rejection draw norm([p - q]+)."""
+
+    name = "rejection"
+    kinds = frozenset({Kind.IID, Kind.POINT})
+    chains_only = True
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """The rule, position by position; target laws are made up to the first rejection only."""
+        nodes = chain_nodes(tree, self.name)
+        for i, node in enumerate(nodes):
+            p, x = scores.p(tree.parents[node]), tree.tokens[node]  # [V]
+            if not coins.accept(float(p[x]), drawn_chance(tree, node)):
+                return Verdict(tuple(nodes[:i]), coins.draw(rest_of(p, tree.law(node), x)), next_is_bonus=False)
+        return Verdict(tuple(nodes), coins.draw(scores.p(nodes[-1] if nodes else 0)), next_is_bonus=True)
+
+    def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
+        """The faster of :meth:`decide` and :meth:`decide_in_one_go`: they decide the same."""
+        rule = self.decide_in_one_go if prefers_one_go(tree, scores) else self.decide
+        return rule(tree, scores, Coins(rng))
+
+    def decide_in_one_go(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """The same on a chain with all target laws made at once and one transfer to the host for all tests."""
+        laws = scores.chain_p()  # [g+1, V]
+        p_x, q_x = chain_weights(tree, laws)
+        for i, (p, q) in enumerate(zip(p_x, q_x, strict=True)):
+            if not coins.accept(p, q):
+                rest = rest_of(laws[i], tree.law(i + 1), tree.tokens[i + 1])
+                return Verdict(tuple(range(1, i + 1)), coins.draw(rest), next_is_bonus=False)
+        return Verdict(tuple(range(1, len(tree))), coins.draw(laws[-1]), next_is_bonus=True)
