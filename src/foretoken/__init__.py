@@ -1,0 +1,65 @@
+"""foretoken: every speculative decoding method for Hugging Face causal language models, exact and measured.
+
+Nothing heavy is imported until it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foretoken.hub import custom_generate as custom_generate
+    from foretoken.llm import Llm as Llm
+    from foretoken.llm import Output as Output
+    from foretoken.llm import Piece as Piece
+    from foretoken.llm import load as load
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "load": "foretoken.llm",
+    "Llm": "foretoken.llm",
+    "Output": "foretoken.llm",
+    "Piece": "foretoken.llm",
+    "custom_generate": "foretoken.hub",
+    "Engine": "foretoken.engine.loop",
+    "Request": "foretoken.engine.request",
+    "SpecStats": "foretoken.engine.stats",
+    "SamplingParams": "foretoken.sampling",
+    "TokenTree": "foretoken.types",
+    "Kind": "foretoken.types",
+    "Budget": "foretoken.types",
+    "Context": "foretoken.types",
+    "Scores": "foretoken.types",
+    "Verdict": "foretoken.types",
+    "Rng": "foretoken.types",
+    "Drafter": "foretoken.drafters.base",
+    "Verifier": "foretoken.verifiers.base",
+    "Controller": "foretoken.controllers.base",
+    "LanguageModel": "foretoken.models.base",
+    "CapabilityError": "foretoken.models.base",
+    "TableModel": "foretoken.models.table",
+}
+
+__all__ = ["__version__", "methods", *_HOMES]
+
+
+def methods() -> list[dict[str, Any]]:
+    """The catalogue: one row per drafter, verifier, tree and controller."""
+    from foretoken.registry import rows
+
+    return [row.public() for row in rows()]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.types import NON_FINITE, NonFiniteLogitsError
+
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``(input_ids [1, n], scores [1, V]) -> scores [1, V]``: the shape of Transformers' processors."""
 
@@ -61,10 +63,6 @@ class SamplingParams:
 def _check(good: bool, name: str, value: Any, wanted: str) -> None:
     if not good:
         raise ValueError(f"{name} must be {wanted}, not {value}")
-
-
-class NonFiniteLogitsError(ValueError):
-    """The model produced NaN or only -inf: there is no law to draw from."""
 
 
 class Sampler:
@@ -140,9 +138,7 @@ class Sampler:
         """Processed scores [N, V] -> laws [N, V]."""
         best = scores.max(-1, keepdim=True).values
         if not bool(torch.isfinite(best).all()):
-            raise NonFiniteLogitsError(
-                "the model's logits are NaN or all -inf: check the checkpoint, or load it with dtype=float32"
-            )
+            raise NonFiniteLogitsError(NON_FINITE)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         if self.params.temperature != 1.0:

@@ -17,6 +17,13 @@ import torch
 from torch import Tensor
 
 
+NON_FINITE = "the model's logits are NaN or all -inf: check the checkpoint, or load it with dtype=float32"
+
+
+class NonFiniteLogitsError(ValueError):
+    """The model produced NaN or only -inf: there is no law to draw from."""
+
+
 class Kind(enum.StrEnum):
     """How the siblings of a tree were drawn; decides which verifiers are lossless for it."""
 
@@ -201,8 +208,11 @@ class Scores:
 
     @cached_property
     def _argmaxes(self) -> list[int]:
-        choices: list[int] = self.logits.argmax(-1).tolist()
-        return choices
+        best, choices = self.logits.max(-1)
+        if not bool(torch.isfinite(best).all()):
+            raise NonFiniteLogitsError(NON_FINITE)
+        indices: list[int] = choices.tolist()
+        return indices
 
     def argmax(self, node: int) -> int:
         """The most likely token after ``node`` (lowest index on ties)."""

@@ -17,6 +17,9 @@ class Controller(ABC):
 
     name: ClassVar[str]
 
+    def attach(self, max_depth: int, max_nodes: int) -> None:  # noqa: B027
+        """Learn the drafter's own limits, before the first round."""
+
     @abstractmethod
     def budget(self, context: Context, batch_size: int) -> Budget:
         """The budget of the next round of a request."""

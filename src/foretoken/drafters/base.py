@@ -19,10 +19,14 @@ class Drafter(ABC):
     Attributes:
         name: registry key.
         taps: names of target hidden states that the drafter needs (see :mod:`foretoken.models.base`).
+        max_depth: longest draft that it makes by default; controllers start from it.
+        max_nodes: most draft nodes that it makes by default.
     """
 
     name: ClassVar[str]
     taps: Sequence[str] = ()
+    max_depth: int = 8
+    max_nodes: int = 64
 
     @property
     def kind(self) -> Kind:
@@ -33,6 +37,9 @@ class Drafter(ABC):
     def draws_trees(self) -> bool:
         """Whether proposals can branch."""
         return False
+
+    def start(self, context: Context) -> None:  # noqa: B027
+        """A request joined: do what should count as prefill (``context.hidden`` holds the prompt's taps)."""
 
     @abstractmethod
     def propose(self, context: Context, budget: Budget) -> TokenTree:

@@ -123,8 +123,10 @@ class LanguageModel(ABC):
         context_length: most tokens that a sequence may hold.
         eos_token_ids: tokens that end a text.
         capabilities: what the model offers.
+        run_s: seconds spent in the network so far (without masks and bookkeeping).
     """
 
+    run_s: float = 0.0
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
@@ -165,7 +167,8 @@ class LanguageModel(ABC):
         the committed text, the matching path is kept, and the rest is fed next time.
         """
         have = len(sequence.tokens)
-        path = sequence.matching_path(tokens[have:])
+        # The last token is always fed again: its logits are what the next draft starts from.
+        path = sequence.matching_path(tokens[have:-1])
         if sequence.scratch_tokens:
             self.commit(sequence, path)
         return tokens[have + len(path) :]

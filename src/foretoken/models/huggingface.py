@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -125,7 +126,9 @@ class HuggingFaceModel(LanguageModel):
             for feed, plan in zip(feeds, plans.values(), strict=True)
         )
         run = self._lean.run if self._lean is not None else self._run_public
+        began = perf_counter()
         logits, hidden = run(ids, positions, masks, first if keep else width, taps)
+        self.run_s += perf_counter() - began
         results = []
         for feed, plan in zip(feeds, plans.values(), strict=True):
             i = feed.sequence.row - low

@@ -1,0 +1,34 @@
+"""Always the same draft length."""
+
+from __future__ import annotations
+
+from foretoken.controllers.base import Controller
+from foretoken.types import Budget, Context
+
+
+class ConstantController(Controller):
+    """The same budget every round.
+
+    Args:
+        k: draft length; the drafter's own by default; 0 is plain decoding.
+        nodes: most draft nodes; the drafter's own by default.
+    """
+
+    name = "constant"
+
+    def __init__(self, k: int | None = None, nodes: int | None = None) -> None:
+        for name, value in (("k", k), ("nodes", nodes)):
+            if value is not None and value < 0:
+                raise ValueError(f"constant needs {name} >= 0, not {value}")
+        self.k, self.nodes = k, nodes
+        self._budget = Budget(5 if k is None else k, 64 if nodes is None else nodes)
+
+    def attach(self, max_depth: int, max_nodes: int) -> None:
+        """Take what was not given from the drafter."""
+        self._budget = Budget(
+            max_depth if self.k is None else self.k, max_nodes if self.nodes is None else self.nodes
+        )
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        """The constant budget."""
+        return self._budget

@@ -1,0 +1,44 @@
+"""Two more after a full acceptance, one less otherwise: the schedule of Transformers' assisted generation."""
+
+from __future__ import annotations
+
+from foretoken.controllers.base import Controller
+from foretoken.types import Budget, Context, StepRecord
+
+
+class HeuristicController(Controller):
+    """A draft length per request that grows by ``up`` when everything was accepted and shrinks by ``down`` when not.
+
+    Args:
+        start: first length; the drafter's own by default.
+        up: growth after a full acceptance.
+        down: shrinkage otherwise.
+        low: smallest length.
+        high: largest length.
+    """
+
+    name = "heuristic"
+
+    def __init__(self, start: int | None = None, up: int = 2, down: int = 1, low: int = 1, high: int = 20) -> None:
+        if not (0 < low <= high) or up < 0 or down < 0 or (start is not None and start < 1):
+            raise ValueError("heuristic needs 1 <= low <= high, start >= 1, up >= 0 and down >= 0")
+        self.start, self.up, self.down, self.low, self.high = start, up, down, low, high
+        self._nodes = 64
+
+    def attach(self, max_depth: int, max_nodes: int) -> None:
+        """Start from the drafter's own length."""
+        self.start = self.start or max_depth
+        self._nodes = max(max_nodes, self.high)
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        """The request's current length."""
+        k: int = context.state.setdefault(self, self.start or 5)
+        return Budget(k, self._nodes)
+
+    def observe(self, context: Context, record: StepRecord) -> None:
+        """Update the length; rounds without a draft (no room, nothing found) say nothing."""
+        if record.num_draft_tokens == 0:
+            return
+        k: int = context.state.setdefault(self, self.start or 5)
+        full = record.num_accepted_tokens == record.num_draft_tokens
+        context.state[self] = min(self.high, k + self.up) if full else max(self.low, k - self.down)

@@ -1,0 +1,247 @@
+"""A smaller language model of the same tokenizer drafts a chain or a tree.
+
+Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318); trees by fixed expansion as in SpecInfer
+(2305.09781); children without replacement as in recursive rejection sampling (2402.14160).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from foretoken.drafters.base import Drafter
+from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.sampling import Sampler
+from foretoken.types import Budget, Context, Kind, TokenTree
+
+Draw = Literal["iid", "without_replacement", "greedy"]
+
+
+@dataclass
+class _Growing:
+    """A tree under construction."""
+
+    context: Context
+    budget: Budget
+    sequence: SequenceState
+    maker: Sampler
+    tokens: list[int]
+    greedy: bool
+    parents: list[int] = field(default_factory=lambda: [-1])
+    law_of: list[int] = field(default_factory=lambda: [-1])
+    laws: list[Tensor] = field(default_factory=list)
+    frontier: list[int] = field(default_factory=lambda: [0])
+    scratch_of: dict[int, int] = field(default_factory=dict)
+    path_of: dict[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a :class:`LanguageModel`.
+
+    Args:
+        model: the draft model.
+        k: chain length, when no tree is asked for.
+        tree: children per level, ``"3x2x1"`` (SpecInfer's fixed expansion).
+        draw: how siblings are drawn when the request samples: ``"iid"``, ``"without_replacement"`` or ``"greedy"``
+            (the most likely ones, verified as point masses).  The default is ``"without_replacement"`` for trees and
+            ``"iid"`` for chains.  A greedy request always gets greedy drafts.
+
+    Raises:
+        ValueError: an option outside its range.
+    """
+
+    name = "model"
+
+    def __init__(self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "") -> None:
+        if k < 1:
+            raise ValueError(f"model needs k >= 1, not {k}")
+        self.widths = parse_widths(tree) if tree else (1,) * k
+        is_tree = any(w > 1 for w in self.widths)
+        draw = draw or ("without_replacement" if is_tree else "iid")
+        if draw not in ("iid", "without_replacement", "greedy"):
+            raise ValueError(f"draw must be iid, without_replacement or greedy, not {draw!r}")
+        self.model = model
+        self.draw = draw
+        self.max_depth = len(self.widths)
+
+    @classmethod
+    def build(
+        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
+    ) -> ModelDrafter:
+        """From a spec ``model[:PATH]``: load the draft model and check that it fits the target."""
+        from foretoken.loading import build_draft_model
+
+        return cls(build_draft_model(path, target, target_source, tokenizer, device), **options)
+
+    @property
+    def kind(self) -> Kind:
+        """How siblings are drawn when the request samples."""
+        if self.draw == "greedy":
+            return Kind.POINT
+        return Kind.IID if self.draw == "iid" else Kind.WITHOUT_REPLACEMENT
+
+    @property
+    def draws_trees(self) -> bool:
+        """Whether any level has several children."""
+        return any(w > 1 for w in self.widths)
+
+    def start(self, context: Context) -> None:
+        """Prefill the draft model's own cache."""
+        sequence = context.state[self] = self.model.open()
+        self.model.prefill(sequence, context.tokens[:-1])
+
+    def finish(self, context: Context) -> None:
+        """Free the draft model's row."""
+        sequence = context.state.pop(self, None)
+        if sequence is not None:
+            self.model.release(sequence)
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """Draft for one request."""
+        return self.propose_batch([context], [budget])[0]
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Grow all trees level by level: one draft forward per level for the whole batch."""
+        trees = [self._begin(c, b) for c, b in zip(contexts, budgets, strict=True)]
+        growing = [t for t in trees if self._width(t, 0)]
+        feeds = [Feed(t.sequence, self.model.catch_up(t.sequence, t.context.tokens), wanted=1) for t in growing]
+        for depth in range(self.max_depth):
+            rows = self.model.forward(feeds) if feeds else []
+            following, feeds = [], []
+            for tree, row in zip(growing, rows, strict=True):
+                feed = self._expand(tree, row.logits, depth)
+                if feed is not None:
+                    following.append(tree)
+                    feeds.append(feed)
+            growing = following
+        return [self._finished(tree) for tree in trees]
+
+    def _begin(self, context: Context, budget: Budget) -> _Growing:
+        sequence: SequenceState = context.state[self]
+        greedy = context.maker.greedy or self.draw == "greedy"
+        return _Growing(context, budget, sequence, context.maker, [context.root], greedy)
+
+    def _width(self, tree: _Growing, depth: int) -> int:
+        """Children per node at this depth (0: stop)."""
+        if depth >= min(self.max_depth, tree.budget.max_depth):
+            return 0
+        room = tree.budget.max_nodes - (len(tree.tokens) - 1)
+        return min(self.widths[depth], room)
+
+    def _expand(self, tree: _Growing, logits: Tensor, depth: int) -> Feed | None:
+        """Add the children of the frontier; return the feed that scores them, if the tree goes on."""
+        parents, tree.frontier = tree.frontier, []
+        for row, parent in enumerate(parents):
+            width = self._width(tree, depth)
+            if width:
+                self._add_children(tree, logits[row], parent, width)
+        if not self._width(tree, depth + 1) or not tree.frontier:
+            return None
+        committed_and_fed = len(tree.sequence.scratch_tokens)
+        for i, node in enumerate(tree.frontier):
+            tree.scratch_of[node] = committed_and_fed + i
+        first_level = committed_and_fed - 1
+        scratch_parents = [
+            tree.scratch_of[tree.parents[node]] if tree.parents[node] else first_level for node in tree.frontier
+        ]
+        return Feed(tree.sequence, [tree.tokens[node] for node in tree.frontier], scratch_parents)
+
+    def _add_children(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> None:
+        law: Tensor | None = None
+        if tree.greedy and width == 1 and tree.maker.context_free and not _asks_for_confidence(tree.budget):
+            chosen = [int(logits.argmax())]
+        else:
+            prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
+            law = tree.maker.law(logits, prefix)
+            chosen = self._choose(tree, law if not tree.maker.greedy else logits, law, width)
+        if not tree.greedy and law is not None:
+            tree.laws.append(law)
+        for token in chosen:
+            node = len(tree.tokens)
+            tree.tokens.append(token)
+            tree.parents.append(parent)
+            tree.law_of.append(-1 if tree.greedy else len(tree.laws) - 1)
+            tree.path_of[node] = (*tree.path_of[parent], token)
+            # A stop may only suppress what comes after the token: the token itself stays in the draft.
+            if law is None or not tree.budget.stops_after(*self._confidence(logits, law, token, tree)):
+                tree.frontier.append(node)
+
+    def _choose(self, tree: _Growing, ranking: Tensor, law: Tensor, width: int) -> list[int]:
+        if tree.greedy:
+            return ranking.topk(min(width, len(ranking))).indices.tolist()  # type: ignore[no-any-return]
+        rng = tree.context.rng
+        if self.draw == "iid" or width == 1:
+            cdf = law.cumsum(0)
+            points = torch.tensor(rng.uniforms(width), dtype=law.dtype, device=law.device) * cdf[-1]
+            drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(law) - 1)
+            return _positive(law, drawn).tolist()  # type: ignore[no-any-return]
+        return draw_without_replacement(law, width, tree.context)
+
+    def _confidence(self, logits: Tensor, law: Tensor, token: int, tree: _Growing) -> tuple[Tensor, float]:
+        """The draft's own law and its probability of ``token``; for greedy drafts the untempered softmax."""
+        if not _asks_for_confidence(tree.budget):
+            return law, 1.0
+        if tree.maker.greedy:
+            law = torch.softmax(logits.float(), -1)
+        return law, float(law[token])
+
+    def _finished(self, tree: _Growing) -> TokenTree:
+        if len(tree.tokens) == 1 or tree.greedy:
+            return TokenTree(tuple(tree.tokens), tuple(tree.parents))
+        laws = torch.stack(tree.laws)
+        return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.kind, laws, tuple(tree.law_of))
+
+
+def _asks_for_confidence(budget: Budget) -> bool:
+    return budget.min_confidence > 0 or budget.stop is not None
+
+
+def _positive(law: Tensor, drawn: Tensor) -> Tensor:
+    """Replace draws that rounding put on a token of zero probability by the last possible token."""
+    if bool((law[drawn] > 0).all()):
+        return drawn
+    last = law.nonzero()[-1, 0]
+    return torch.where(law[drawn] > 0, drawn, last)
+
+
+def draw_without_replacement(law: Tensor, count: int, context: Context) -> list[int]:
+    """``count`` distinct tokens drawn one after another from ``law`` [V], in sampling order.
+
+    When fewer tokens have positive probability, all of those are returned and no more.
+    """
+    rest = law.clone()
+    chosen: list[int] = []
+    for _ in range(count):
+        cdf = rest.cumsum(0)
+        total = cdf[-1]
+        if float(total) <= torch.finfo(law.dtype).tiny:
+            break
+        point = (total * context.rng.uniform())[None]
+        token = min(int(torch.searchsorted(cdf, point, right=True)), len(law) - 1)
+        if float(rest[token]) <= 0:
+            positive = rest.nonzero()
+            if not len(positive):
+                break
+            token = int(positive[-1, 0])
+        chosen.append(token)
+        rest[token] = 0.0
+    return chosen
+
+
+def parse_widths(text: str) -> tuple[int, ...]:
+    """``"3x2x1"`` -> ``(3, 2, 1)``.
+
+    Raises:
+        ValueError: not positive integers joined by ``x``.
+    """
+    try:
+        widths = tuple(int(part) for part in text.lower().split("x"))
+    except ValueError:
+        widths = ()
+    if not widths or min(widths) < 1:
+        raise ValueError(f"tree={text!r} must be positive child counts per level, for example 3x2x1")
+    return widths

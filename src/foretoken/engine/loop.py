@@ -1,0 +1,282 @@
+"""The loop: one round serves every running request, knows only protocols, and is the same for every method.
+
+    budget = controller.budget(request)
+    tree   = drafter.propose(context, budget)
+    scores = target.forward(tree)
+    verdict = verifier.verify(tree, scores, rng)
+    target.commit(verdict.path); drafter.observe(...); controller.observe(...)
+    emit
+
+Plain decoding is the same loop with an empty draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from foretoken.controllers.base import Controller
+from foretoken.drafters.base import Drafter
+from foretoken.engine.request import Emission, Origin, Request, Running
+from foretoken.engine.stopping import Stopper
+from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.sampling import Sampler
+from foretoken.trees.operations import truncate
+from foretoken.types import Budget, Context, Kind, Rng, Scores, StepRecord, TokenTree, Verdict
+from foretoken.verifiers.base import Verifier
+from foretoken.verifiers.pairing import auto_verifier, check_pair
+
+NOTHING = Budget(max_depth=0, max_nodes=0)
+
+
+class Engine:
+    """Serves requests over one target.
+
+    Args:
+        target: the model whose law is kept.
+        drafter: what guesses, or ``None`` for plain decoding.
+        verifier: the acceptance rule, or ``None`` to choose the best lossless one for every tree.
+        controller: how much to guess; needed with a drafter.
+        tokenizer: for stop strings.
+        allow_lossy: accept a verifier that changes the target's law.
+        max_batch: most requests that run together; others wait.
+
+    Raises:
+        ValueError: the drafter and the verifier do not fit, or the verifier is lossy and that was not allowed.
+        CapabilityError: the target cannot do what the drafter needs.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter | None = None,
+        verifier: Verifier | None = None,
+        controller: Controller | None = None,
+        *,
+        tokenizer: Any | None = None,
+        allow_lossy: bool = False,
+        max_batch: int = 64,
+    ) -> None:
+        self.target, self.drafter, self.verifier, self.controller = target, drafter, verifier, controller
+        self.tokenizer, self.allow_lossy, self.max_batch = tokenizer, allow_lossy, max_batch
+        self.taps: Sequence[str] = drafter.taps if drafter is not None else ()
+        self.waiting: list[tuple[int, Request]] = []
+        self.running: list[Running] = []
+        self._ids = 0
+        self._automatic: dict[tuple[Kind, bool, bool], Verifier] = {}
+        if drafter is not None:
+            self._check_target(drafter)
+            if controller is None:
+                raise ValueError("a drafter needs a controller, for example ConstantController()")
+            controller.attach(drafter.max_depth, drafter.max_nodes)
+            if verifier is not None and not verifier.greedy_only:
+                check_pair(drafter.kind, drafter.draws_trees, verifier, drafter.name, allow_lossy, greedy=False)
+
+    def _check_target(self, drafter: Drafter) -> None:
+        offered = self.target.capabilities
+        needed = ["rollback"]
+        if drafter.draws_trees:
+            needed += ["tree_mask", "keep_path"]
+        if drafter.taps:
+            needed.append("taps")
+        for name in needed:
+            if not getattr(offered, name):
+                reason = offered.missing.get(name, f"the target lacks {name}")
+                raise CapabilityError(f"drafter {drafter.name!r} needs a target with {name}: {reason}")
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> int:
+        """Queue a request; it joins before the next round.  Returns its id.
+
+        Raises:
+            ValueError: an empty prompt, one that leaves no room in the context, or ``max_new_tokens`` below 1.
+        """
+        room = self.target.context_length - len(request.prompt)
+        if not request.prompt:
+            raise ValueError("the prompt is empty: give at least one token")
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(request.prompt)} tokens and the model's context is {self.target.context_length}: "
+                "shorten the prompt"
+            )
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
+        if request.max_new_tokens > room:
+            raise ValueError(
+                f"max_new_tokens={request.max_new_tokens} goes past the model's context: the prompt has "
+                f"{len(request.prompt)} tokens, so at most {room} of {self.target.context_length} are left"
+            )
+        bad = [t for t in request.prompt if not 0 <= t < self.target.vocab_size]
+        if bad:
+            raise ValueError(f"prompt token {bad[0]} is outside the vocabulary of {self.target.vocab_size}")
+        eos = frozenset() if request.ignore_eos else self.target.eos_token_ids
+        Stopper(eos, request.stop, request.max_new_tokens, self.tokenizer)
+        self._ids += 1
+        self.waiting.append((self._ids, request))
+        return self._ids
+
+    def cancel(self, request_id: int) -> None:
+        """Drop a request, waiting or running."""
+        self.waiting = [(i, r) for i, r in self.waiting if i != request_id]
+        for run in [r for r in self.running if r.id == request_id]:
+            self._leave(run)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.waiting or self.running)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self.max_batch:
+            request_id, request = self.waiting.pop(0)
+            began = perf_counter()
+            tokens = list(request.prompt)
+            sampler = Sampler(request.params, len(tokens))
+            context = Context(request_id, tokens, len(tokens), sampler, Rng(request.seed), prediction=request.prediction)
+            eos = frozenset() if request.ignore_eos else self.target.eos_token_ids
+            stopper = Stopper(eos, request.stop, request.max_new_tokens, self.tokenizer)
+            run = Running(request, context, self.target.open(), stopper)
+            self.running.append(run)
+            # The last prompt token is the first root: the prefill needs no logits and no special first step.
+            context.hidden = self.target.prefill(run.sequence, tokens[:-1], self.taps)
+            if self.drafter is not None:
+                self.drafter.start(context)
+            run.stats.prefill_s = perf_counter() - began
+            run.stats.total_s = run.stats.prefill_s
+
+    def _leave(self, run: Running) -> None:
+        self.running.remove(run)
+        self.target.release(run.sequence)
+        if self.drafter is not None:
+            self.drafter.finish(run.context)
+        if self.controller is not None:
+            self.controller.finish(run.context)
+
+    def close(self) -> None:
+        """Drop everything (also what an interrupted round left behind)."""
+        self.waiting.clear()
+        for run in list(self.running):
+            self._leave(run)
+
+    # -- one round ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[Running, Emission]]:
+        """Admit what waits, run one round for everything that runs, return what each request gained."""
+        self._admit()
+        runs = list(self.running)
+        if not runs:
+            return []
+        began = perf_counter()
+        trees = self._propose(runs)
+        drafted = perf_counter()
+        target_before = self.target.run_s
+        rows = self.target.forward([self._feed(r, t) for r, t in zip(runs, trees, strict=True)], self.taps)
+        target_s = self.target.run_s - target_before
+        scored = perf_counter()
+        all_scores = [
+            Scores(row.logits, tree, run.context.tokens, run.context.maker, row.taps)
+            for run, tree, row in zip(runs, trees, rows, strict=True)
+        ]
+        verdicts = [
+            self._verifier_for(tree, scores).verify(tree, scores, run.context.rng)
+            for run, tree, scores in zip(runs, trees, all_scores, strict=True)
+        ]
+        verified = perf_counter()
+        emissions = [
+            (run, self._commit(run, tree, scores, verdict))
+            for run, tree, scores, verdict in zip(runs, trees, all_scores, verdicts, strict=True)
+        ]
+        observed_s = self._observe(runs, trees, all_scores, verdicts)
+        times = (drafted - began + observed_s, target_s, verified - scored, perf_counter() - began)
+        for run, tree, verdict in zip(runs, trees, verdicts, strict=True):
+            self._account(run, tree, verdict, len(runs), times)
+        for run, emission in emissions:
+            if emission.finish_reason is not None:
+                self._leave(run)
+        return emissions
+
+    def _propose(self, runs: Sequence[Running]) -> list[TokenTree]:
+        trees = [TokenTree.root_only(run.context.root) for run in runs]
+        if self.drafter is None or self.controller is None:
+            return trees
+        chosen, budgets = [], []
+        for i, run in enumerate(runs):
+            budget = self._fit(run, self.controller.budget(run.context, len(runs)))
+            if budget.max_depth > 0 and budget.max_nodes > 0:
+                chosen.append(i)
+                budgets.append(budget)
+        if chosen:
+            proposed = self.drafter.propose_batch([runs[i].context for i in chosen], budgets)
+            for i, tree, budget in zip(chosen, proposed, budgets, strict=True):
+                trees[i] = truncate(tree, budget.max_depth)
+        return trees
+
+    def _fit(self, run: Running, budget: Budget) -> Budget:
+        """Never draft past the room that is left: one token of every round is the target's own."""
+        left = run.request.max_new_tokens - len(run.origins) - 1
+        room = self.target.context_length - len(run.context.tokens)
+        depth = min(budget.max_depth, left, room)
+        return budget if depth == budget.max_depth else replace(budget, max_depth=max(depth, 0))
+
+    def _feed(self, run: Running, tree: TokenTree) -> Feed:
+        if tree.tokens[0] != run.context.root:
+            raise ValueError(f"the drafter's tree starts with token {tree.tokens[0]}, not with the last committed one")
+        return Feed(run.sequence, tree.tokens, tree.parents)
+
+    def _verifier_for(self, tree: TokenTree, scores: Scores) -> Verifier:
+        key = (tree.kind, not tree.is_chain, scores.maker.greedy)
+        found = self._automatic.get(key)
+        if found is None:
+            kind, is_tree, greedy = key
+            if self.verifier is None:
+                found = auto_verifier(kind, is_tree, greedy)
+            else:
+                found = self.verifier
+                name = self.drafter.name if self.drafter else "none"
+                check_pair(kind, is_tree, found, name, self.allow_lossy, greedy)
+            self._automatic[key] = found
+        return found
+
+    def _commit(self, run: Running, tree: TokenTree, scores: Scores, verdict: Verdict) -> Emission:
+        path = [0, *verdict.path]
+        self.target.commit(run.sequence, path)
+        tokens = [tree.tokens[node] for node in verdict.path]
+        tokens.append(verdict.next_token)
+        kept, reason = run.stopper.push(tokens)
+        last: Origin = "plain" if len(tree) == 1 else "bonus" if verdict.next_is_bonus else "recovered"
+        origins: list[Origin] = (["accepted"] * len(verdict.path) + [last])[:kept]  # type: ignore[list-item]
+        context = run.context
+        context.hidden_start = len(context.tokens) - 1
+        context.tokens.extend(tokens[:kept])
+        context.hidden = {name: rows[path] for name, rows in scores.taps.items()}
+        run.origins.extend(origins)
+        run.finish_reason = reason
+        return Emission(run.id, tokens[:kept], origins, reason)
+
+    def _observe(
+        self, runs: Sequence[Running], trees: Sequence[TokenTree], scores: Sequence[Scores], verdicts: Sequence[Verdict]
+    ) -> float:
+        if self.drafter is None:
+            return 0.0
+        began = perf_counter()
+        for run, tree, score, verdict in zip(runs, trees, scores, verdicts, strict=True):
+            if run.finish_reason is None:
+                self.drafter.observe(run.context, tree, score, verdict)
+        return perf_counter() - began
+
+    def _account(
+        self, run: Running, tree: TokenTree, verdict: Verdict, batch: int, times: tuple[float, float, float, float]
+    ) -> None:
+        draft_s, target_s, verify_s, total_s = times
+        accepted = len(verdict.path)
+        run.stats.add_round(tree.num_drafts, accepted, len(run.origins) - run.stats.num_new_tokens)
+        run.stats.add_times(draft_s, target_s, verify_s, total_s)
+        if self.controller is not None:
+            record = StepRecord(run.id, len(tree), tree.num_drafts, accepted, batch, *times)
+            self.controller.observe(run.context, record)

@@ -1,0 +1,90 @@
+"""Counts and times of a generation, in vLLM's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class SpecStats:
+    """What a request (or a whole run) did.
+
+    Attributes:
+        num_drafts: rounds (target calls that verified a tree, empty drafts included).
+        num_draft_tokens: draft tokens that were proposed.
+        num_accepted_tokens: draft tokens that were kept.
+        num_accepted_tokens_per_pos: of them, how many at each draft position (depth 1 first).
+        num_new_tokens: tokens emitted.
+        num_prediction_tokens: tokens of the caller's prediction that were proposed, ``num_accepted_prediction_tokens``
+            those kept.
+        draft_s, target_s, verify_s, overhead_s: seconds in the drafter, in the target network, in the acceptance
+            rule, and in everything else of the rounds.  In a batch every request counts the whole round.
+        prefill_s: seconds before the first round.
+        total_s: all of it.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_new_tokens: int = 0
+    num_prediction_tokens: int = 0
+    num_accepted_prediction_tokens: int = 0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    overhead_s: float = 0.0
+    prefill_s: float = 0.0
+    total_s: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens (0 when nothing was drafted)."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per round, the bonus or recovered token included."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens per second of the rounds (the prefill is reported apart)."""
+        busy = self.total_s - self.prefill_s
+        return self.num_new_tokens / busy if busy > 0 else 0.0
+
+    def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Count one round of one request."""
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        self.num_new_tokens += emitted
+        positions = self.num_accepted_tokens_per_pos
+        while len(positions) < accepted:
+            positions.append(0)
+        for i in range(accepted):
+            positions[i] += 1
+
+    def add_times(self, draft_s: float, target_s: float, verify_s: float, total_s: float) -> None:
+        """Add one round's times; what is not draft, target or verification is overhead."""
+        self.draft_s += draft_s
+        self.target_s += target_s
+        self.verify_s += verify_s
+        self.overhead_s += total_s - draft_s - target_s - verify_s
+        self.total_s += total_s
+
+    def merge(self, other: SpecStats) -> None:
+        """Add another request's counts and times."""
+        for name, value in vars(other).items():
+            if name != "num_accepted_tokens_per_pos":
+                setattr(self, name, getattr(self, name) + value)
+        mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
+        mine.extend([0] * (len(theirs) - len(mine)))
+        for i, count in enumerate(theirs):
+            mine[i] += count
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and ratios, as the CLI's JSON prints them."""
+        ratios = ("acceptance_rate", "mean_acceptance_length", "tokens_per_s")
+        return {**vars(self), **{name: getattr(self, name) for name in ratios}}

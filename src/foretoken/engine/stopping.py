@@ -1,0 +1,110 @@
+"""The one place that truncates output: end-of-text ids, stop strings across token borders, the length limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+FinishReason = Literal["eos", "stop", "length", "context"]
+
+
+class Detokenizer:
+    """Text of a growing token list; a half-written character is held back until it is whole.
+
+    Args:
+        tokenizer: a Transformers tokenizer, or ``None`` (no text).
+    """
+
+    WINDOW = 16
+    """Tokens kept as left context: decoding a token may depend on the ones before it."""
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = 0
+        self.text = ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Append tokens; return the text that became certain."""
+        if self._tokenizer is None:
+            return ""
+        self._ids.extend(ids)
+        start = max(0, self._shown - self.WINDOW)
+        before = self._decode(self._ids[start : self._shown])
+        now = self._decode(self._ids[start:])
+        if now.endswith("\ufffd") or not now.startswith(before):
+            return ""
+        self._shown = len(self._ids)
+        new = now[len(before) :]
+        self.text += new
+        return new
+
+    def flush(self) -> str:
+        """What was held back, as it stands."""
+        if self._tokenizer is None:
+            return ""
+        start = max(0, self._shown - self.WINDOW)
+        before = self._decode(self._ids[start : self._shown])
+        now = self._decode(self._ids[start:])
+        new = now[len(before) :] if now.startswith(before) else now
+        self._shown = len(self._ids)
+        self.text += new
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids and self._tokenizer else ""
+
+
+class Stopper:
+    """Decides, token by token, where an output ends.
+
+    Args:
+        eos: ids that end the text (the id itself stays in the output, as in Transformers).
+        stop: strings that end the text; the text is cut before the match, the tokens after the one that completed it.
+        max_new_tokens: most output tokens.
+        tokenizer: needed for stop strings.
+    """
+
+    def __init__(
+        self, eos: frozenset[int], stop: Sequence[str], max_new_tokens: int, tokenizer: Any | None = None
+    ) -> None:
+        if stop and tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: load the model with one, or use end-of-text ids")
+        if any(not s for s in stop):
+            raise ValueError("a stop string must not be empty")
+        self._eos, self._stop, self._max = eos, tuple(stop), max_new_tokens
+        self._text = Detokenizer(tokenizer) if stop else None
+        self._count = 0
+        self.cut: int | None = None
+
+    def push(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """How many of ``tokens`` are kept, and why the output ends there (``None``: it goes on)."""
+        for i, token in enumerate(tokens):
+            self._count += 1
+            if token in self._eos:
+                return i + 1, "eos"
+            if self._text is not None and self._matches(token):
+                return i + 1, "stop"
+            if self._count >= self._max:
+                return i + 1, "length"
+        return len(tokens), None
+
+    def _matches(self, token: int) -> bool:
+        assert_text = self._text
+        if assert_text is None:
+            return False
+        old = len(assert_text.text)
+        assert_text.push([token])
+        text = assert_text.text
+        # A match may begin in the text of earlier tokens.
+        longest = max(map(len, self._stop))
+        start = max(0, old - longest + 1)
+        places = [p for p in (text.find(s, start) for s in self._stop) if p >= 0]
+        if places:
+            self.cut = min(places)
+        return bool(places)
+
+    @property
+    def held_back(self) -> int:
+        """Longest stop string: that much text at the end of a stream may still turn out to be one."""
+        return max(map(len, self._stop), default=0)

@@ -1,0 +1,315 @@
+"""The front door: ``foretoken.load(...)`` gives an :class:`Llm` that generates and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+
+from foretoken.controllers.base import Controller
+from foretoken.drafters.base import Drafter
+from foretoken.engine.loop import Engine
+from foretoken.engine.request import Emission, Origin, Request, Running
+from foretoken.engine.stats import SpecStats
+from foretoken.engine.stopping import Detokenizer, FinishReason
+from foretoken.loading import BUILTIN, build_drafter, default_drafter, load_model, load_tokenizer
+from foretoken.models.base import LanguageModel
+from foretoken.registry import make
+from foretoken.sampling import LogitsProcessor, SamplingParams
+from foretoken.verifiers.base import Verifier
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Output:
+    """One finished generation.
+
+    Attributes:
+        text: the new text (cut before a stop string, special tokens left out).
+        token_ids: the new tokens only.
+        finish_reason: ``eos``, ``stop`` or ``length``.
+        stats: counts and times.
+        origins: per token, whether it was an accepted draft token, a recovered, a bonus or a plainly decoded one.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: SpecStats
+    origins: list[Origin] = field(default_factory=list)
+
+
+@dataclass
+class Piece:
+    """A part of a stream: what one round added.
+
+    Attributes:
+        text: new text that is certain (may be empty while a character is half-written).
+        token_ids: new tokens.
+        accepted: per token, whether it was an accepted draft token.
+        origins: per token, where it came from.
+        finish_reason: set on the last piece.
+        stats: set on the last piece.
+    """
+
+    text: str
+    token_ids: list[int]
+    accepted: list[bool]
+    origins: list[Origin]
+    finish_reason: FinishReason | None = None
+    stats: SpecStats | None = None
+
+
+class Llm:
+    """A target, a drafter, a verifier and a controller, ready to generate.  Made by :func:`load`."""
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter | None,
+        verifier: Verifier | None,
+        controller: Controller | None,
+        tokenizer: Any | None,
+        *,
+        allow_lossy: bool = False,
+    ) -> None:
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.engine = Engine(
+            target, drafter, verifier, controller, tokenizer=tokenizer, allow_lossy=allow_lossy
+        )
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompts: str | list[int], **options: Any) -> Output: ...
+    @overload
+    def generate(self, prompts: list[str] | list[list[int]], **options: Any) -> list[Output]: ...
+    def generate(self, prompts: Any, **options: Any) -> Output | list[Output]:
+        """Generate for one prompt (text or ids) or a list of them; see :meth:`request` for the options.
+
+        A list is served as one batch.  ``seed`` may then be a list too, one per prompt.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch: Sequence[Prompt] = [prompts] if single else prompts
+        if not single and not batch:
+            return []
+        seeds, predictions = options.pop("seed", None), options.pop("prediction", None)
+        requests = [
+            self.request(p, seed=_one_of(seeds, i, len(batch)), prediction=_prediction_of(predictions, i, single), **options)
+            for i, p in enumerate(batch)
+        ]
+        outputs = self._run(requests)
+        return outputs[0] if single else outputs
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
+        """Generate for one prompt, yielding a piece per round."""
+        request = self.request(prompt, **options)
+        request_id = self.engine.add(request)
+        text = Detokenizer(self.tokenizer)
+        shown = ""
+        try:
+            while True:
+                for run, emission in self.engine.step():
+                    if run.id != request_id:
+                        continue
+                    text.push(emission.token_ids)
+                    piece = self._piece(run, emission, text, shown)
+                    shown += piece.text
+                    yield piece
+                    if emission.finish_reason is not None:
+                        return
+        finally:
+            self.engine.cancel(request_id)
+
+    def _piece(self, run: Running, emission: Emission, text: Detokenizer, shown: str) -> Piece:
+        final = emission.finish_reason is not None
+        if final:
+            text.flush()
+            whole = text.text if run.stopper.cut is None else self._cut(run, text.text)
+            new = whole[len(shown) :]
+        else:
+            # Text that may still turn out to be the beginning of a stop string is held back.
+            end = len(text.text) - max(0, run.stopper.held_back - 1)
+            new = text.text[len(shown) : max(end, len(shown))]
+        accepted = [origin == "accepted" for origin in emission.origins]
+        return Piece(
+            new,
+            list(emission.token_ids),
+            accepted,
+            list(emission.origins),
+            emission.finish_reason,
+            run.stats if final else None,
+        )
+
+    @staticmethod
+    def _cut(run: Running, text: str) -> str:
+        return text if run.stopper.cut is None else text[: run.stopper.cut]
+
+    def request(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stop: str | Sequence[str] | None = None,
+        seed: int | None = None,
+        prediction: Prompt | None = None,
+        ignore_eos: bool = False,
+    ) -> Request:
+        """A checked request.
+
+        Args:
+            prompt: text, or token ids.
+            max_new_tokens: most output tokens.
+            temperature: 0 is greedy.
+            top_k: keep the k most likely tokens (0: all).
+            top_p: nucleus mass in (0, 1].
+            min_p: drop tokens below this fraction of the most likely one.
+            repetition_penalty: > 1 discourages tokens of the prompt and output.
+            presence_penalty: subtracted from tokens of the output.
+            frequency_penalty: subtracted per occurrence in the output.
+            logit_bias: added to single tokens' logits.
+            logits_processor: Transformers ``LogitsProcessor`` objects.
+            stop: string or strings that end the text.
+            seed: fixes the output, whatever else is in the batch.
+            prediction: text or ids expected in the answer, for drafters that use it.
+            ignore_eos: go on after an end-of-text id.
+
+        Raises:
+            ValueError: any of them out of range.
+        """
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=dict(logit_bias or {}),
+            processors=tuple(logits_processor),
+        )
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        expected = None if prediction is None else self.encode(prediction)
+        return Request(self.encode(prompt), params, max_new_tokens, stops, seed, expected, ignore_eos)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            ValueError: text without a tokenizer, or an empty prompt.
+        """
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer: pass tokenizer=... to load, or give token ids")
+        ids: list[int] = self.tokenizer(prompt)["input_ids"]
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one character")
+        return ids
+
+    def _run(self, requests: Sequence[Request]) -> list[Output]:
+        ids: list[int] = []
+        done: dict[int, Running] = {}
+        try:
+            ids.extend(self.engine.add(request) for request in requests)
+            while len(done) < len(ids):
+                for run, emission in self.engine.step():
+                    if emission.finish_reason is not None:
+                        done[run.id] = run
+        finally:
+            for request_id in ids:
+                self.engine.cancel(request_id)
+        return [self._output(done[request_id]) for request_id in ids]
+
+    def _output(self, run: Running) -> Output:
+        text = ""
+        if self.tokenizer is not None:
+            decoder = Detokenizer(self.tokenizer)
+            decoder.push(run.output)
+            decoder.flush()
+            text = self._cut(run, decoder.text)
+        if run.finish_reason is None:
+            raise RuntimeError("an unfinished request has no output")
+        return Output(text, run.output, run.finish_reason, run.stats, list(run.origins))
+
+    @property
+    def plain(self) -> Llm:
+        """The same target without speculation (shares the model, not the requests)."""
+        return Llm(self.target, None, None, None, self.tokenizer)
+
+
+def _one_of(value: Any, index: int, count: int) -> Any:
+    if not isinstance(value, list | tuple):
+        # One seed for a batch: every request its own stream, whatever the batch is cut into.
+        return value
+    if len(value) != count:
+        raise ValueError(f"{len(value)} seeds for {count} prompts: give one per prompt")
+    return value[index]
+
+
+def _prediction_of(value: Any, index: int, single: bool) -> Any:
+    if value is None or single or isinstance(value, str) or (len(value) > 0 and isinstance(value[0], int)):
+        return value
+    return value[index]
+
+
+def load(
+    target: Any = BUILTIN,
+    drafter: str | Drafter | None = "auto",
+    verifier: str | Verifier = "auto",
+    controller: str | Controller = "auto",
+    *,
+    tokenizer: Any | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    allow_lossy: bool = False,
+    exact: str = "distribution",
+    profile: str | Path | None = None,
+) -> Llm:
+    """Load a target and everything around it.
+
+    Args:
+        target: ``"builtin"``, a path, a hub id, a ``PreTrainedModel`` or a :class:`LanguageModel`.
+        drafter: a spec string (``"ngram,n=3,k=8"``, ``"model:./draft,k=5"``), a drafter, ``None`` for plain decoding,
+            or ``"auto"``.
+        verifier: a name, a verifier, or ``"auto"`` for the best lossless rule.
+        controller: a spec string, a controller, or ``"auto"``.
+        tokenizer: a Transformers tokenizer; found beside the target by default.
+        dtype: ``float32``, ``float64``, ``bfloat16``, ``float16``; the checkpoint's by default.
+        device: where the models run.
+        allow_lossy: permit verifiers that change the target's law.
+        exact: ``"distribution"`` or ``"bitwise"`` (attention sums that do not depend on slot order).
+        profile: a tuned profile to take the configuration from.
+
+    Raises:
+        LoadError: a checkpoint is missing, damaged or pickled.
+        ValueError: an unknown name or option, or parts that do not fit each other.
+    """
+    model = load_model(target, dtype=dtype, device=device, exact=exact)
+    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
+    spec = default_drafter(target) if isinstance(drafter, str) and drafter == "auto" else drafter
+    built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=device)
+    chosen_verifier = None if verifier == "auto" else make("verifier", verifier) if isinstance(verifier, str) else verifier
+    name = "constant" if controller == "auto" else controller
+    chosen_controller = make("controller", name) if isinstance(name, str) else name
+    return Llm(
+        model,
+        built,
+        chosen_verifier,
+        chosen_controller if built is not None else None,
+        tokenizer,
+        allow_lossy=allow_lossy,
+    )

@@ -1,0 +1,258 @@
+"""Names and paths -> models, tokenizers, drafters: everything that can be wrong is found here, before any work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken.drafters.base import Drafter
+from foretoken.models import wrap
+from foretoken.models.base import LanguageModel
+from foretoken.registry import convert_options, find, parse_spec
+
+BUILTIN = "builtin"
+ZOO = Path(__file__).parent / "zoo"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class LoadError(ValueError):
+    """A model or tokenizer could not be loaded; the message says what to do."""
+
+
+def resolve(name: str | Path, role: str = "target") -> str:
+    """``builtin`` -> the zoo's folder, a local folder -> itself, anything else -> a hub id, unchanged."""
+    if str(name) == BUILTIN:
+        return str(ZOO / role)
+    return str(name)
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A dtype by name.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def check_folder(folder: Path) -> None:
+    """Look at a local checkpoint before Transformers does.
+
+    Raises:
+        LoadError: no config, only pickled weights, missing or half-written safetensors files.
+    """
+    if not folder.is_dir():
+        raise LoadError(f"{folder} is not a folder with a model (config.json and *.safetensors)")
+    if not (folder / "config.json").exists():
+        raise LoadError(f"{folder} has no config.json: point to a Hugging Face model folder")
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        pickles = [p.name for p in folder.iterdir() if p.suffix in PICKLES]
+        if pickles:
+            raise LoadError(
+                f"{folder} holds pickled weights only ({pickles[0]}), which can run code when loaded: "
+                "convert them with save_pretrained(safe_serialization=True)"
+            )
+        raise LoadError(f"{folder} holds no *.safetensors weights: the checkpoint is incomplete")
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        wanted = set(json.loads(index.read_text())["weight_map"].values())
+        missing = wanted - {p.name for p in shards}
+        if missing:
+            raise LoadError(f"{folder} lacks {sorted(missing)[0]}: copy the missing shards and try again")
+    for shard in shards:
+        _check_shard(shard)
+
+
+def _check_shard(shard: Path) -> None:
+    """A safetensors file says in its header how long it must be."""
+    size = shard.stat().st_size
+    try:
+        with shard.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_size))
+        end = 8 + header_size + max(v["data_offsets"][1] for k, v in header.items() if k != "__metadata__")
+    except (ValueError, KeyError, TypeError, MemoryError, OverflowError):
+        raise LoadError(f"{shard} is no safetensors file: it is damaged or half-written, copy it again") from None
+    if size < end:
+        raise LoadError(f"{shard} has {size} of {end} bytes: it was half-written, copy it again")
+
+
+def load_model(
+    source: Any,
+    *,
+    role: str = "target",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    exact: str = "distribution",
+    lean: bool = True,
+) -> LanguageModel:
+    """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
+
+    Raises:
+        LoadError: the checkpoint is missing, damaged, incomplete or pickled.
+        ValueError: unknown dtype.
+    """
+    if isinstance(source, LanguageModel):
+        return source
+    if not isinstance(source, str | Path):
+        return wrap(source, exact=exact, lean=lean)
+    wanted = parse_dtype(dtype)
+    path = resolve(source, role)
+    local = Path(path)
+    if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
+        check_folder(local.expanduser())
+        path = str(local.expanduser())
+    return wrap(_from_pretrained(path, wanted, device), exact=exact, lean=lean)
+
+
+def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.device | None) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    before = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise LoadError(f"cannot load a model from {path}: {reason}") from None
+    finally:
+        hf_logging.set_verbosity(before)
+        hf_logging.enable_progress_bar()
+    missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
+    if missing:
+        raise LoadError(f"{path} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete")
+    return model.to(device) if device is not None else model
+
+
+def load_tokenizer(source: Any) -> Any | None:
+    """The tokenizer that belongs to a model source, or ``None`` when it has none."""
+    from transformers import AutoTokenizer
+
+    if not isinstance(source, str | Path):
+        source = getattr(getattr(source, "config", None), "_name_or_path", "") or ""
+        if not source or not Path(source).is_dir():
+            return None
+    path = resolve(source)
+    if Path(path).is_dir() and not any(
+        (Path(path) / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    ):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise LoadError(f"cannot load a tokenizer from {path}: {str(error).strip().splitlines()[0]}") from None
+
+
+def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> None:
+    """A draft model must share the target's tokenizer.
+
+    Raises:
+        ValueError: the vocabularies differ; names the first differing token.
+    """
+    if target is None or draft is None:
+        return
+    mine, theirs = target.get_vocab(), draft.get_vocab()
+    if mine == theirs:
+        return
+    differing = sorted(set(mine.items()) ^ set(theirs.items()), key=lambda item: item[1])
+    token, index = differing[0]
+    raise ValueError(
+        f"the draft model {name} has another tokenizer than the target ({len(differing)} entries differ, first {token!r} "
+        f"= {index}): use a draft model of the same family, or a drafter that needs no model, for example 'ngram'"
+    )
+
+
+def check_vocabularies(target: LanguageModel, draft: LanguageModel, name: str) -> None:
+    """Padded widths of one tokenizer may differ a little; different vocabularies may not.
+
+    Raises:
+        ValueError: the logits' widths are too far apart to be one vocabulary.
+    """
+    wide, narrow = max(target.vocab_size, draft.vocab_size), min(target.vocab_size, draft.vocab_size)
+    if wide - narrow > max(512, wide // 100):
+        raise ValueError(
+            f"the draft model {name} has a vocabulary of {draft.vocab_size}, the target one of {target.vocab_size}: "
+            "they do not share a tokenizer"
+        )
+
+
+def build_drafter(
+    spec: str | Drafter | None,
+    target: LanguageModel,
+    *,
+    target_source: Any = BUILTIN,
+    tokenizer: Any | None = None,
+    device: str | torch.device | None = None,
+) -> Drafter | None:
+    """A drafter from a spec string.
+
+    Raises:
+        ValueError: unknown name or option, or a draft model that does not fit the target.
+    """
+    if spec is None or isinstance(spec, Drafter):
+        return spec
+    if spec == "none":
+        return None
+    parsed = parse_spec(spec)
+    row = find("drafter", parsed.name)
+    cls = row.load()
+    options = convert_options("drafter", parsed.name, cls, parsed.options)
+    builder = getattr(cls, "build", None)
+    if builder is not None:
+        return builder(  # type: ignore[no-any-return]
+            parsed.path, target=target, target_source=target_source, tokenizer=tokenizer, device=device, **options
+        )
+    if parsed.path is not None:
+        raise ValueError(f"drafter {parsed.name!r} takes no path; its options: {row.example}")
+    return cls(**options)  # type: ignore[no-any-return]
+
+
+def build_draft_model(
+    path: str | None, target: LanguageModel, target_source: Any, tokenizer: Any | None, device: Any
+) -> LanguageModel:
+    """The draft model of a ``model:PATH`` spec, checked against the target.
+
+    Raises:
+        ValueError: no path and no built-in draft for this target, or another tokenizer.
+    """
+    if path is None:
+        if str(target_source) != BUILTIN:
+            raise ValueError("drafter 'model' needs a path for this target: model:PATH (a draft LM of the same tokenizer)")
+        path = BUILTIN
+    # A draft model's law may be anything: small ones are fastest in float32 on CPU (docs/log.md).
+    on_cpu = device is None or str(device) == "cpu"
+    draft = load_model(path, role="draft", dtype="float32" if on_cpu and _is_small(path) else None, device=device)
+    check_vocabularies(target, draft, path)
+    if tokenizer is not None and path != BUILTIN:
+        check_same_tokenizer(tokenizer, load_tokenizer(path), path)
+    return draft
+
+
+def _is_small(path: str) -> bool:
+    folder = Path(resolve(path, "draft"))
+    return folder.is_dir() and sum(p.stat().st_size for p in folder.glob("*.safetensors")) < 20_000_000
+
+
+def default_drafter(target_source: Any) -> str:
+    """What ``drafter="auto"`` means: the built-in draft model for the built-in target, else n-grams."""
+    has_draft = (ZOO / "draft" / "config.json").exists()
+    return "model" if str(target_source) == BUILTIN and has_draft else "ngram"
+
