@@ -9,7 +9,7 @@ from enumeration import Tables, grow, scores_of
 from foretoken import registry
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Kind, Rng, Scores, TokenTree
-from foretoken.verifiers.base import Coins, SiblingLaws, Verifier, draw
+from foretoken.verifiers.base import Coins, SiblingLaws, Verifier, draw, draw_by_blocks
 from foretoken.verifiers.block import BlockVerifier
 from foretoken.verifiers.rejection import RejectionVerifier
 
@@ -158,6 +158,20 @@ def test_draw_resolves_the_tail_of_a_large_vocabulary() -> None:
     tail = torch.arange(1000, 1200)
     drawn = [draw(law, 0.5 + (float(i) - 0.5) * 0.5 / (size - 1)) for i in tail]
     assert max(abs(token - int(i)) for token, i in zip(drawn, tail, strict=True)) <= 1
+
+
+@pytest.mark.parametrize("size", [3, 256, 700, 1024, 70_000])
+def test_draw_by_blocks_is_draw(size: int) -> None:
+    law = torch.softmax(torch.randn(size, generator=torch.Generator().manual_seed(size)), -1).double()
+    law[torch.arange(0, size, 3)] = 0.0
+    if size > 600:
+        law[256:600] = 0.0  # blocks without weight
+    rng = Rng(size)
+    for u in [0.0, 1.0 - 2**-53, *rng.uniforms(200)]:
+        index = draw_by_blocks(law, u)
+        assert float(law[index]) > 0.0
+        cdf = law.cumsum(0) / law.sum()
+        assert float(cdf[index] - law[index] / law.sum()) - 1e-12 <= u <= float(cdf[index]) + 1e-12
 
 
 def test_sibling_laws_keep_the_sequences_of_two_drafters_apart() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from foretoken.types import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, is_nothing, walk_down, without
 
-BISECTIONS = 24
+BISECTIONS = 16
 
 
 class KseqVerifier(Verifier):
