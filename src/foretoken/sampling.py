@@ -136,7 +136,7 @@ class Sampler:
 
     def _finish(self, scores: Tensor) -> Tensor:
         """Processed scores [N, V] -> laws [N, V]."""
-        best = scores.max(-1, keepdim=True).values
+        best = scores.amax(-1, keepdim=True)
         if not bool(torch.isfinite(best).all()):
             raise NonFiniteLogitsError(NON_FINITE)
         if self.greedy:
@@ -154,7 +154,7 @@ class Sampler:
             threshold = laws.topk(params.top_k, -1).values[..., -1:]
             laws = _normalised(laws.where(laws >= threshold, 0.0))
         if params.top_p < 1:
-            ordered, order = laws.sort(-1, descending=True, stable=True)
+            ordered, order = laws.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
             keep = before < params.top_p
             keep[..., 0] = True

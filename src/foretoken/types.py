@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,6 +168,17 @@ class LawMaker(Protocol):
         """Whether the law depends on the logits alone, not on the prefix."""
 
 
+def _argmaxes(logits: Tensor) -> tuple[list[int], bool]:
+    """Row-wise argmax (lowest index on ties) of logits [N, V], and whether every maximum is finite."""
+    if logits.device.type == "cpu":
+        # NumPy's argmax is several times faster than torch's on CPU, and it stops at the first NaN.
+        rows = (logits if logits.dtype == torch.float64 else logits.float()).numpy()
+        indices = rows.argmax(-1)
+        return indices.tolist(), bool(np.isfinite(np.take_along_axis(rows, indices[:, None], -1)).all())
+    best, choices = logits.max(-1)
+    return choices.tolist(), bool(torch.isfinite(best).all())
+
+
 @dataclass
 class Scores:
     """The target's view of a tree.  Laws are made only for the nodes that are asked for.
@@ -208,11 +220,10 @@ class Scores:
 
     @cached_property
     def _argmaxes(self) -> list[int]:
-        best, choices = self.logits.max(-1)
-        if not bool(torch.isfinite(best).all()):
+        choices, finite = _argmaxes(self.logits)
+        if not finite:
             raise NonFiniteLogitsError(NON_FINITE)
-        indices: list[int] = choices.tolist()
-        return indices
+        return choices
 
     def argmax(self, node: int) -> int:
         """The most likely token after ``node`` (lowest index on ties)."""

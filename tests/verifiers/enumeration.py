@@ -141,8 +141,8 @@ class Tables:
         self.size = size
         self._seed, self._closeness = seed, closeness
         self._zeros, self._target_zeros, self._one_hot = zeros, target_zeros, one_hot
-        self.p = cache(self._p)
-        self.q = cache(self._q)
+        self.p: Callable[[tuple[int, ...]], Tensor] = cache(self._p)
+        self.q: Callable[[tuple[int, ...]], Tensor] = cache(self._q)
 
     def _random(self, role: int, prefix: tuple[int, ...], zeros: int) -> Tensor:
         key = role + 2 * self._seed

@@ -7,11 +7,13 @@ from functools import partial
 import pytest
 import torch
 from enumeration import DRAWS, Rule, Tables, bias, drafts, outcomes, scores_of
+from torch import Tensor
 
 from foretoken import registry
 from foretoken.types import Kind, TokenTree
 from foretoken.verifiers.base import Coins, Verifier
 from foretoken.verifiers.block import BlockVerifier
+from foretoken.verifiers.kseq import threshold as kseq_threshold
 from foretoken.verifiers.point import PointVerifier
 from foretoken.verifiers.rejection import RejectionVerifier
 
@@ -19,6 +21,20 @@ CHAINS = [(1,), (1, 1), (1, 1, 1)]
 TREES = [(2,), (3,), (2, 1), (2, 2), (3, 1), (1, 2)]
 SAMPLING = [r.name for r in registry.rows("verifier") if r.lossless and r.name != "greedy"]
 TINY = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def remembered_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The enumeration meets the same few laws thousands of times: bisect once for each."""
+    known: dict[tuple[object, ...], float] = {}
+
+    def threshold(p: Tensor, q: Tensor, k: int) -> float:
+        key = (*p.tolist(), *q.tolist(), k)
+        if key not in known:
+            known[key] = kseq_threshold(p, q, k)
+        return known[key]
+
+    monkeypatch.setattr("foretoken.verifiers.kseq.threshold", threshold)
 
 
 def cases() -> list[tuple[str, Kind, tuple[int, ...]]]:

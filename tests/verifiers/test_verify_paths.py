@@ -49,14 +49,15 @@ def kinds_of(name: str) -> list[tuple[str, Kind]]:
 @pytest.mark.parametrize("params", PARAMS, ids=lambda p: f"T{p.temperature}-k{p.top_k}-r{p.repetition_penalty}")
 def test_verify_equals_the_plain_rule(name: str, kind: Kind, params: SamplingParams) -> None:
     verifier = rule(name)
+    has_twin = type(verifier).verify is not Verifier.verify
     accepted = 0
-    for seed in range(25):
+    for seed in range(25 if has_twin else 4):
         for shape in ((1, 1, 1, 1),) if verifier.chains_only else ((1, 1, 1, 1), (3, 2)):
             scores = random_scores(seed, kind, shape, params)
             plain = verifier.decide(scores.tree, scores, Coins(Rng(seed)))
             assert verifier.verify(scores.tree, scores, Rng(seed)) == plain
             accepted += len(plain.path)
-    assert accepted
+    assert accepted or not has_twin
 
 
 @pytest.mark.parametrize("kind", [Kind.IID, Kind.POINT])
@@ -142,6 +143,17 @@ def test_bonus_means_that_the_path_reached_a_leaf() -> None:
             assert list(verdict.path) == scores.tree.path(last)[1:]
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in ALL if name not in ("greedy", "typical", "top_k", "distance", "min_block")]
+)
+def test_plain_decoding_uses_one_uniform_per_token(name: str) -> None:
+    tree, tables, rng = TokenTree.root_only(0), Tables(5), Rng(3)
+    verdict = rule(name).verify(tree, scores_of(tree, tables), rng)
+    other = Rng(3)
+    assert verdict.next_token == draw(tables.p(()), other.uniform())
+    assert rng.uniform() == other.uniform()
+
+
 def test_draw_never_returns_a_token_of_zero_weight() -> None:
     law = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0])
     assert draw(law, 0.0) == 1
@@ -203,7 +215,7 @@ CHI_SQUARE_15 = 44.26  # 15 degrees of freedom: exceeded by chance with probabil
 def test_pairs_of_tokens_follow_the_target(name: str, kind: Kind) -> None:
     tables, verifier, rng = Tables(4, seed=7), rule(name), Rng(1234)
     coins = Coins(rng)
-    count = 4000
+    count = 2500
     seen = torch.zeros(4, 4, dtype=torch.float64)
     for _ in range(count):
         tree = grow(tables, (1, 1) if verifier.chains_only else (2, 1), kind, coins)

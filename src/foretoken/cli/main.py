@@ -2,19 +2,64 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
+
 import typer
 
-from foretoken.cli import train
+from foretoken.cli import chat, doctor, generate, methods, parity, train
 
 app = typer.Typer(
     name="foretoken",
     help="Speculative decoding for Hugging Face models: every method, exact and measured.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
 )
+app.command("generate")(generate.generate_command)
+app.command("chat")(chat.chat_command)
+app.command("methods")(methods.methods_command)
+app.command("parity")(parity.parity_command)
+app.command("doctor")(doctor.doctor_command)
 app.add_typer(train.app, name="train")
 
+USER_ERRORS = (ValueError, OSError, ArithmeticError, MemoryError)
+"""What a user can cause; anything else is a bug of ours and keeps its traceback."""
+INTERRUPTED = 130
+BAD_INPUT = 2
 
-def main() -> None:
-    """Entry point of the console script."""
-    app()
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code.
+
+    A user's mistake is one line on stderr and exit code 2 (``FORETOKEN_DEBUG=1`` shows the traceback); Ctrl-C is one
+    line and exit code 130.
+    """
+    try:
+        code = app(args=None if argv is None else list(argv), prog_name="foretoken", standalone_mode=False)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        code = _report(error)
+    if code == INTERRUPTED:
+        print("interrupted", file=sys.stderr)
+    return code if isinstance(code, int) else 0
+
+
+def _report(error: Exception) -> int:
+    """Print a user's mistake as one line; raise what is not one again."""
+    kind = type(error).__name__
+    if kind == "Abort":  # older versions of Click turn Ctrl-C into this
+        return INTERRUPTED
+    if kind == "NoArgsIsHelpError":
+        print(str(error), end="", file=sys.stderr)
+        return BAD_INPUT
+    describe = getattr(error, "format_message", None)  # bad options, found by Typer
+    if describe is None and not isinstance(error, USER_ERRORS) and kind != "OutOfMemoryError":
+        raise error
+    if os.environ.get("FORETOKEN_DEBUG", "") not in ("", "0"):
+        raise error
+    message = " ".join(str(describe() if describe else error).split()) or kind
+    print(f"error: {message}", file=sys.stderr)
+    return BAD_INPUT

@@ -230,10 +230,13 @@ class Engine:
         return Feed(run.sequence, tree.tokens, tree.parents)
 
     def _verifier_for(self, tree: TokenTree, scores: Scores) -> Verifier:
-        key = (tree.kind, not tree.is_chain, scores.maker.greedy)
+        kind = tree.kind
+        if len(tree) == 1 and self.verifier is not None and kind not in self.verifier.kinds:
+            kind = min(self.verifier.kinds)  # an empty draft is of any kind
+        key = (kind, not tree.is_chain, scores.maker.greedy)
         found = self._automatic.get(key)
         if found is None:
-            kind, is_tree, greedy = key
+            _, is_tree, greedy = key
             if self.verifier is None:
                 found = auto_verifier(kind, is_tree, greedy)
             else:

@@ -63,6 +63,11 @@ class SequenceState:
             self.scratch_parents.append(parent)
             self.scratch_depths.append(0 if parent < 0 else self.scratch_depths[parent] + 1)
 
+    def drop_last(self, count: int) -> None:
+        """Take back the last ``count`` scratch nodes."""
+        kept = len(self.scratch_tokens) - count
+        del self.scratch_tokens[kept:], self.scratch_parents[kept:], self.scratch_depths[kept:]
+
     def clear_scratch(self) -> None:
         """Drop every scratch node."""
         self.scratch_tokens.clear()
@@ -70,18 +75,20 @@ class SequenceState:
         self.scratch_depths.clear()
 
     def matching_path(self, tokens: Sequence[int]) -> list[int]:
-        """The longest scratch path that spells a prefix of ``tokens``."""
-        path: list[int] = []
-        parent = -1
+        """The longest scratch path that spells a prefix of ``tokens`` (siblings may hold the same token)."""
+        nodes = range(len(self.scratch_tokens))
+        ends = [-1]
         for token in tokens:
-            for node in range(parent + 1, len(self.scratch_tokens)):
-                if self.scratch_parents[node] == parent and self.scratch_tokens[node] == token:
-                    path.append(node)
-                    parent = node
-                    break
-            else:
+            longer = [n for n in nodes if self.scratch_parents[n] in ends and self.scratch_tokens[n] == token]
+            if not longer:
                 break
-        return path
+            ends = longer
+        path: list[int] = []
+        node = ends[0]
+        while node >= 0:
+            path.append(node)
+            node = self.scratch_parents[node]
+        return path[::-1]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageM
 from foretoken.models.cache import TreeCache
 from foretoken.models.capabilities import detect
 from foretoken.models.masks import LayerMask, RowPlan, additive_mask
-from foretoken.models.taps import decoder_layers, recording
+from foretoken.models.taps import check_taps, decoder_layers, recording
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
@@ -104,13 +104,30 @@ class HuggingFaceModel(LanguageModel):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append nodes and score them: one padded [b, width] call over the rows that the feeds span."""
-        plans: dict[int, RowPlan] = {}
-        for feed in feeds:
-            plans[feed.sequence.row] = self._append(feed)
-        low, high = min(plans), max(plans) + 1
-        width = max(plan.new for plan in plans.values())
-        rows = [plans[r] if r in plans else self._idle(r) for r in range(low, high)]
+        """Append nodes and score them: one padded [b, width] call over the rows that the feeds span.
+
+        When anything fails the scratch trees are as they were before.
+
+        Raises:
+            ValueError: an unknown tap, or two feeds for one sequence.
+        """
+        check_taps(taps, self.cache.num_layers)
+        if len({feed.sequence.row for feed in feeds}) < len(feeds):
+            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        before = [len(feed.sequence.scratch_tokens) for feed in feeds]
+        try:
+            return self._score(feeds, [self._append(feed) for feed in feeds], taps)
+        except BaseException:
+            for feed, size in zip(feeds, before, strict=True):
+                feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
+            raise
+
+    def _score(self, feeds: Sequence[Feed], plans: Sequence[RowPlan], taps: Sequence[str]) -> list[Rows]:
+        """Run the network on the nodes that were just appended."""
+        by_row = {feed.sequence.row: plan for feed, plan in zip(feeds, plans, strict=True)}
+        low, high = min(by_row), max(by_row) + 1
+        width = max(plan.new for plan in plans)
+        rows = [by_row[r] if r in by_row else self._idle(r) for r in range(low, high)]
         starts = [row.committed + len(row.parents) - row.new for row in rows]
         used = max(starts) + width
         self.cache.plan(low, high, starts, width, used)
@@ -119,22 +136,18 @@ class HuggingFaceModel(LanguageModel):
             name: additive_mask(rows, layer, width, used, self.dtype, self.device)
             for name, layer in self.layer_masks.items()
         }
-        keep = max(plan.new if feed.wanted is None else feed.wanted for feed, plan in zip(feeds, plans.values(), strict=True))
+        wanted = [plan.new if feed.wanted is None else feed.wanted for feed, plan in zip(feeds, plans, strict=True)]
         # Padded rows end at different places: keep from the earliest wanted row on.
-        first = min(
-            plan.new - (plan.new if feed.wanted is None else feed.wanted)
-            for feed, plan in zip(feeds, plans.values(), strict=True)
-        )
+        first = min((plan.new - n for n, plan in zip(wanted, plans, strict=True) if n), default=width)
         run = self._lean.run if self._lean is not None else self._run_public
         began = perf_counter()
-        logits, hidden = run(ids, positions, masks, first if keep else width, taps)
+        logits, hidden = run(ids, positions, masks, first, taps)
         self.run_s += perf_counter() - began
         results = []
-        for feed, plan in zip(feeds, plans.values(), strict=True):
+        for feed, plan, n in zip(feeds, plans, wanted, strict=True):
             i = feed.sequence.row - low
-            wanted = plan.new if feed.wanted is None else feed.wanted
-            rows_of = logits[i, plan.new - wanted - first : plan.new - first] if wanted else logits[i, :0]
-            results.append(Rows(rows_of, {name: h[i, : plan.new] for name, h in hidden.items()}))
+            kept = logits[i, plan.new - n - first : plan.new - first] if n else logits[i, :0]
+            results.append(Rows(kept, {name: h[i, : plan.new] for name, h in hidden.items()}))
         return results
 
     def _append(self, feed: Feed) -> RowPlan:

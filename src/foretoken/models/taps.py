@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The list of decoder layers of a Transformers causal LM.
+def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that runs the decoder layers of a Transformers causal LM and ends with the final norm, and the layers.
 
     Raises:
         ValueError: no module list of the configured length.
@@ -18,9 +18,27 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     config: Any = model.config
     wanted = config.get_text_config().num_hidden_layers
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == wanted and wanted:
-            return module
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) == wanted and wanted:
+                return module, child
     raise ValueError(f"cannot find the {wanted} decoder layers of {type(model).__name__}")
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers of a Transformers causal LM."""
+    return find_decoder(model)[1]
+
+
+def check_taps(taps: Sequence[str], num_layers: int) -> None:
+    """Refuse names that are no taps, before anything runs.
+
+    Raises:
+        ValueError: a name that is neither ``"last"`` nor ``"layer:i"`` with i from 0 to ``num_layers``.
+    """
+    for name in taps:
+        kind, _, number = name.partition(":")
+        if name != "last" and not (kind == "layer" and number.isdecimal() and int(number) <= num_layers):
+            raise ValueError(f"unknown tap {name!r}: use 'last' or 'layer:i' with i from 0 to {num_layers}")
 
 
 @contextmanager
@@ -31,27 +49,26 @@ def recording(model: nn.Module, taps: Sequence[str]) -> Iterator[dict[str, Tenso
     [b, n, D].
     """
     found: dict[str, Tensor] = {}
-    handles = [_hook(model, name, found) for name in taps]
+    handles: list[Any] = []
     try:
+        if taps:
+            decoder, layers = find_decoder(model)
+            check_taps(taps, len(layers))
+            handles.extend(_hook(decoder, layers, name, found) for name in taps)
         yield found
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _hook(model: nn.Module, name: str, found: dict[str, Tensor]) -> Any:
+def _hook(decoder: nn.Module, layers: nn.ModuleList, name: str, found: dict[str, Tensor]) -> Any:
     if name == "last":
-        base: Any = model.base_model
 
-        def after(_: nn.Module, __: Any, output: Any) -> None:
+        def decoder_after(_: nn.Module, __: Any, output: Any) -> None:
             found[name] = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
-        return base.register_forward_hook(after)
-    layers = decoder_layers(model)
-    kind, _, number = name.partition(":")
-    if kind != "layer" or not number.isdigit() or not 0 <= int(number) <= len(layers):
-        raise ValueError(f"unknown tap {name!r}: use 'last' or 'layer:i' with i from 0 to {len(layers)}")
-    index = int(number)
+        return decoder.register_forward_hook(decoder_after)
+    index = int(name.partition(":")[2])
     if index == 0:
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -88,6 +88,28 @@ def next_token_loss(model: Any, blocks: Tensor, chunk: int = 2048) -> Tensor:
     return torch.stack(parts).sum() / labels.numel()
 
 
+def distillation_loss(model: Any, teacher: Any, blocks: Tensor, weight: float, chunk: int = 1024) -> Tensor:
+    """``weight`` x KL(teacher || model) + (1 - weight) x cross-entropy, in nats per token of ``blocks``.
+
+    Forward KL on the training text: DistillSpec, arXiv 2310.08461, with fixed data.
+    """
+    hidden = model.model(input_ids=blocks[:, :-1], use_cache=False).last_hidden_state
+    with torch.no_grad():
+        wanted = teacher.model(input_ids=blocks[:, :-1], use_cache=False).last_hidden_state
+    total = hidden.new_zeros((), dtype=torch.float32)
+    labels = blocks[:, 1:].flatten()
+    for rows, goal, y in zip(
+        hidden.flatten(0, 1).split(chunk), wanted.flatten(0, 1).split(chunk), labels.split(chunk), strict=True
+    ):
+        log_q = torch.log_softmax(model.lm_head(rows).float(), -1)
+        with torch.no_grad():
+            p = torch.softmax(teacher.lm_head(goal).float(), -1)
+            entropy = torch.special.entr(p).sum()
+        divergence = -(p * log_q).sum() - entropy
+        total = total + weight * divergence + (1 - weight) * F.nll_loss(log_q, y, reduction="sum")
+    return total / labels.numel()
+
+
 def make_optimizers(model: Any, config: LmConfig) -> list[torch.optim.Optimizer]:
     """Muon for the blocks' matrices (update size matched to AdamW's), AdamW for embeddings and norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
@@ -132,6 +154,8 @@ def train_lm(
     config: LmConfig,
     *,
     tokenizer_from: Path | None = None,
+    teacher: Path | None = None,
+    teacher_weight: float = 0.7,
     device: str = "cpu",
     eval_every: int = 100,
     save_every: int = 100,
@@ -141,7 +165,8 @@ def train_lm(
     """Train, resuming from ``out/checkpoints`` when there is something to resume; return the final report.
 
     ``out`` receives the model in Hugging Face's layout (bfloat16 safetensors, tokenizer), ``losses.csv``,
-    ``losses.png`` and ``training.json``.  ``tokenizer_from`` shares another model's tokenizer.
+    ``losses.png`` and ``training.json``.  ``tokenizer_from`` shares another model's tokenizer.  With a ``teacher`` the
+    loss is mostly the divergence from that model's law, which is what a draft model needs.
 
     Raises:
         ValueError: empty or too short data, or a checkpoint of another architecture in ``out``.
@@ -160,7 +185,8 @@ def train_lm(
         _check_same(meta["config"], config, found)
         start, spent_s = int(meta["step"]), float(meta["spent_s"])
     rows = _read_losses(out / "losses.csv", start)
-    loss_of = torch.compile(next_token_loss) if compiled else next_token_loss
+    loss_of = _loss(model, teacher, teacher_weight, device)
+    loss_of = torch.compile(loss_of) if compiled else loss_of
     clock, tokens_per_step = time.perf_counter(), config.batch_size * config.context
     held: float | None = None
     for step in range(start, config.steps):
@@ -171,7 +197,7 @@ def train_lm(
                 group["lr"] = config.lr * factor
         blocks = torch.from_numpy(sampler(step)).to(device)
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
-            loss = loss_of(model, blocks)
+            loss = loss_of(blocks)
         if not torch.isfinite(loss):
             raise FloatingPointError(
                 f"the loss is {loss.item()} at step {step}; the last checkpoint is intact, lower --lr and resume"
@@ -194,6 +220,17 @@ def train_lm(
             on_step(Progress(done, config.steps, rows[-1][1], held, tokens_per_step / (time.perf_counter() - began)))
     report = _finish(model, tokenizer, out, config, corpus, corpus_dir, rows, spent_s + time.perf_counter() - clock)
     return report
+
+
+def _loss(model: Any, teacher: Path | None, weight: float, device: str) -> Callable[[Tensor], Tensor]:
+    if teacher is None:
+        return lambda blocks: next_token_loss(model, blocks)
+    from transformers import AutoModelForCausalLM
+
+    guide = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16).to(device).eval()
+    if guide.config.vocab_size != model.config.vocab_size:
+        raise ValueError(f"the teacher {teacher} has another vocabulary: use --tokenizer-from with the teacher's folder")
+    return lambda blocks: distillation_loss(model, guide, blocks, weight)
 
 
 def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: Path | None) -> Any:

@@ -44,7 +44,7 @@ class BlockVerifier(Verifier):
         for i in range(last):
             child = nodes[i + 1]
             keep.append(scaled(keep[i], float(laws[i][tree.tokens[child]]), drawn_chance(tree, child)))
-        if keep[last] > 0.0 and coins.accept(keep[last]):
+        if last == 0 or (keep[last] > 0.0 and coins.accept(keep[last])):
             return Verdict(tuple(nodes[1:]), coins.draw(laws[last]), next_is_bonus=True)
         for i in range(last - 1, -1, -1):
             if keep[i] == 0.0:
@@ -66,7 +66,7 @@ class BlockVerifier(Verifier):
         nodes = [0, *chain_nodes(tree, self.name)]
         last = len(nodes) - 1
         law, keep = _laws_and_budgets(tree, scores, nodes)
-        if keep[last] > 0.0 and coins.accept(keep[last]):
+        if last == 0 or (keep[last] > 0.0 and coins.accept(keep[last])):
             return Verdict(tuple(nodes[1:]), coins.draw(law(last)), next_is_bonus=True)
 
         @cache

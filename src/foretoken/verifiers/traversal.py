@@ -37,7 +37,8 @@ def _visit(tree: TokenTree, scores: Scores, coins: Coins, node: int, budget: flo
     """Verify the subtree of ``node``; ``None`` when all of it is rejected."""
     children = tree.children[node]
     if not children:
-        return verdict_at(tree, tree.path(node)[1:], coins.draw(scores.p(node))) if coins.accept(budget) else None
+        stands = node == 0 or coins.accept(budget)
+        return verdict_at(tree, tree.path(node)[1:], coins.draw(scores.p(node))) if stands else None
     law, drawn = scores.p(node), SiblingLaws(tree)  # [V]
     for child in children:
         token, q = tree.tokens[child], drawn.law(child)

@@ -1,0 +1,200 @@
+"""``foretoken generate``: complete a prompt; ``--compare`` and ``--explain`` show what speculation did."""
+
+from __future__ import annotations
+
+import select
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.explain import print_explained
+from foretoken.cli.options import Common, Json, with_common
+from foretoken.cli.output import json_only, print_json, screen
+
+if TYPE_CHECKING:
+    from foretoken.bench.compare import Arm, Comparison
+    from foretoken.engine.stats import SpecStats
+    from foretoken.llm import Llm
+
+DEFAULT_PROMPT = "def read_lines(path):\n    "
+STDIN_WAIT_S = 1.0
+
+
+@with_common()
+def generate_command(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to complete; - reads stdin. A built-in prompt by default.")
+    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with the text to complete.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be given several times.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Plain and speculative decoding in one run.")] = False,
+    repeat: Annotated[int, typer.Option(help="Runs of each arm with --compare (medians are shown).")] = 3,
+    explain: Annotated[bool, typer.Option("--explain", help="Colour tokens by where they came from.")] = False,
+    as_json: Json = False,
+    *,
+    common: Common,
+) -> None:
+    """Complete a prompt."""
+    common.check()
+    if repeat < 1:
+        raise ValueError(f"--repeat must be at least 1, not {repeat}")
+    text = read_prompt(prompt, prompt_file)
+    options: dict[str, Any] = {**common.sampling, "stop": stop or None}
+    with json_only(as_json):
+        llm = common.load()
+        if compare:
+            result = _compare(llm, text, options, repeat)
+            report = result.public()
+        elif explain or as_json:
+            output = llm.generate(text, **options)
+            report = {
+                "text": output.text,
+                "token_ids": output.token_ids,
+                "finish_reason": output.finish_reason,
+                "stats": output.stats.as_dict(),
+            }
+    if as_json:
+        print_json(report)
+    elif compare:
+        _print_comparison(llm, text, result, common.temperature > 0, explain)
+    elif explain:
+        _print_prompt(text)
+        print_explained(screen(), output, llm.tokenizer)
+        _print_stats(output.stats)
+    else:
+        _stream(llm, text, options)
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the argument, a file, stdin, or the built-in one.
+
+    Raises:
+        ValueError: two prompts, or an unreadable file.
+        OSError: no such file.
+    """
+    if prompt is not None and file is not None:
+        raise ValueError("give a prompt or --prompt-file, not both")
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{file} is not UTF-8 text") from None
+    if prompt == "-":
+        return sys.stdin.read()
+    if prompt is not None:
+        return prompt
+    return _piped() or DEFAULT_PROMPT
+
+
+def _piped() -> str:
+    """Text that is piped in; empty when nobody writes (an open but silent pipe must not hang the program)."""
+    if sys.stdin is None or sys.stdin.closed or sys.stdin.isatty():
+        return ""
+    try:
+        ready, _, _ = select.select([sys.stdin], [], [], STDIN_WAIT_S)
+    except (OSError, ValueError):  # no file descriptor, or a system that cannot select on pipes
+        ready = [sys.stdin]
+    if not ready:
+        print("nothing on stdin: using the built-in prompt (- waits for stdin)", file=sys.stderr)
+        return ""
+    return sys.stdin.read()
+
+
+def _print_prompt(text: str) -> None:
+    """On a terminal, show what is being completed; into a pipe goes the completion alone."""
+    if sys.stdout.isatty():
+        screen().print(text, style="dim", end="", soft_wrap=True)
+
+
+def _stream(llm: Llm, text: str, options: dict[str, Any]) -> None:
+    pieces = llm.stream(text, **options)
+    first = next(pieces)  # a bad prompt is an error before anything is printed
+    _print_prompt(text)
+    stats = first.stats
+    sys.stdout.write(first.text)
+    for piece in pieces:
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+        stats = piece.stats or stats
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if stats is not None:
+        _print_stats(stats)
+
+
+def _print_stats(stats: SpecStats) -> None:
+    screen(stderr=True).print(stats_line(stats), style="dim", soft_wrap=True)
+
+
+def stats_line(stats: SpecStats) -> str:
+    """Counts and speeds of a generation in one line."""
+    line = f"{stats.num_new_tokens} tokens, {stats.tokens_per_s:.1f} tokens/s"
+    if stats.num_draft_tokens:
+        line += (
+            f", mean acceptance length {stats.mean_acceptance_length:.2f}, acceptance rate {stats.acceptance_rate:.0%}"
+        )
+    return line
+
+
+# -- comparison ------------------------------------------------------------------------------------------------------
+
+
+def _compare(llm: Llm, text: str, options: dict[str, Any], repeat: int) -> Comparison:
+    from foretoken.bench.compare import compare
+
+    if llm.drafter is None:
+        raise ValueError("--compare needs a drafter: --drafter none is plain decoding on both sides")
+    if options["temperature"] > 0 and options["seed"] is None:
+        options = {**options, "seed": 0}
+    with screen(stderr=True).status("warming up") as status:
+        return compare(llm, text, options, repeat, lambda turn: status.update(f"run {turn + 1} of {repeat}"))
+
+
+def _print_comparison(llm: Llm, text: str, result: Comparison, sampled: bool, explain: bool) -> None:
+    console = screen()
+    console.rule("plain", align="left")
+    console.print(text, style="dim", end="", soft_wrap=True)
+    console.print(result.plain.output.text, soft_wrap=True)
+    console.rule("speculative", align="left")
+    console.print(text, style="dim", end="\n" if explain else "", soft_wrap=True)
+    if explain:
+        print_explained(console, result.speculative.output, llm.tokenizer)
+    else:
+        console.print(result.speculative.output.text, soft_wrap=True)
+    console.rule(align="left")
+    console.print(f"plain        {_speed(result.plain)}")
+    console.print(f"speculative  {_speed(result.speculative)}")
+    stats = result.speculative.output.stats
+    console.print(f"speed-up     {result.speedup:.2f}x", style="bold")
+    console.print(f"output identical: {_identity(result, sampled)}", style="bold")
+    console.print(f"mean acceptance length {stats.mean_acceptance_length:.2f} tokens per round")
+    console.print(
+        f"acceptance rate {stats.acceptance_rate:.0%} ({stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens)"
+    )
+    console.print(f"time         {time_split(stats)}")
+
+
+def _speed(arm: Arm) -> str:
+    spread = f"(median of {len(arm.rates)}: {min(arm.rates):.1f} to {max(arm.rates):.1f})" if len(arm.rates) > 1 else ""
+    return f"{arm.tokens_per_s:8.1f} tokens/s, {arm.output.stats.num_new_tokens} tokens {spread}".rstrip()
+
+
+def _identity(result: Comparison, sampled: bool) -> str:
+    found = result.difference
+    if found is None:
+        return "yes"
+    if sampled:
+        return f"no (from token {found.position} on; sampled outputs share the law, not the text)"
+    gap = "one output ends there" if found.logit_gap is None else f"logit gap {found.logit_gap:.3g}"
+    kind = "numerical tie" if found.is_tie else "a real difference, please report it"
+    return f"no (from token {found.position} on: {gap}, {kind})"
+
+
+def time_split(stats: SpecStats) -> str:
+    """Where the seconds of the rounds went."""
+    busy = stats.draft_s + stats.target_s + stats.verify_s + stats.overhead_s
+    parts = ("draft", "target", "verify", "overhead")
+    shares = ", ".join(f"{part} {getattr(stats, part + '_s') / busy:.0%}" for part in parts) if busy else ""
+    return f"{busy:.2f} s: {shares}; prefill {stats.prefill_s:.2f} s"

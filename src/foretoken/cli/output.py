@@ -1,0 +1,48 @@
+"""Where output goes: people read the terminal, programs read one JSON line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def screen(stderr: bool = False) -> Console:
+    """A rich console that prints text as it is (no markup, no highlighting)."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def has_colour(console: Console) -> bool:
+    """Whether colours will be seen (a terminal or FORCE_COLOR, and no NO_COLOR)."""
+    return console.color_system is not None and not console.no_color
+
+
+@contextlib.contextmanager
+def json_only(active: bool) -> Iterator[None]:
+    """While ``active``, everything that is printed goes to stderr: stdout is for the JSON line alone."""
+    with contextlib.redirect_stdout(sys.stderr) if active else contextlib.nullcontext():
+        yield
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on one line of stdout; what JSON cannot hold (NaN, infinity) becomes null."""
+    sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,59 @@
+"""How to build every drafter for the toy models: the one place that a new drafter adds a line to.
+
+``CASES`` maps a registry name to its cases.  A case is a label and a function ``(target, draft) -> drafter``; both are
+:class:`~foretoken.models.base.LanguageModel` objects, ``draft`` a smaller model that differs from ``target``.  A drafter
+that needs a network (hidden states, layers) says ``network=True``: its law is then tested on a tiny llama instead of
+tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.models.base import LanguageModel
+from foretoken.trees.operations import from_paths
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to build a drafter.
+
+    Attributes:
+        label: what is special about it.
+        build: makes the drafter from a target and a draft model.
+        network: whether the target must be a network.
+    """
+
+    label: str
+    build: Callable[[LanguageModel, LanguageModel], Drafter]
+    network: bool = False
+
+
+CASES: dict[str, list[Case]] = {
+    "model": [
+        Case("chain", lambda target, draft: ModelDrafter(draft, k=3)),
+        Case("greedy-chain", lambda target, draft: ModelDrafter(draft, k=3, draw="greedy")),
+        Case("iid-tree", lambda target, draft: ModelDrafter(draft, tree="3x2x1", draw="iid")),
+        Case("wor-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="without_replacement")),
+        Case("greedy-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="greedy")),
+        Case("itself", lambda target, draft: ModelDrafter(target, k=3)),
+    ],
+    "ngram": [
+        Case("recent", lambda target, draft: NgramDrafter(n=2, k=3)),
+        Case("first", lambda target, draft: NgramDrafter(n=3, k=4, match="first")),
+    ],
+    "scripted": [
+        Case("chain", lambda target, draft: ScriptedDrafter("1 2 0")),
+        Case(
+            "tree",
+            lambda target, draft: ScriptedDrafter(
+                propose=lambda context, budget: from_paths(context.root, [(0, 1, 2), (0, 2), (2, 0, 1), (3,)])
+            ),
+        ),
+    ],
+}

@@ -1,0 +1,92 @@
+"""The rows of the exactness matrix: drafter case x verifier, found through the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from cases import CASES, Case
+from toys import llamas, tables
+from torch import Tensor
+
+from foretoken import registry
+from foretoken.drafters.base import Drafter
+from foretoken.models.base import LanguageModel
+from foretoken.sampling import SamplingParams
+from foretoken.verifiers.base import Verifier
+from foretoken.verifiers.pairing import right_verifiers
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A drafter case and the verifier that follows it (``auto`` lets the engine choose)."""
+
+    drafter: str
+    case: Case
+    verifier: str
+
+    @property
+    def id(self) -> str:
+        """``model.iid-tree.kseq``"""
+        return f"{self.drafter}.{self.case.label}.{self.verifier}"
+
+    @property
+    def auto(self) -> bool:
+        """Whether the engine chooses the verifier."""
+        return self.verifier == AUTO
+
+    def make_verifier(self) -> Verifier | None:
+        """A fresh verifier."""
+        return None if self.auto else registry.make("verifier", self.verifier)  # type: ignore[no-any-return]
+
+
+def toy_models(case: Case) -> tuple[LanguageModel, LanguageModel]:
+    """A target of four tokens and a draft model: tables, or networks where the drafter needs one."""
+    return llamas(vocab=4) if case.network else tables()
+
+
+def rows() -> Iterator[tuple[str, Case]]:
+    """Every case of every drafter in the registry (a drafter without a case fails a test of its own)."""
+    for row in registry.rows("drafter"):
+        for case in CASES.get(row.name, []):
+            yield row.name, case
+
+
+def pairs(greedy: bool) -> list[Pair]:
+    """Every case with every lossless verifier that the engine lets follow it, ``auto`` first."""
+    found = []
+    for name, case in rows():
+        drafter: Drafter = case.build(*toy_models(case))
+        fitting = right_verifiers(drafter.kind, drafter.draws_trees, greedy=False)
+        found += [Pair(name, case, verifier) for verifier in (AUTO, *fitting, *(["greedy"] if greedy else []))]
+    return found
+
+
+def ban(input_ids: Tensor, scores: Tensor) -> Tensor:
+    """A processor that looks at the whole prefix: never the last token again, nor another one picked by the sum."""
+    vocab = scores.shape[-1]
+    banned = scores.clone()
+    for row, ids in enumerate(input_ids):
+        banned[row, ids[-1]] = -torch.inf
+        banned[row, (ids.sum() + len(ids)) % vocab] = -torch.inf
+    return banned
+
+
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+
+GREEDY_MODES = {
+    "greedy": SamplingParams(),
+    "repetition": SamplingParams(repetition_penalty=1.3),
+    "penalties": SamplingParams(**PENALTIES),  # type: ignore[arg-type]
+    "processor": SamplingParams(processors=(ban,)),
+}
+
+SAMPLED_MODES = {
+    "T=1": SamplingParams(temperature=1.0),
+    "filters": SamplingParams(temperature=0.7, top_k=3, top_p=0.95, min_p=0.1),
+    "penalties": SamplingParams(temperature=1.0, **PENALTIES),  # type: ignore[arg-type]
+    "processor": SamplingParams(temperature=1.0, processors=(ban,)),
+}

@@ -1,0 +1,156 @@
+"""The exactness matrix: every drafter of the registry x every lossless verifier x sampling modes x batch sizes.
+
+Greedy output is compared token by token with plain decoding through the same loop and with ``transformers.generate``;
+sampled output with the exact law, by chi-square; sampled output of networks with itself in other batches.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from matrix import AUTO, GREEDY_MODES, SAMPLED_MODES, Pair, ban, pairs, rows, toy_models
+from toys import FALSE_ALARM, Law, engine, joint_law, llama, llamas, outputs, sampled_p_value
+from transformers import LogitsProcessorList
+
+from foretoken import registry
+from foretoken.engine.request import Request
+
+NEW_TOKENS = 44
+PROMPTS = [
+    [5, 6, 7, 8, 5, 6, 7, 8, 5, 6],  # repetitive: n-grams match
+    [3],  # one token
+    [0, 0, 31, 0],  # token 0
+    [9, 1, 2, 3, 4, 9, 1, 2, 30, 17, 12, 9, 1],
+]
+LAW_PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+LAW_TOKENS = 4
+AUTO_SAMPLES, PAIR_SAMPLES = 600, 120  # per sampling mode
+
+GREEDY_PAIRS, SAMPLED_PAIRS = pairs(greedy=True), pairs(greedy=False)
+AUTO_PAIRS = [pair for pair in SAMPLED_PAIRS if pair.auto]
+
+
+def each(found: list[Pair]) -> Any:
+    return pytest.mark.parametrize("pair", found, ids=lambda pair: pair.id)
+
+
+@pytest.mark.parametrize("name", [row.name for row in registry.rows("drafter")])
+def test_every_drafter_is_in_the_matrix(name: str) -> None:
+    assert CASES.get(name), f"add drafter {name!r} to the matrix: one line in tests/exactness/cases.py"
+
+
+def test_no_case_without_a_registry_row() -> None:
+    assert set(CASES) == {row.name for row in registry.rows("drafter")}
+
+
+def test_the_matrix_covers_every_lossless_verifier() -> None:
+    covered = {pair.verifier for pair in GREEDY_PAIRS + SAMPLED_PAIRS}
+    assert covered == {AUTO} | {row.name for row in registry.rows("verifier") if row.lossless}
+
+
+# -- greedy ----------------------------------------------------------------------------------------------------------
+
+
+def greedy_requests() -> list[Request]:
+    return [Request(prompt, GREEDY_MODES[mode], NEW_TOKENS) for mode in GREEDY_MODES for prompt in PROMPTS]
+
+
+@cache
+def plain_greedy(dtype: torch.dtype) -> list[list[int]]:
+    return outputs(engine(llamas(dtype)[0]), greedy_requests())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_plain_greedy_equals_transformers(dtype: torch.dtype) -> None:
+    keywords: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "repetition": {"repetition_penalty": 1.3},
+        "processor": {"logits_processor": LogitsProcessorList([ban])},  # type: ignore[list-item]
+    }
+    for request, mine in zip(greedy_requests(), plain_greedy(dtype), strict=True):
+        mode = next(name for name, params in GREEDY_MODES.items() if params is request.params)
+        if mode in keywords:
+            ids = torch.tensor([list(request.prompt)])
+            theirs = llama(dtype=dtype).generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, **keywords[mode]
+            )
+            assert mine == theirs[0, ids.shape[1] :].tolist(), (mode, request.prompt)
+
+
+def test_the_greedy_texts_are_not_trivial() -> None:
+    assert all(len(set(tokens)) > 5 for tokens in plain_greedy(torch.float64))
+
+
+@each(GREEDY_PAIRS)
+def test_greedy_in_a_ragged_batch(pair: Pair) -> None:
+    target, draft = llamas()
+    speculative = engine(target, pair.case.build(target, draft), pair.make_verifier(), max_batch=4)
+    chosen = slice(None) if pair.auto else slice(0, None, 5)  # every mode and every prompt once
+    assert outputs(speculative, greedy_requests()[chosen]) == plain_greedy(torch.float64)[chosen]
+
+
+@each([pair for pair in GREEDY_PAIRS if pair.auto])
+@pytest.mark.parametrize(("dtype", "batch"), [(torch.float64, 1), (torch.float32, 1), (torch.float32, 4)])
+def test_greedy_in_other_precisions_and_alone(pair: Pair, dtype: torch.dtype, batch: int) -> None:
+    target, draft = llamas(dtype)
+    speculative = engine(target, pair.case.build(target, draft), max_batch=batch)
+    chosen = slice(0, None, 5)
+    assert outputs(speculative, greedy_requests()[chosen]) == plain_greedy(dtype)[chosen]
+
+
+# -- sampled: the law ------------------------------------------------------------------------------------------------
+
+
+@cache
+def exact_laws(network: bool) -> dict[str, Law]:
+    case = next(case for _, case in rows() if case.network == network)
+    target, _ = toy_models(case)
+    return {mode: joint_law(target, params, LAW_PROMPT, LAW_TOKENS) for mode, params in SAMPLED_MODES.items()}
+
+
+@each(SAMPLED_PAIRS)
+def test_sampled_law(pair: Pair) -> None:
+    target, draft = toy_models(pair.case)
+    speculative = engine(target, pair.case.build(target, draft), pair.make_verifier(), max_batch=4)
+    count = AUTO_SAMPLES if pair.auto else PAIR_SAMPLES
+    laws = exact_laws(pair.case.network)
+    assert sampled_p_value(speculative, SAMPLED_MODES, laws, LAW_PROMPT, LAW_TOKENS, count) > FALSE_ALARM
+
+
+def test_plain_sampled_law() -> None:
+    target, _ = toy_models(CASES["ngram"][0])
+    value = sampled_p_value(engine(target), SAMPLED_MODES, exact_laws(False), LAW_PROMPT, LAW_TOKENS, AUTO_SAMPLES)
+    assert value > FALSE_ALARM
+
+
+@each(SAMPLED_PAIRS)
+def test_the_first_samples_are_the_same_alone(pair: Pair) -> None:
+    """What the law test draws four at a time is what comes out one at a time, so the law is tested for both."""
+    target, draft = toy_models(pair.case)
+    requests = [
+        Request(LAW_PROMPT, params, LAW_TOKENS, seed=seed) for seed in range(5) for params in SAMPLED_MODES.values()
+    ]
+    together, alone = (
+        outputs(engine(target, pair.case.build(target, draft), pair.make_verifier(), max_batch=size), requests)
+        for size in (4, 1)
+    )
+    assert together == alone
+
+
+@each(AUTO_PAIRS)
+def test_networks_sample_the_same_in_any_batch(pair: Pair) -> None:
+    """Ragged prompts, 24 tokens, four modes, a seed each: the batch size changes nothing."""
+    target, draft = llamas()
+    requests = [
+        Request(prompt, params, 24, seed=seed)
+        for seed, (prompt, params) in enumerate(zip(PROMPTS, SAMPLED_MODES.values(), strict=True))
+    ]
+    together, alone = (
+        outputs(engine(target, pair.case.build(target, draft), max_batch=size), requests) for size in (4, 1)
+    )
+    assert together == alone
+    assert len({tuple(tokens) for tokens in together}) == len(requests)

@@ -1,0 +1,43 @@
+"""The examples and the documentation's Python blocks run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(code: list[str]) -> str:
+    """Run a script in a fresh interpreter; its output, or a failure with its errors."""
+    done = subprocess.run(
+        [sys.executable, *code], capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
+def test_example_runs(path: Path) -> None:
+    out = run([str(path)])
+    assert out.strip()
+    assert "identical: False" not in out
+
+
+def test_examples_are_short() -> None:
+    assert EXAMPLES
+    for path in EXAMPLES:
+        assert len(path.read_text().splitlines()) <= 60, path.name
+
+
+def test_add_a_method_page_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "add_a_method.md").read_text(), re.S)
+    script = tmp_path / "page.py"
+    script.write_text("\n\n".join(blocks))
+    assert float(run([str(script)])) >= 1.0
