@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.request import Emission, Origin, Request, Running
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import Detokenizer, FinishReason
-from foretoken.loading import BUILTIN, build_drafter, default_drafter, load_model, load_tokenizer
+from foretoken.loading import BUILTIN, build_drafter, default_drafter, load_model, load_tokenizer, read_profile
 from foretoken.models.base import LanguageModel
 from foretoken.registry import make
 from foretoken.sampling import LogitsProcessor, SamplingParams
@@ -81,6 +82,7 @@ class Llm:
         self.engine = Engine(
             target, drafter, verifier, controller, tokenizer=tokenizer, allow_lossy=allow_lossy
         )
+        self._boxes: dict[int, deque[tuple[Running, Emission]]] = {}
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -108,22 +110,43 @@ class Llm:
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
         """Generate for one prompt, yielding a piece per round."""
         request = self.request(prompt, **options)
-        request_id = self.engine.add(request)
+        request_id = self._enter(request)
         text = Detokenizer(self.tokenizer)
         shown = ""
         try:
             while True:
-                for run, emission in self.engine.step():
-                    if run.id != request_id:
-                        continue
-                    text.push(emission.token_ids)
-                    piece = self._piece(run, emission, text, shown)
-                    shown += piece.text
-                    yield piece
-                    if emission.finish_reason is not None:
-                        return
+                run, emission = self._next(request_id)
+                text.push(emission.token_ids)
+                piece = self._piece(run, emission, text, shown)
+                shown += piece.text
+                yield piece
+                if emission.finish_reason is not None:
+                    return
         finally:
-            self.engine.cancel(request_id)
+            self._exit(request_id)
+
+    # A stream may be read between the rounds of another one or of a ``generate``: every round serves all of them, so
+    # what each gained waits in a box of its own until it is asked for.
+
+    def _enter(self, request: Request) -> int:
+        request_id = self.engine.add(request)
+        self._boxes[request_id] = deque()
+        return request_id
+
+    def _exit(self, request_id: int) -> None:
+        self._boxes.pop(request_id, None)
+        self.engine.cancel(request_id)
+
+    def _next(self, request_id: int) -> tuple[Running, Emission]:
+        """What a request gained in its next round."""
+        box = self._boxes[request_id]
+        while not box:
+            if not self.engine.holds(request_id):
+                raise RuntimeError("the request was dropped when a round was broken off: ask again")
+            for run, emission in self.engine.step():
+                if run.id in self._boxes:
+                    self._boxes[run.id].append((run, emission))
+        return box.popleft()
 
     def _piece(self, run: Running, emission: Emission, text: Detokenizer, shown: str) -> Piece:
         final = emission.finish_reason is not None
@@ -224,14 +247,15 @@ class Llm:
         ids: list[int] = []
         done: dict[int, Running] = {}
         try:
-            ids.extend(self.engine.add(request) for request in requests)
-            while len(done) < len(ids):
-                for run, emission in self.engine.step():
+            ids.extend(self._enter(request) for request in requests)
+            for request_id in ids:
+                while request_id not in done:
+                    run, emission = self._next(request_id)
                     if emission.finish_reason is not None:
-                        done[run.id] = run
+                        done[request_id] = run
         finally:
             for request_id in ids:
-                self.engine.cancel(request_id)
+                self._exit(request_id)
         return [self._output(done[request_id]) for request_id in ids]
 
     def _output(self, run: Running) -> Output:
@@ -292,24 +316,50 @@ def load(
         device: where the models run.
         allow_lossy: permit verifiers that change the target's law.
         exact: ``"distribution"`` or ``"bitwise"`` (attention sums that do not depend on slot order).
-        profile: a tuned profile to take the configuration from.
+        profile: a JSON file with ``drafter``, ``verifier`` and ``controller`` specs for what is left at ``"auto"``.
 
     Raises:
         LoadError: a checkpoint is missing, damaged or pickled.
-        ValueError: an unknown name or option, or parts that do not fit each other.
+        ValueError: an unknown name or option, a bad profile, or parts that do not fit each other.
     """
+    if profile is not None:
+        tuned = read_profile(profile)
+        drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
+        verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
+        controller = tuned.get("controller", controller) if _is_auto(controller) else controller
     model = load_model(target, dtype=dtype, device=device, exact=exact)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
     spec = default_drafter(target) if isinstance(drafter, str) and drafter == "auto" else drafter
     built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=device)
+    return assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy)
+
+
+def _is_auto(choice: Any) -> bool:
+    return isinstance(choice, str) and choice == "auto"
+
+
+def assemble(
+    target: LanguageModel,
+    drafter: Drafter | None,
+    verifier: str | Verifier,
+    controller: str | Controller,
+    tokenizer: Any | None,
+    *,
+    allow_lossy: bool = False,
+) -> Llm:
+    """An :class:`Llm` from loaded models; verifier and controller may still be specs.
+
+    Raises:
+        ValueError: an unknown name or option, or parts that do not fit each other.
+    """
     chosen_verifier = None if verifier == "auto" else make("verifier", verifier) if isinstance(verifier, str) else verifier
     name = "constant" if controller == "auto" else controller
     chosen_controller = make("controller", name) if isinstance(name, str) else name
     return Llm(
-        model,
-        built,
+        target,
+        drafter,
         chosen_verifier,
-        chosen_controller if built is not None else None,
+        chosen_controller if drafter is not None else None,
         tokenizer,
         allow_lossy=allow_lossy,
     )

@@ -48,6 +48,23 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return DTYPES[dtype]
 
 
+def parse_device(device: str | torch.device | None) -> torch.device | None:
+    """A device by name, tried out.
+
+    Raises:
+        ValueError: there is no such device on this machine.
+    """
+    if device is None:
+        return None
+    try:
+        wanted = torch.device(device)
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from None
+    return wanted
+
+
 def check_folder(folder: Path) -> None:
     """Look at a local checkpoint before Transformers does.
 
@@ -110,7 +127,7 @@ def load_model(
         return source
     if not isinstance(source, str | Path):
         return wrap(source, exact=exact, lean=lean)
-    wanted = parse_dtype(dtype)
+    wanted, device = parse_dtype(dtype), parse_device(device)
     path = resolve(source, role)
     local = Path(path)
     if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
@@ -127,15 +144,16 @@ def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.d
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LoadError(f"cannot load a model from {path}: {reason}") from None
+        raise LoadError(f"cannot load a model from {path}: {reason}") from error
     finally:
         hf_logging.set_verbosity(before)
         hf_logging.enable_progress_bar()
+    model, info = loaded
     missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
     if missing:
         raise LoadError(f"{path} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete")
@@ -249,6 +267,29 @@ def build_draft_model(
 def _is_small(path: str) -> bool:
     folder = Path(resolve(path, "draft"))
     return folder.is_dir() and sum(p.stat().st_size for p in folder.glob("*.safetensors")) < 20_000_000
+
+
+def read_profile(file: str | Path) -> dict[str, Any]:
+    """The specs that a profile gives for ``drafter``, ``verifier`` and ``controller``.
+
+    A profile is a JSON object; other keys (what a tuner measured) are left alone.  A drafter of ``null`` is plain
+    decoding.
+
+    Raises:
+        ValueError: no such file, no JSON object, or a spec that is not a string.
+    """
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot read the profile {file}: {reason}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"the profile {file} must be a JSON object with drafter, verifier and controller")
+    specs = {key: found[key] for key in ("drafter", "verifier", "controller") if key in found}
+    for key, spec in specs.items():
+        if not isinstance(spec, str) and not (key == "drafter" and spec is None):
+            raise ValueError(f"{key} in the profile {file} must be a spec string, not {json.dumps(spec)}")
+    return specs
 
 
 def default_drafter(target_source: Any) -> str:

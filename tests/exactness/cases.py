@@ -12,11 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
+from foretoken.drafters.ngram_cache import NgramCacheDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.models.base import LanguageModel
-from foretoken.trees.operations import from_paths
+from foretoken.trees.operations import first_nodes, from_paths
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,23 @@ CASES: dict[str, list[Case]] = {
         Case("recent", lambda target, draft: NgramDrafter(n=2, k=3)),
         Case("first", lambda target, draft: NgramDrafter(n=3, k=4, match="first")),
     ],
+    "jacobi": [
+        Case("repeat", lambda target, draft: JacobiDrafter(m=4)),
+        Case("prompt", lambda target, draft: JacobiDrafter(m=3, init="prompt")),
+    ],
+    "lookahead": [
+        Case("window", lambda target, draft: LookaheadDrafter(w=3, n=3, g=2)),
+        Case("prompt", lambda target, draft: LookaheadDrafter(w=4, n=4, g=3, pool_from_prompt=True, shift="accepted")),
+    ],
+    "ngram_cache": [Case("context", lambda target, draft: NgramCacheDrafter(k=3, share=False))],
     "scripted": [
         Case("chain", lambda target, draft: ScriptedDrafter("1 2 0")),
         Case(
             "tree",
             lambda target, draft: ScriptedDrafter(
-                propose=lambda context, budget: from_paths(context.root, [(0, 1, 2), (0, 2), (2, 0, 1), (3,)])
+                propose=lambda context, budget: first_nodes(
+                    from_paths(context.root, [(0, 1, 2), (0, 2), (2, 0, 1), (3,)]), budget.max_nodes
+                )
             ),
         ),
     ],

@@ -28,7 +28,7 @@ PROMPTS = [
 ]
 LAW_PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 LAW_TOKENS = 4
-AUTO_SAMPLES, PAIR_SAMPLES = 600, 120  # per sampling mode
+AUTO_SAMPLES, PAIR_SAMPLES = 450, 80  # per sampling mode
 
 GREEDY_PAIRS, SAMPLED_PAIRS = pairs(greedy=True), pairs(greedy=False)
 AUTO_PAIRS = [pair for pair in SAMPLED_PAIRS if pair.auto]

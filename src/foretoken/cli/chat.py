@@ -146,7 +146,9 @@ class Session:
     def _prompt(self) -> list[int]:
         tokenizer: Any = self.llm.tokenizer
         if self._has_template:
-            ids = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            ids = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
             return list(ids)
         names = {"user": "User", "assistant": "Assistant"}
         lines = [f"{names[m['role']]}: {m['content']}\n" for m in self.messages]

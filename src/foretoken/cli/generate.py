@@ -28,7 +28,9 @@ def generate_command(
         str | None, typer.Argument(help="Text to complete; - reads stdin. A built-in prompt by default.")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File with the text to complete.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the output; may be given several times.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the output; may be given several times.")
+    ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Plain and speculative decoding in one run.")] = False,
     repeat: Annotated[int, typer.Option(help="Runs of each arm with --compare (medians are shown).")] = 3,
     explain: Annotated[bool, typer.Option("--explain", help="Colour tokens by where they came from.")] = False,
@@ -170,9 +172,8 @@ def _print_comparison(llm: Llm, text: str, result: Comparison, sampled: bool, ex
     console.print(f"speed-up     {result.speedup:.2f}x", style="bold")
     console.print(f"output identical: {_identity(result, sampled)}", style="bold")
     console.print(f"mean acceptance length {stats.mean_acceptance_length:.2f} tokens per round")
-    console.print(
-        f"acceptance rate {stats.acceptance_rate:.0%} ({stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens)"
-    )
+    counts = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens"
+    console.print(f"acceptance rate {stats.acceptance_rate:.0%} ({counts})")
     console.print(f"time         {time_split(stats)}")
 
 

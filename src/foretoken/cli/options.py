@@ -34,17 +34,15 @@ class Common:
     """
 
     target: Annotated[str, typer.Option(help="builtin, a model folder, or a Hugging Face id.")] = "builtin"
-    drafter: Annotated[
-        str, typer.Option(help=f"Spec NAME[:PATH][,KEY=VALUE...]: auto, none, {_names('drafter')}.")
-    ] = "auto"
+    drafter: Annotated[str, typer.Option(help=f"Spec NAME[:PATH][,KEY=VALUE...]: auto, none, {_names('drafter')}.")] = (
+        "auto"
+    )
     verifier: Annotated[str, typer.Option(help=f"auto, {_names('verifier')}.")] = "auto"
     controller: Annotated[str, typer.Option(help=f"auto, {_names('controller')}.")] = "auto"
     profile: Annotated[
         Path | None, typer.Option(help="JSON file with drafter, verifier and controller for what is left at auto.")
     ] = None
-    dtype: Annotated[
-        str, typer.Option(help="auto (the checkpoint's), float32, float64, bfloat16 or float16.")
-    ] = "auto"
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, float64, bfloat16 or float16.")] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto"
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0

@@ -88,12 +88,15 @@ def _run(common: Common, drafters: list[str] | None, prompts: Path | None, sampl
 
 
 def _print(report: Report) -> None:
+    from rich import box
     from rich.table import Table
 
     console = screen()
-    table = Table(title="parity", title_justify="left", title_style="bold")
-    for name in ("drafter", "verifier", "against", "prompts", "identical", "ties", "differences", "p-value"):
-        table.add_column(name, justify="left" if name in ("drafter", "verifier", "against") else "right", overflow="fold")
+    table = Table(title="parity", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("drafter", "verifier", "against"):
+        table.add_column(name, overflow="fold")
+    for name in ("prompts", "identical", "ties", "differences", "p-value"):
+        table.add_column(name, justify="right", no_wrap=True)
     for check in report.checks:
         table.add_row(*_cells(check), style="red" if check.differences else "")
     console.print(table)

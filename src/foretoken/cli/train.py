@@ -19,7 +19,15 @@ def _group() -> None:
 def train_lm_command(
     data: Annotated[list[Path], typer.Option(help="Text folder or JSONL file; may be given several times.")],
     out: Annotated[Path, typer.Option(help="Folder for the model, its checkpoints and curves.")],
-    tokenizer_from: Annotated[Path | None, typer.Option(help="Share the tokenizer (and encoded corpus) of this run.")] = None,
+    tokenizer_from: Annotated[
+        Path | None, typer.Option(help="Share the tokenizer (and encoded corpus) of this run.")
+    ] = None,
+    teacher: Annotated[
+        Path | None, typer.Option(help="Learn this model's law (for a draft model, with --tokenizer-from it).")
+    ] = None,
+    teacher_weight: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the teacher in the loss; the text has the rest.")
+    ] = 0.7,
     steps: Annotated[int, typer.Option(min=1)] = 2000,
     hidden: Annotated[int, typer.Option(min=8)] = 384,
     layers: Annotated[int, typer.Option(min=1)] = 8,
@@ -34,12 +42,15 @@ def train_lm_command(
     compile: Annotated[bool, typer.Option(help="torch.compile the loss (needs a C++ compiler on CPU).")] = False,
     save_every: Annotated[int, typer.Option(min=1)] = 100,
     device: str = "cpu",
+    data_note: Annotated[str, typer.Option(help="Where the text comes from, for the model card.")] = "",
+    licence: Annotated[str, typer.Option(help="SPDX name of the weights' licence, for the model card.")] = "",
 ) -> None:
     """Train a small Llama-architecture language model on text; resumes by itself from OUT/checkpoints."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from foretoken.training import lm
+    from foretoken.training.card import CardInfo
 
     config = lm.LmConfig(
         hidden=hidden,
@@ -68,12 +79,16 @@ def train_lm_command(
             out,
             config,
             tokenizer_from=tokenizer_from,
+            teacher=teacher,
+            teacher_weight=teacher_weight,
             device=device,
             save_every=save_every,
             compiled=compile,
             on_step=on_step,
+            card=CardInfo(data_note=data_note, licence=licence),
         )
-    typer.echo(
-        f"{report['parameters']:,} parameters, held out {report['held_loss_nats_per_token']:.4f} nats per token, "
-        f"{report['held_bits_per_byte']:.4f} bits per byte -> {out}"
-    )
+    held, per_byte = report["held_loss_nats_per_token"], report["held_bits_per_byte"]
+    loss = "nothing held out" if held is None else f"held out {held:.4f} nats per token, {per_byte:.4f} bits per byte"
+    typer.echo(f"{report['parameters']:,} parameters, {loss} -> {out}")
+    if not (out / "losses.png").exists():
+        typer.echo("no losses.png (losses.csv is there): pip install 'foretoken[train]' for the plot", err=True)

@@ -17,6 +17,11 @@ class Controller(ABC):
 
     name: ClassVar[str]
 
+    @property
+    def drafts(self) -> bool:
+        """Whether any round can get a draft; if not, the engine runs no drafter code at all."""
+        return True
+
     def attach(self, max_depth: int, max_nodes: int) -> None:  # noqa: B027
         """Learn the drafter's own limits, before the first round."""
 

@@ -23,6 +23,11 @@ class ConstantController(Controller):
         self.k, self.nodes = k, nodes
         self._budget = Budget(5 if k is None else k, 64 if nodes is None else nodes)
 
+    @property
+    def drafts(self) -> bool:
+        """Not with a length or a tree size of zero."""
+        return self.k != 0 and self.nodes != 0
+
     def attach(self, max_depth: int, max_nodes: int) -> None:
         """Take what was not given from the drafter."""
         self._budget = Budget(

@@ -21,12 +21,17 @@ class Drafter(ABC):
         taps: names of target hidden states that the drafter needs (see :mod:`foretoken.models.base`).
         max_depth: longest draft that it makes by default; controllers start from it.
         max_nodes: most draft nodes that it makes by default.
+        shares_state: whether a request's drafts depend on other requests.  The target's law is kept all the same, but
+            only a verifier whose draws do not look at the drafts (``match``) then lets a seed alone fix the output.
+        counts_predictions: whether its draft tokens are the caller's prediction (for the statistics).
     """
 
     name: ClassVar[str]
     taps: Sequence[str] = ()
     max_depth: int = 8
     max_nodes: int = 64
+    shares_state: bool = False
+    counts_predictions: ClassVar[bool] = False
 
     @property
     def kind(self) -> Kind:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from foretoken.drafters.base import Drafter
-from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
 from foretoken.sampling import Sampler
 from foretoken.types import Budget, Context, Kind, TokenTree
 
@@ -49,14 +50,20 @@ class ModelDrafter(Drafter):
         draw: how siblings are drawn when the request samples: ``"iid"``, ``"without_replacement"`` or ``"greedy"``
             (the most likely ones, verified as point masses).  The default is ``"without_replacement"`` for trees and
             ``"iid"`` for chains.  A greedy request always gets greedy drafts.
+        target: the model that is drafted for.  Its vocabulary may be padded to another width than the draft model's
+            (151936 and 152064 rows of one tokenizer): drafts then come from the tokens that both have, and their laws
+            have the target's width.
 
     Raises:
         ValueError: an option outside its range.
+        CapabilityError: the draft model cannot be rolled back, or cannot grow trees.
     """
 
     name = "model"
 
-    def __init__(self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "") -> None:
+    def __init__(
+        self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "", target: LanguageModel | None = None
+    ) -> None:
         if k < 1:
             raise ValueError(f"model needs k >= 1, not {k}")
         self.widths = parse_widths(tree) if tree else (1,) * k
@@ -64,7 +71,11 @@ class ModelDrafter(Drafter):
         draw = draw or ("without_replacement" if is_tree else "iid")
         if draw not in ("iid", "without_replacement", "greedy"):
             raise ValueError(f"draw must be iid, without_replacement or greedy, not {draw!r}")
+        for need in ("rollback", "tree_mask", "keep_path")[: 3 if is_tree else 1]:
+            if not getattr(model.capabilities, need):
+                raise CapabilityError(f"this model cannot draft so: {model.capabilities.missing.get(need, need)}")
         self.model = model
+        self.vocab_size = model.vocab_size if target is None else target.vocab_size
         self.draw = draw
         self.max_depth = len(self.widths)
 
@@ -75,7 +86,7 @@ class ModelDrafter(Drafter):
         """From a spec ``model[:PATH]``: load the draft model and check that it fits the target."""
         from foretoken.loading import build_draft_model
 
-        return cls(build_draft_model(path, target, target_source, tokenizer, device), **options)
+        return cls(build_draft_model(path, target, target_source, tokenizer, device), target=target, **options)
 
     @property
     def kind(self) -> Kind:
@@ -92,7 +103,7 @@ class ModelDrafter(Drafter):
     def start(self, context: Context) -> None:
         """Prefill the draft model's own cache."""
         sequence = context.state[self] = self.model.open()
-        self.model.prefill(sequence, context.tokens[:-1])
+        self.model.prefill(sequence, self._readable(context.tokens[:-1]))
 
     def finish(self, context: Context) -> None:
         """Free the draft model's row."""
@@ -108,17 +119,31 @@ class ModelDrafter(Drafter):
         """Grow all trees level by level: one draft forward per level for the whole batch."""
         trees = [self._begin(c, b) for c, b in zip(contexts, budgets, strict=True)]
         growing = [t for t in trees if self._width(t, 0)]
-        feeds = [Feed(t.sequence, self.model.catch_up(t.sequence, t.context.tokens), wanted=1) for t in growing]
+        feeds = [Feed(t.sequence, self._unread(t), wanted=1) for t in growing]
         for depth in range(self.max_depth):
             rows = self.model.forward(feeds) if feeds else []
             following, feeds = [], []
             for tree, row in zip(growing, rows, strict=True):
-                feed = self._expand(tree, row.logits, depth)
+                feed = self._expand(tree, self._widened(row.logits), depth)
                 if feed is not None:
                     following.append(tree)
                     feeds.append(feed)
             growing = following
         return [self._finished(tree) for tree in trees]
+
+    def _unread(self, tree: _Growing) -> Sequence[int]:
+        """The tokens of the text that the draft model must be fed before it can go on."""
+        return self.model.catch_up(tree.sequence, self._readable(tree.context.tokens))
+
+    def _readable(self, tokens: list[int]) -> list[int]:
+        """The text as the draft model can read it: token 0 stands for ids that only the target has."""
+        own = self.model.vocab_size
+        return tokens if own >= self.vocab_size else [token if token < own else 0 for token in tokens]
+
+    def _widened(self, logits: Tensor) -> Tensor:
+        """Draft logits [n, V'] over the target's vocabulary [n, V]: what only one of them has is impossible."""
+        missing = self.vocab_size - logits.shape[-1]
+        return logits if missing == 0 else functional.pad(logits, (0, missing), value=-torch.inf)
 
     def _begin(self, context: Context, budget: Budget) -> _Growing:
         sequence: SequenceState = context.state[self]

@@ -62,7 +62,7 @@ class NgramDrafter(Drafter):
             table = index.previous if self.match == "recent" else index.first
             end = table[n - self.min_n].get(key)
             if end is not None and end < len(tokens):
-                copied = tokens[end : end + min(self.max_depth, budget.max_depth)]
+                copied = tokens[end : end + min(self.max_depth, budget.max_depth, budget.max_nodes)]
                 return TokenTree.chain(context.root, copied)
         return TokenTree.root_only(context.root)
 

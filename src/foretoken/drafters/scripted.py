@@ -44,4 +44,4 @@ class ScriptedDrafter(Drafter):
         if self._propose is not None:
             return self._propose(context, budget)
         start = len(context.tokens) - context.prompt_length if self.as_output else 0
-        return TokenTree.chain(context.root, self.tokens[start : start + budget.max_depth])
+        return TokenTree.chain(context.root, self.tokens[start : start + min(budget.max_depth, budget.max_nodes)])

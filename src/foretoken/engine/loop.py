@@ -12,7 +12,7 @@ Plain decoding is the same loop with an empty draft.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -63,7 +63,6 @@ class Engine:
     ) -> None:
         self.target, self.drafter, self.verifier, self.controller = target, drafter, verifier, controller
         self.tokenizer, self.allow_lossy, self.max_batch = tokenizer, allow_lossy, max_batch
-        self.taps: Sequence[str] = drafter.taps if drafter is not None else ()
         self.waiting: list[tuple[int, Request]] = []
         self.running: list[Running] = []
         self._ids = 0
@@ -73,8 +72,18 @@ class Engine:
             if controller is None:
                 raise ValueError("a drafter needs a controller, for example ConstantController()")
             controller.attach(drafter.max_depth, drafter.max_nodes)
-            if verifier is not None and not verifier.greedy_only:
-                check_pair(drafter.kind, drafter.draws_trees, verifier, drafter.name, allow_lossy, greedy=False)
+        if verifier is not None:
+            self._check_verifier(verifier, greedy=verifier.greedy_only)
+        if controller is not None and not controller.drafts:
+            self.drafter = None  # plain decoding: not even the drafter's prefill runs
+        self.taps: Sequence[str] = self.drafter.taps if self.drafter is not None else ()
+
+    def _check_verifier(self, verifier: Verifier, greedy: bool) -> None:
+        drafter = self.drafter
+        if drafter is None:
+            check_pair(min(verifier.kinds), False, verifier, "none", self.allow_lossy, greedy)
+        else:
+            check_pair(drafter.kind, drafter.draws_trees, verifier, drafter.name, self.allow_lossy, greedy)
 
     def _check_target(self, drafter: Drafter) -> None:
         offered = self.target.capabilities
@@ -94,7 +103,8 @@ class Engine:
         """Queue a request; it joins before the next round.  Returns its id.
 
         Raises:
-            ValueError: an empty prompt, one that leaves no room in the context, or ``max_new_tokens`` below 1.
+            ValueError: an empty prompt, one that leaves no room in the context, ``max_new_tokens`` below 1, token ids
+                outside the vocabulary, or sampling that the verifier is not right for.
         """
         room = self.target.context_length - len(request.prompt)
         if not request.prompt:
@@ -111,11 +121,13 @@ class Engine:
                 f"max_new_tokens={request.max_new_tokens} goes past the model's context: the prompt has "
                 f"{len(request.prompt)} tokens, so at most {room} of {self.target.context_length} are left"
             )
-        bad = [t for t in request.prompt if not 0 <= t < self.target.vocab_size]
-        if bad:
-            raise ValueError(f"prompt token {bad[0]} is outside the vocabulary of {self.target.vocab_size}")
-        eos = frozenset() if request.ignore_eos else self.target.eos_token_ids
-        Stopper(eos, request.stop, request.max_new_tokens, self.tokenizer)
+        for what, ids in (("prompt token", request.prompt), ("logit_bias token", request.params.logit_bias)):
+            bad = [t for t in ids if not 0 <= t < self.target.vocab_size]
+            if bad:
+                raise ValueError(f"{what} {bad[0]} is outside the vocabulary of {self.target.vocab_size}")
+        if self.verifier is not None:
+            self._check_verifier(self.verifier, greedy=request.params.temperature == 0)
+        self._stopper(request)  # checks the stop strings
         self._ids += 1
         self.waiting.append((self._ids, request))
         return self._ids
@@ -131,23 +143,38 @@ class Engine:
         """Whether any request is waiting or running."""
         return bool(self.waiting or self.running)
 
+    def holds(self, request_id: int) -> bool:
+        """Whether a request is waiting or running."""
+        return any(i == request_id for i, _ in self.waiting) or any(run.id == request_id for run in self.running)
+
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch:
-            request_id, request = self.waiting.pop(0)
-            began = perf_counter()
-            tokens = list(request.prompt)
-            sampler = Sampler(request.params, len(tokens))
-            context = Context(request_id, tokens, len(tokens), sampler, Rng(request.seed), prediction=request.prediction)
-            eos = frozenset() if request.ignore_eos else self.target.eos_token_ids
-            stopper = Stopper(eos, request.stop, request.max_new_tokens, self.tokenizer)
-            run = Running(request, context, self.target.open(), stopper)
-            self.running.append(run)
-            # The last prompt token is the first root: the prefill needs no logits and no special first step.
-            context.hidden = self.target.prefill(run.sequence, tokens[:-1], self.taps)
-            if self.drafter is not None:
-                self.drafter.start(context)
-            run.stats.prefill_s = perf_counter() - began
-            run.stats.total_s = run.stats.prefill_s
+            run = self._joined(*self.waiting.pop(0))
+            try:
+                self._prefill(run)
+            except BaseException:
+                self._leave(run)
+                raise
+
+    def _joined(self, request_id: int, request: Request) -> Running:
+        tokens = list(request.prompt)
+        sampler = Sampler(request.params, len(tokens))
+        context = Context(request_id, tokens, len(tokens), sampler, Rng(request.seed), prediction=request.prediction)
+        run = Running(request, context, self.target.open(), self._stopper(request))
+        self.running.append(run)
+        return run
+
+    def _stopper(self, request: Request) -> Stopper:
+        eos = frozenset() if request.ignore_eos else self.target.eos_token_ids
+        return Stopper(eos, request.stop, request.max_new_tokens, self.tokenizer)
+
+    def _prefill(self, run: Running) -> None:
+        began = perf_counter()
+        # The last prompt token is the first root: the prefill needs no logits and no special first step.
+        run.context.hidden = self.target.prefill(run.sequence, run.context.tokens[:-1], self.taps)
+        if self.drafter is not None:
+            self.drafter.start(run.context)
+        run.stats.prefill_s = run.stats.total_s = perf_counter() - began
 
     def _leave(self, run: Running) -> None:
         self.running.remove(run)
@@ -167,9 +194,34 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Running, Emission]]:
-        """Admit what waits, run one round for everything that runs, return what each request gained."""
-        self._admit()
-        runs = list(self.running)
+        """Admit what waits, run one round for everything that runs, return what each request gained.
+
+        When a round is broken off (an interrupt, bad logits), the requests that it left half-done are dropped and the
+        others go on with the next one.
+        """
+        before = {run.id: len(run.context.tokens) for run in self.running}
+        try:
+            self._admit()
+            return self._round(list(self.running))
+        except BaseException:
+            self._recover(before)
+            raise
+
+    def _recover(self, before: Mapping[int, int]) -> None:
+        """Bring every request back to the state between two rounds, or drop it."""
+        for run in list(self.running):
+            try:
+                if run.sequence.scratch_tokens:
+                    self.target.commit(run.sequence, ())
+            except CapabilityError:  # a cache that cannot be rolled back
+                self._leave(run)
+                continue
+            have = len(run.context.tokens)
+            if len(run.sequence.tokens) != have - 1 or before.get(run.id, have) != have:
+                self._leave(run)
+
+    def _round(self, runs: Sequence[Running]) -> list[tuple[Running, Emission]]:
+        """One round of requests that are all between two rounds."""
         if not runs:
             return []
         began = perf_counter()
@@ -253,7 +305,8 @@ class Engine:
         tokens.append(verdict.next_token)
         kept, reason = run.stopper.push(tokens)
         last: Origin = "plain" if len(tree) == 1 else "bonus" if verdict.next_is_bonus else "recovered"
-        origins: list[Origin] = (["accepted"] * len(verdict.path) + [last])[:kept]  # type: ignore[list-item]
+        accepted: Origin = "accepted"
+        origins = [*([accepted] * len(verdict.path)), last][:kept]
         context = run.context
         context.hidden_start = len(context.tokens) - 1
         context.tokens.extend(tokens[:kept])
@@ -280,6 +333,9 @@ class Engine:
         accepted = len(verdict.path)
         run.stats.add_round(tree.num_drafts, accepted, len(run.origins) - run.stats.num_new_tokens)
         run.stats.add_times(draft_s, target_s, verify_s, total_s)
+        if self.drafter is not None and self.drafter.counts_predictions:
+            run.stats.num_prediction_tokens += tree.num_drafts
+            run.stats.num_accepted_prediction_tokens += accepted
         if self.controller is not None:
             record = StepRecord(run.id, len(tree), tree.num_drafts, accepted, batch, *times)
             self.controller.observe(run.context, record)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from foretoken.models.base import Capabilities
 
-RECURRENT_LAYERS = ("linear_attention", "mamba", "conv", "recurrent", "rwkv", "ssm", "lightning", "kda")
+RECURRENT_LAYERS = ("linear_attention", "mamba", "recurrent", "rwkv", "ssm", "lightning", "kda")
+
+SLOT_READERS = ("get_seq_length(self.layer_idx", "get_query_offset(", "update_indexer(")
+"""What the source of a layer says when it takes positions from the cache slot instead of the position ids."""
 
 
 def detect(model: Any) -> Capabilities:
     """Capabilities of ``model``; ``missing`` names the layer type for each absent one."""
     config = model.config.get_text_config()
     recurrent = _recurrent_layer(model, config)
+    if recurrent == "conv":
+        # Transformers' cache records past convolution inputs, so that the end of a chain can be dropped again.
+        reason = f"{config.model_type} has conv layers, which mix neighbouring slots, so that no path can branch off"
+        return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
     if recurrent:
         reason = f"{config.model_type} has {recurrent} layers, whose state cannot be rolled back or branched"
         return Capabilities(False, False, False, True, False, dict.fromkeys(("tree_mask", "keep_path", "rollback"), reason))
     if _uses_alibi(config):
         reason = f"{config.model_type} has ALiBi attention layers, which take positions from the cache slot"
+        return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
+    reader = _slot_reader(model, config)
+    if reader:
+        reason = f"{config.model_type} has {reader} layers, which take positions from the cache slot"
         return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
     if not getattr(model, "_supports_attention_backend", False):
         reason = f"the attention layers of {config.model_type} do not use Transformers' attention interface"
@@ -34,11 +46,31 @@ def _uses_alibi(config: Any) -> bool:
     )
 
 
-def _recurrent_layer(model: Any, config: Any) -> str:
-    """The first layer type with a recurrent state, or an empty string."""
-    for kind in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ():
-        if any(word in str(kind) for word in RECURRENT_LAYERS):
-            return str(kind)
-    if getattr(model, "_is_stateful", False):
-        return "recurrent"
+def _slot_reader(model: Any, config: Any) -> str:
+    """The class name of the first layer whose forward depends on cache slots, or an empty string."""
+    if config.model_type == "llama4_text" and not _reaches_tuned_temperature(config):
+        return ""
+    for kind in dict.fromkeys(type(module) for module in model.modules()):
+        try:
+            source = inspect.getsource(inspect.unwrap(kind.forward))
+        except (OSError, TypeError):
+            continue
+        if any(word in source for word in SLOT_READERS):
+            return kind.__name__
     return ""
+
+
+def _reaches_tuned_temperature(config: Any) -> bool:
+    """Llama 4's attention temperature changes with the slot, from a certain position on."""
+    return bool(config.attn_temperature_tuning) and config.floor_scale <= config.max_position_embeddings
+
+
+def _recurrent_layer(model: Any, config: Any) -> str:
+    """The first layer type with a recurrent state, else ``"conv"`` if there are convolutions, else an empty string."""
+    kinds = [str(k) for k in getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()]
+    for kind in kinds:
+        if any(word in kind for word in RECURRENT_LAYERS):
+            return kind
+    if getattr(model, "_is_stateful", False):
+        return next((k for k in getattr(config, "block_types", None) or () if "attention" not in k), "recurrent")
+    return "conv" if "conv" in kinds else ""

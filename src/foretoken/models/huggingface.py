@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -16,6 +16,7 @@ from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageM
 from foretoken.models.cache import TreeCache
 from foretoken.models.capabilities import detect
 from foretoken.models.masks import LayerMask, RowPlan, additive_mask
+from foretoken.models.packing import BlockedProducts
 from foretoken.models.taps import check_taps, decoder_layers, recording
 
 PREFILL_CHUNK = 512
@@ -31,8 +32,8 @@ class HuggingFaceModel(LanguageModel):
 
     Args:
         model: any causal LM whose attention takes additive 4-D masks.
-        exact: ``"distribution"`` (any kernel) or ``"bitwise"`` (attention sums in float64, so that a bfloat16 target
-            gives the same tokens with and without speculation).
+        exact: ``"distribution"`` (any kernel) or ``"bitwise"`` (attention sums in float64 and matrix products on a
+            constant number of rows, so that a bfloat16 target gives the same tokens with and without speculation).
         lean: run Llama-like models on a forward with few Python calls, after checking it against the public one.
 
     Raises:
@@ -183,7 +184,8 @@ class HuggingFaceModel(LanguageModel):
         mask: Any = {k: self._at_least_zero(m, ids) for k, m in masks.items()}
         if self._single_mask:
             mask = mask[""]
-        with self._switched_attention(), recording(self.model, taps) as hidden:
+        products = BlockedProducts() if self.exact == "bitwise" else nullcontext()
+        with self._switched_attention(), products, recording(self.model, taps) as hidden:
             out = self.model(
                 input_ids=ids,
                 position_ids=positions,

@@ -24,28 +24,34 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 STATIC_ROPE = ("default", "linear", "llama3")
 MAX_PARAMETERS = 400_000_000
 """Above this the fused copies of the weights cost memory and the overhead that they save is small."""
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Root mean square difference to the public logits that is rounding, in their standard deviations.
+
+In bfloat16 random models of 2 to 12 layers differ by 0.009 to 0.033, the built-in ones by 0.007; a forgotten bias or
+another activation in one of three layers makes 0.07 or more.
+"""
 
 
 class _Layer:
     """Fused weights of one decoder layer."""
 
-    def __init__(self, layer: Any, mask: str) -> None:
+    def __init__(self, layer: Any, mask: str, blocks: bool) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.mask = mask
         self.norm_in, self.norm_out = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv = _fused(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.out = _fused(attention.o_proj)
-        self.gate_up = _fused(mlp.gate_proj, mlp.up_proj)
-        self.down = _fused(mlp.down_proj)
+        self.qkv = _fused(attention.q_proj, attention.k_proj, attention.v_proj, blocks=blocks)
+        self.out = _fused(attention.o_proj, blocks=blocks)
+        self.gate_up = _fused(mlp.gate_proj, mlp.up_proj, blocks=blocks)
+        self.down = _fused(mlp.down_proj, blocks=blocks)
         self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.scaling: float = attention.scaling
 
 
-def _fused(*linears: Any) -> Projection:
+def _fused(*linears: Any, blocks: bool) -> Projection:
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
-    return Projection(weight, bias)
+    return Projection(weight, bias, blocks=blocks)
 
 
 def _norm(x: Tensor, module: Any) -> Tensor:
@@ -64,9 +70,10 @@ class LeanForward:
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
         self.embedding = model.model.embed_tokens.weight.detach()
         kinds = getattr(config, "layer_types", None) if not owner._single_mask else None
-        self.layers = [_Layer(l, kinds[i] if kinds else "") for i, l in enumerate(model.model.layers)]
+        blocks = owner.exact == "bitwise"
+        self.layers = [_Layer(l, kinds[i] if kinds else "", blocks) for i, l in enumerate(model.model.layers)]
         self.final_norm = model.model.norm
-        self.head = _fused(model.lm_head)
+        self.head = _fused(model.lm_head, blocks=blocks)
         positions = torch.arange(owner.cache.max_slots, device=owner.device)[None]
         cos, sin = model.model.rotary_emb(self.embedding[:1, None], position_ids=positions)
         half = sin.shape[-1] // 2
@@ -169,6 +176,5 @@ def _agrees(owner: HuggingFaceModel, lean: LeanForward) -> bool:
     public, mine = results
     if not bool(torch.isfinite(public).all()):
         return False
-    scale = float(public.std()) + 1e-12
-    tolerance = {torch.float64: 1e-5, torch.float32: 1e-4}.get(owner.dtype, 6e-2)
-    return float((public - mine).abs().max()) <= tolerance * scale * (8 if owner.dtype == torch.bfloat16 else 1)
+    difference = float((public - mine).square().mean().sqrt())
+    return difference <= TOLERANCE.get(owner.dtype, 1e-2) * float(public.std())

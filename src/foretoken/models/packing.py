@@ -6,14 +6,24 @@ about twice as fast for the small matrices of small models and 15 % for large on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 ROWS_HINT = 16
 """The number of rows that the packed layout is chosen for: the size of a usual speculation."""
+
+BLOCK = 32
+"""Rows per matrix product where bits must not depend on how many rows there are.
+
+oneDNN chooses a kernel, and with it the order of its sums, by the number of rows: for bfloat16 weights [out, in] on a CPU
+with AMX one row differs from several when ``in`` is at most 64, and up to 32 rows from more when it is at least 512.
+With one constant number of rows a row has the same bits at every place.  32 rows cost a large model as much as one.
+"""
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -33,10 +43,12 @@ class Projection:
         weight: [out, in].
         bias: [out] or ``None``.
         pack: allow the packed layout (the plain twin is ``pack=False``).
+        blocks: always multiply ``BLOCK`` rows at once, so that a row's bits do not depend on the other rows.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, pack: bool = True) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, pack: bool = True, blocks: bool = False) -> None:
         self.bias = bias
+        self.blocks = blocks
         self.packed: Tensor | None = None
         self.weight = weight
         if pack and can_pack(weight):
@@ -47,17 +59,45 @@ class Projection:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, out]."""
+        return in_blocks(self._apply, x) if self.blocks else self._apply(x)
+
+    def _apply(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
         return F.linear(x, self.weight, self.bias)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + x W^T (+ bias)`` [n, out] in one call."""
+        if self.blocks:
+            return residual + in_blocks(self._apply, x)
         if self.packed is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")  # type: ignore[no-any-return]
         if self.bias is not None:
             return residual + F.linear(x, self.weight, self.bias)
         return torch.addmm(residual, x, self.transposed)
+
+
+def in_blocks(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``product(x)`` for x [n, in], computed on ``BLOCK`` rows at a time (the last block is filled up with zeros)."""
+    n = len(x)
+    x = F.pad(x, (0, 0, 0, -n % BLOCK))
+    return torch.cat([product(part) for part in x.split(BLOCK)])[:n]
+
+
+class BlockedProducts(TorchFunctionMode):
+    """Inside this context every linear layer of a model multiplies ``BLOCK`` rows at a time; nothing is modified."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Intercept ``linear``, and ``addmm`` (GPT-2's layers)."""
+        kwargs = kwargs or {}
+        if func is F.linear:
+            x, *rest = args
+            rows = in_blocks(lambda part: F.linear(part, *rest, **kwargs), x.reshape(-1, x.shape[-1]))
+            return rows.view(*x.shape[:-1], -1)
+        if func is torch.addmm and args[0].dim() == 1:
+            bias, x, weight = args
+            return in_blocks(lambda part: torch.addmm(bias, part, weight, **kwargs), x)
+        return func(*args, **kwargs)
 
 
 class PackedLinear(nn.Module):

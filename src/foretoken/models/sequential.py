@@ -1,21 +1,28 @@
 """Models that cannot take trees: plain decoding, and chains where Transformers' own cache can be rolled back.
 
-Every sequence has its own Transformers cache and is run alone through the public forward.
+Every sequence has its own Transformers cache and is run alone through the public forward.  A model that hands out no
+cache (it keeps its state to itself) reads the whole text again for every token: slow, and right.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.capabilities import detect
 from foretoken.models.huggingface import eos_ids
-from foretoken.models.taps import recording
+from foretoken.models.taps import check_taps, decoder_layers, recording
+
+
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
+"""What Transformers models call their cache, in their arguments and in their outputs."""
 
 
 class SequentialModel(LanguageModel):
@@ -34,6 +41,8 @@ class SequentialModel(LanguageModel):
         self.eos_token_ids = eos_ids(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
+        self._num_layers = len(decoder_layers(model))
+        self._cache_name = _cache_name(model)
         self._caches: dict[int, Any] = {}
         self._opened = 0
 
@@ -55,10 +64,11 @@ class SequentialModel(LanguageModel):
         if list(path) != list(range(len(path))):
             raise CapabilityError(self.capabilities.missing["keep_path"])
         surplus = len(sequence.scratch_tokens) - len(path)
-        if surplus:
-            if not self.capabilities.rollback:
-                raise CapabilityError(self.capabilities.missing["rollback"])
-            self._caches[sequence.row].crop(-surplus)
+        if surplus and not self.capabilities.rollback:
+            raise CapabilityError(self.capabilities.missing["rollback"])
+        cache = self._caches.get(sequence.row)
+        if cache is not None and self.capabilities.rollback:
+            cache.crop(-surplus)  # of 0 tokens too: that drops what was recorded for a rollback
         sequence.tokens.extend(sequence.scratch_tokens[: len(path)])
         sequence.clear_scratch()
 
@@ -79,27 +89,36 @@ class SequentialModel(LanguageModel):
             raise CapabilityError(f"only chains can be scored: {self.capabilities.missing['tree_mask']}")
         if not self.capabilities.rollback and old + count > 1 and feed.wanted != 0:
             raise CapabilityError(f"only one token at a time can be scored: {self.capabilities.missing['rollback']}")
-        sequence.append(feed.tokens, chain)
-        ids = torch.tensor([list(feed.tokens)], device=self.device)
+        check_taps(taps, self._num_layers)
         wanted = count if feed.wanted is None else feed.wanted
         began = perf_counter()
         with recording(self.model, taps) as hidden:
-            out = self._run(ids, sequence)
+            logits = self._run(sequence, feed.tokens)
         self.run_s += perf_counter() - began
-        logits: Tensor = out.logits[0]
-        return Rows(logits[len(logits) - wanted :], {name: h[0] for name, h in hidden.items()})
+        sequence.append(feed.tokens, chain)
+        return Rows(logits[len(logits) - wanted :], {name: h[0, -count:] for name, h in hidden.items()})
 
-    def _run(self, ids: Tensor, sequence: SequenceState) -> Any:
+    def _run(self, sequence: SequenceState, tokens: Sequence[int]) -> Tensor:
+        """Logits [n, V] of the n tokens behind the sequence's committed and scratch tokens."""
+        if self._cache_name is None:
+            text = [*sequence.tokens, *sequence.scratch_tokens, *tokens]
+            out = self.model(input_ids=torch.tensor([text], device=self.device), use_cache=False)
+            return out.logits[0, len(text) - len(tokens) :]  # type: ignore[no-any-return]
         cache = self._caches.get(sequence.row)
-        key = "cache_params" if cache is not None and self._cache_key == "cache_params" else self._cache_key
-        out = self.model(input_ids=ids, use_cache=True, **({key: cache} if cache is not None else {}))
-        self._caches[sequence.row] = out[key] if key in out else out.past_key_values
-        return out
+        if cache is None and self.capabilities.rollback:
+            cache = DynamicCache(config=self.config)
+            cache.activate_past_recording()  # sliding and convolutional layers keep what a rollback needs
+        given = {} if cache is None else {self._cache_name: cache}
+        ids = torch.tensor([list(tokens)], device=self.device)
+        out = self.model(input_ids=ids, use_cache=True, **given)
+        if self._cache_name not in out:
+            self._cache_name = None
+            return self._run(sequence, tokens)
+        self._caches[sequence.row] = out[self._cache_name]
+        return out.logits[0]  # type: ignore[no-any-return]
 
-    @property
-    def _cache_key(self) -> str:
-        """Mamba-like models call their cache differently."""
-        import inspect
 
-        parameters = inspect.signature(inspect.unwrap(type(self.model).forward)).parameters
-        return "cache_params" if "cache_params" in parameters else "past_key_values"
+def _cache_name(model: Any) -> str | None:
+    """How the model's forward calls its cache; ``None`` when it takes none."""
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 
@@ -19,6 +18,9 @@ def save_checkpoint(
     """Write ``folder/step-N`` through a temporary name, then drop all older checkpoints but one.
 
     A kill or a full disk at any moment leaves the previous checkpoint as it was.
+
+    Raises:
+        OSError: the disk is full or not writable.
     """
     final = folder / f"step-{step:07d}"
     tmp = folder / f".tmp-{step:07d}"
@@ -34,8 +36,11 @@ def save_checkpoint(
         (tmp / "meta.json").write_text(json.dumps({**meta, "step": step}))
         if final.exists():
             shutil.rmtree(final)
-        os.replace(tmp, final)
-    except OSError:
+        tmp.replace(final)
+    except SafetensorError as error:
+        shutil.rmtree(tmp, ignore_errors=True)
+        raise OSError(f"cannot write the checkpoint {final}: {error}") from None
+    except BaseException:
         shutil.rmtree(tmp, ignore_errors=True)
         raise
     for old in sorted(folder.glob("step-*"))[:-2]:
@@ -49,21 +54,46 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def load_checkpoint(
-    path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]
-) -> dict[str, Any]:
-    """Restore parameters and optimizer state in place; return the stored meta data (``step`` included)."""
-    with safe_open(path / "state.safetensors", "pt") as file:
-        keys = list(file.keys())
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(file.get_tensor(f"model.{name}"))
-        for i, optimizer in enumerate(optimizers):
-            state: dict[int, dict[str, Any]] = {}
-            for key in keys:
-                if key.startswith(f"opt.{i}."):
-                    _, _, j, name = key.split(".", 3)
-                    state.setdefault(int(j), {})[name] = file.get_tensor(key)
-            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
+def read_meta(path: Path) -> dict[str, Any]:
+    """The meta data of a checkpoint (``step`` included).
+
+    Raises:
+        ValueError: the checkpoint is damaged.
+    """
+    try:
+        meta: dict[str, Any] = json.loads((path / "meta.json").read_text())
+    except ValueError:
+        raise _damaged(path) from None
     return meta
+
+
+def load_checkpoint(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Restore parameters and optimizer state in place; return the stored meta data (``step`` included).
+
+    Raises:
+        ValueError: the checkpoint is damaged.
+    """
+    try:
+        with safe_open(path / "state.safetensors", "pt") as file:
+            _restore(file, model, optimizers)
+    except (SafetensorError, FileNotFoundError):
+        raise _damaged(path) from None
+    return read_meta(path)
+
+
+def _damaged(path: Path) -> ValueError:
+    return ValueError(f"the checkpoint {path} is damaged: delete that folder to resume from the one before it")
+
+
+def _restore(file: Any, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    keys = list(file.keys())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(file.get_tensor(f"model.{name}"))
+    for i, optimizer in enumerate(optimizers):
+        state: dict[int, dict[str, Any]] = {}
+        for key in keys:
+            if key.startswith(f"opt.{i}."):
+                _, _, j, name = key.split(".", 3)
+                state.setdefault(int(j), {})[name] = file.get_tensor(key)
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,21 @@ def _documents_of(file: Path) -> Iterator[str]:
     name = file.name.removesuffix(".zst")
     suffix = Path(name).suffix
     if suffix == ".jsonl":
-        for line in _read(file).splitlines():
-            row = json.loads(line) if line.strip() else {}
-            text = row.get("text") or row.get("prompt")
-            if isinstance(text, str) and text:
-                yield text
+        yield from _texts_of_rows(file)
     elif suffix in TEXT_SUFFIXES:
         yield from _pieces(_read(file))
+
+
+def _texts_of_rows(file: Path) -> Iterator[str]:
+    # Not splitlines(): JSON strings may hold other line separators, such as U+2028, as they are.
+    for number, line in enumerate(_read(file).split("\n"), 1):
+        try:
+            row = json.loads(line) if line.strip() else {}
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file}, line {number} is not JSON: {error}") from None
+        text = (row.get("text") or row.get("prompt")) if isinstance(row, dict) else None
+        if isinstance(text, str) and text:
+            yield text
 
 
 def _read(file: Path) -> str:
@@ -58,8 +67,11 @@ def _read(file: Path) -> str:
         try:
             import zstandard
         except ImportError:
-            raise ValueError(f"{file} is zstandard-compressed: pip install zstandard") from None
-        raw = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw)).read()
+            raise ValueError(f"{file} is zstandard-compressed: pip install 'foretoken[train]'") from None
+        try:
+            raw = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(raw)).read()
+        except zstandard.ZstdError as error:
+            raise ValueError(f"{file} is damaged: {error}") from None
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -84,7 +96,7 @@ def is_held_out(document: str, fraction: float) -> bool:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, out: Path) -> None:
-    """Train a byte-level BPE tokenizer and save it in Hugging Face's layout to ``out``."""
+    """Train a byte-level BPE tokenizer and save it in Hugging Face's layout to ``out``, whole or not at all."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -101,7 +113,31 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, out: Path) -> Non
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
-    fast.save_pretrained(out)
+    tmp = out.with_name(f".tmp-{out.name}")
+    shutil.rmtree(tmp, ignore_errors=True)
+    fast.save_pretrained(tmp)
+    shutil.rmtree(out, ignore_errors=True)
+    tmp.replace(out)
+
+
+def stored_corpus(
+    paths: Sequence[str | Path], tokenizer: Any, out: Path, held_fraction: float = 0.01
+) -> dict[str, Any] | None:
+    """The description in ``out/corpus.json`` when it is of the same paths and tokenizer, else ``None``."""
+    card = out / "corpus.json"
+    if not card.exists():
+        return None
+    found: dict[str, Any] = json.loads(card.read_text())
+    wanted = _identity(paths, tokenizer, held_fraction)
+    return found if all(found.get(k) == v for k, v in wanted.items()) else None
+
+
+def _identity(paths: Sequence[str | Path], tokenizer: Any, held_fraction: float) -> dict[str, Any]:
+    return {
+        "paths": [str(p) for p in paths],
+        "held_fraction": held_fraction,
+        "vocab": hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode(), digest_size=8).hexdigest(),
+    }
 
 
 def build_corpus(paths: Sequence[str | Path], tokenizer: Any, out: Path, held_fraction: float = 0.01) -> dict[str, Any]:
@@ -109,16 +145,10 @@ def build_corpus(paths: Sequence[str | Path], tokenizer: Any, out: Path, held_fr
 
     Returns the description that is stored in ``out/corpus.json``: tokens, bytes and documents of each split.
     """
-    card = out / "corpus.json"
-    wanted = {
-        "paths": [str(p) for p in paths],
-        "held_fraction": held_fraction,
-        "vocab": hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode(), digest_size=8).hexdigest(),
-    }
-    if card.exists():
-        found: dict[str, Any] = json.loads(card.read_text())
-        if all(found.get(k) == v for k, v in wanted.items()):
-            return found
+    found = stored_corpus(paths, tokenizer, out, held_fraction)
+    if found is not None:
+        return found
+    card, wanted = out / "corpus.json", _identity(paths, tokenizer, held_fraction)
     out.mkdir(parents=True, exist_ok=True)
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     splits: dict[str, dict[str, int]] = {s: {"documents": 0, "bytes": 0, "tokens": 0} for s in ("train", "held")}
@@ -152,6 +182,13 @@ def _batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
         yield batch
 
 
+def read_tokens(file: Path, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
+    """A token file as a read-only array [tokens] (an empty file cannot be mapped, so it is no map)."""
+    if file.stat().st_size == 0:
+        return np.empty(0, np.dtype(dtype))
+    return np.memmap(file, dtype=np.dtype(dtype), mode="r")
+
+
 class BlockSampler:
     """Fixed-length training blocks from a token file, in an order that is a pure function of (seed, step).
 
@@ -159,7 +196,7 @@ class BlockSampler:
     """
 
     def __init__(self, file: Path, dtype: str, block: int, batch: int, seed: int) -> None:
-        self.tokens = np.memmap(file, dtype=np.dtype(dtype), mode="r")
+        self.tokens = read_tokens(file, dtype)
         self.block, self.batch, self.seed = block, batch, seed
         self.num_blocks = (len(self.tokens) - 1) // block
         if self.num_blocks < batch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from foretoken.training.corpus import BlockSampler, build_corpus, iter_documents, train_tokenizer
+from foretoken.training.card import CardInfo, command_line, write_card
+from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, read_meta, save_checkpoint
+from foretoken.training.corpus import (
+    BlockSampler,
+    build_corpus,
+    iter_documents,
+    read_tokens,
+    stored_corpus,
+    train_tokenizer,
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,12 @@ class LmConfig:
     decay: float = 0.35
     weight_decay: float = 0.05
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError(f"hidden={self.hidden} must be an even multiple of heads={self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
 
 
 def build_model(config: LmConfig, eos_token_id: int) -> Any:
@@ -124,9 +138,14 @@ def make_optimizers(model: Any, config: LmConfig) -> list[torch.optim.Optimizer]
 
 
 @torch.no_grad()
-def evaluate(model: Any, file: Path, dtype: str, context: int, max_blocks: int = 32, batch: int = 4) -> float:
-    """Held-out loss in nats per token over up to ``max_blocks`` evenly spaced blocks of ``file``."""
-    tokens = np.memmap(file, dtype=np.dtype(dtype), mode="r")
+def evaluate(model: Any, file: Path, dtype: str, context: int, max_blocks: int = 32, batch: int = 4) -> float | None:
+    """Held-out loss in nats per token over up to ``max_blocks`` evenly spaced blocks of ``file``.
+
+    ``None`` when nothing was held out (a corpus of few documents).
+    """
+    tokens = read_tokens(file, dtype)
+    if len(tokens) < 2:
+        return None
     context = min(context, len(tokens) - 1)
     starts = np.unique(np.linspace(0, len(tokens) - context - 1, max_blocks).astype(int))
     rows = torch.from_numpy(np.stack([tokens[s : s + context + 1].astype(np.int64) for s in starts]))
@@ -161,6 +180,7 @@ def train_lm(
     save_every: int = 100,
     compiled: bool = False,
     on_step: Callable[[Progress], None] | None = None,
+    card: CardInfo | None = None,
 ) -> dict[str, Any]:
     """Train, resuming from ``out/checkpoints`` when there is something to resume; return the final report.
 
@@ -173,7 +193,9 @@ def train_lm(
         FloatingPointError: the loss became NaN or infinite; the last checkpoint is intact.
     """
     tokenizer = _tokenizer(data, out, config, tokenizer_from)
-    corpus_dir = (tokenizer_from or out) / "corpus"
+    corpus_dir = out / "corpus"
+    if tokenizer_from is not None and stored_corpus(data, tokenizer, tokenizer_from / "corpus") is not None:
+        corpus_dir = tokenizer_from / "corpus"  # the same text in the same tokens
     corpus = build_corpus(data, tokenizer, corpus_dir)
     model = build_model(config, int(tokenizer.eos_token_id)).to(device)
     optimizers = make_optimizers(model, config)
@@ -181,8 +203,8 @@ def train_lm(
     start, spent_s = 0, 0.0
     found = latest_checkpoint(out / "checkpoints")
     if found is not None:
+        _check_same(read_meta(found)["config"], config, found)
         meta = load_checkpoint(found, model, optimizers)
-        _check_same(meta["config"], config, found)
         start, spent_s = int(meta["step"]), float(meta["spent_s"])
     rows = _read_losses(out / "losses.csv", start)
     loss_of = _loss(model, teacher, teacher_weight, device)
@@ -198,12 +220,14 @@ def train_lm(
         blocks = torch.from_numpy(sampler(step)).to(device)
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
             loss = loss_of(blocks)
-        if not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"the loss is {loss.item()} at step {step}; the last checkpoint is intact, lower --lr and resume"
-            )
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        # A NaN gradient would spoil the weights, and the checkpoint after them, before the loss shows it.
+        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
+            raise FloatingPointError(
+                f"the loss is {loss.item()} and its gradient {float(norm)} at step {step}; the last checkpoint "
+                "is intact: lower --lr and use another --out, or look at the data"
+            )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -219,6 +243,8 @@ def train_lm(
         if on_step is not None:
             on_step(Progress(done, config.steps, rows[-1][1], held, tokens_per_step / (time.perf_counter() - began)))
     report = _finish(model, tokenizer, out, config, corpus, corpus_dir, rows, spent_s + time.perf_counter() - clock)
+    others = {"tokenizer_from": tokenizer_from, "teacher": teacher}
+    write_card(out, report, data, command_line(asdict(config), asdict(LmConfig()), data, out, others), card)
     return report
 
 
@@ -227,9 +253,12 @@ def _loss(model: Any, teacher: Path | None, weight: float, device: str) -> Calla
         return lambda blocks: next_token_loss(model, blocks)
     from transformers import AutoModelForCausalLM
 
-    guide = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16).to(device).eval()
+    guide: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16)
+    guide = guide.to(device).eval()
     if guide.config.vocab_size != model.config.vocab_size:
-        raise ValueError(f"the teacher {teacher} has another vocabulary: use --tokenizer-from with the teacher's folder")
+        raise ValueError(
+            f"the teacher {teacher} has another vocabulary: use --tokenizer-from with the teacher's folder"
+        )
     return lambda blocks: distillation_loss(model, guide, blocks, weight)
 
 
@@ -240,9 +269,20 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
     if source is None and not (folder / "tokenizer.json").exists():
         documents = list(iter_documents(data))
         if not any(documents):
-            raise ValueError(f"no text found below {', '.join(map(str, data))}: give a folder of .py, .txt, .md or .jsonl")
+            raise ValueError(
+                f"no text found below {', '.join(map(str, data))}: give a folder of .py, .txt, .md or .jsonl"
+            )
         train_tokenizer(documents, config.vocab, folder)
-    return AutoTokenizer.from_pretrained(folder)
+    elif not (folder / "tokenizer.json").exists():
+        folder = folder / "tokenizer"  # a run that has not finished yet
+        if not (folder / "tokenizer.json").exists():
+            raise ValueError(f"{source} holds no tokenizer.json: give the --out of another run, or a model folder")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer in {folder} has no end-of-text token, which separates documents")
+    if len(tokenizer) > config.vocab:
+        raise ValueError(f"the tokenizer in {folder} has {len(tokenizer)} tokens: --vocab {config.vocab} is too small")
+    return tokenizer
 
 
 def _check_same(stored: dict[str, Any], config: LmConfig, path: Path) -> None:
@@ -273,7 +313,7 @@ def _write_losses(file: Path, rows: list[tuple[int, float, float | None]]) -> No
     )
     tmp = file.with_suffix(".tmp")
     tmp.write_text(text)
-    os.replace(tmp, file)
+    tmp.replace(file)
 
 
 def _finish(
@@ -287,27 +327,36 @@ def _finish(
     spent_s: float,
 ) -> dict[str, Any]:
     held = evaluate(model, corpus_dir / "held.bin", corpus["dtype"], config.context, max_blocks=128)
-    bytes_per_token = corpus["held"]["bytes"] / corpus["held"]["tokens"]
+    bytes_per_token = corpus["held"]["bytes"] / max(1, corpus["held"]["tokens"])
     report = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": config.steps,
         "tokens": config.steps * config.batch_size * config.context,
         "corpus": {k: corpus[k] for k in ("train", "held")},
         "held_loss_nats_per_token": held,
-        "held_bits_per_byte": held / math.log(2) / bytes_per_token,
+        "held_bits_per_byte": None if held is None else held / math.log(2) / bytes_per_token,
         "hours": spent_s / 3600,
         "config": asdict(config),
     }
-    model.to(torch.bfloat16).save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    _write_losses(out / "losses.csv", rows)
     plot_losses(rows, out / "losses.png")
-    (out / "training.json").write_text(json.dumps(report, indent=1))
+    tmp = out / ".tmp-model"
+    shutil.rmtree(tmp, ignore_errors=True)
+    model.to(torch.bfloat16).save_pretrained(tmp)
+    tokenizer.save_pretrained(tmp)
+    (tmp / "training.json").write_text(json.dumps(report, indent=1))
+    for file in sorted(tmp.iterdir()):  # every file appears whole or not at all
+        file.replace(out / file.name)
+    tmp.rmdir()
     return report
 
 
-def plot_losses(rows: Sequence[tuple[int, float, float | None]], file: Path) -> None:
-    """Draw the training and held-out loss against the step."""
-    import matplotlib
+def plot_losses(rows: Sequence[tuple[int, float, float | None]], file: Path) -> bool:
+    """Draw the training and held-out loss against the step; false when matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -320,5 +369,8 @@ def plot_losses(rows: Sequence[tuple[int, float, float | None]], file: Path) -> 
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(file, dpi=130)
+    tmp = file.with_name(f".tmp-{file.name}")
+    figure.savefig(tmp, dpi=130, format="png")
     plt.close(figure)
+    tmp.replace(file)
+    return True

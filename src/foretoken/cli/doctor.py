@@ -1,0 +1,132 @@
+"""``foretoken doctor``: versions, threads, dtypes, and what scoring and drafting cost on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.options import Common, Json, with_common
+from foretoken.cli.output import json_only, print_json, screen
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@with_common()
+def doctor_command(
+    repeat: Annotated[int, typer.Option(help="Timed runs per size; medians are shown.")] = 10,
+    as_json: Json = False,
+    *,
+    common: Common,
+) -> None:
+    """Measure what scoring and drafting cost on this machine, and say what follows from it."""
+    common.check()
+    if repeat < 1:
+        raise ValueError(f"--repeat must be at least 1, not {repeat}")
+    with json_only(as_json):
+        report = _measure(common, repeat)
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+
+
+def _measure(common: Common, repeat: int) -> dict[str, Any]:
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from foretoken.bench import machine
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, console=screen(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=5)
+
+        def stage(name: str) -> None:
+            bar.update(task, advance=1, description=name)
+
+        llm = common.load()
+        target = llm.target
+        report: dict[str, Any] = {
+            "versions": machine.versions(),
+            "hardware": machine.hardware(),
+            "threads": machine.threads(),
+            "target": _about(common.target, target),
+        }
+        stage("dtypes")
+        width = getattr(getattr(target, "config", None), "hidden_size", 0) or 512
+        report["dtypes"] = machine.dtype_costs(width, getattr(target, "device", "cpu"))
+        stage("scoring 1 to 64 tokens")
+        report["scoring"] = machine.scoring_costs(target, repeat)
+        stage("drafting")
+        drafts = llm.drafter is not None
+        report["draft"] = machine.draft_costs(llm, report["scoring"][0]["median_ms"]) if drafts else None
+        stage("threads")
+        report["thread_check"] = machine.thread_check(target, max(3, repeat // 2))
+        stage("done")
+    report["recommendations"] = machine.recommendations(report)
+    return report
+
+
+def _about(source: str, target: Any) -> dict[str, Any]:
+    model = getattr(target, "model", None)
+    parameters = sum(p.numel() for p in model.parameters()) if model is not None else None
+    return {
+        "source": source,
+        "parameters": parameters,
+        "dtype": str(getattr(target, "dtype", "")).removeprefix("torch."),
+        "device": str(getattr(target, "device", "cpu")),
+        "context": target.context_length,
+        "trees": target.capabilities.tree_mask,
+    }
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    console = screen()
+    _print_facts(console, report)
+    table = Table(title="scoring n tokens in one call", title_justify="left", title_style="bold")
+    for name in ("tokens", "median ms", "ratio to 1"):
+        table.add_column(name, justify="right")
+    for row in report["scoring"]:
+        table.add_row(str(row["tokens"]), f"{row['median_ms']:.2f}", f"{row['ratio']:.2f}")
+    console.print(table)
+    table = Table(title="threads", title_justify="left", title_style="bold")
+    for name in ("threads", "1 token, ms", "16 tokens, ms"):
+        table.add_column(name, justify="right")
+    for row in report["thread_check"]:
+        cells = [f"{row[k]:.2f}" if row[k] is not None else "" for k in ("one_token_ms", "sixteen_tokens_ms")]
+        table.add_row(str(row["threads"]), *cells)
+    console.print(table)
+    if report["draft"]:
+        draft = report["draft"]
+        console.print(
+            f"draft ({draft['drafter']}): {draft['step_ms']:.2f} ms per draft token, "
+            f"c = {draft['c']:.2f} of a target step; overhead {draft['overhead_share']:.0%} of a round",
+            soft_wrap=True,
+        )
+    console.print("recommendations", style="bold")
+    for line in report["recommendations"]:
+        console.print(f"- {line}", soft_wrap=True)
+
+
+def _print_facts(console: Console, report: dict[str, Any]) -> None:
+    versions, hardware, threads, target = (report[key] for key in ("versions", "hardware", "threads", "target"))
+    variables = ", ".join(f"{k}={v}" for k, v in threads["variables"].items() if v is not None) or "none set"
+    load = "" if threads["load"] is None else f", load {threads['load']:.1f}"
+    size = "" if target["parameters"] is None else f", {target['parameters'] / 1e6:.1f}M parameters"
+    dtypes = ", ".join(
+        f"{row['dtype']} {row['linear_ms'] * 1000:.0f} us" if row["supported"] else f"{row['dtype']} not supported"
+        for row in report["dtypes"]
+    )
+    facts = {
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "CPU": f"{hardware['cpu']}, {hardware['cores']} cores, {' '.join(hardware['cpu_flags'])}".rstrip(", "),
+        "GPU": ", ".join(hardware["gpus"]) or ("Apple MPS" if hardware["mps"] else "none"),
+        "threads": f"{threads['torch_threads']} in use{load}; {variables}",
+        "target": f"{target['source']}{size}, {target['dtype']} on {target['device']}, context {target['context']}, "
+        + ("takes trees" if target["trees"] else "takes no trees"),
+        "1-row product": dtypes,
+    }
+    for name, value in facts.items():
+        console.print(f"{name:<14} {value}", soft_wrap=True)

@@ -1,0 +1,151 @@
+"""The model card of a trained language model: what it was made from, how, and what it cannot do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CardInfo:
+    """What a training run cannot know by itself.
+
+    Attributes:
+        title: first heading; the folder's name by default.
+        data_note: where the text comes from and under which terms, in a sentence or two.
+        licence: SPDX name of the licence of the weights, for example ``apache-2.0``.
+        purpose: what the model is for.
+    """
+
+    title: str = ""
+    data_note: str = ""
+    licence: str = ""
+    purpose: str = ""
+
+
+LIMITS = (
+    "It is a small base model for testing and measuring speculative decoding. It continues text; it follows no "
+    "instructions, knows few facts, and may repeat itself.",
+    "What it says reflects its training text, mistakes and biases included.",
+    "Its losses below were measured on documents that were held out by a hash of their content. "
+    "Near-duplicates of training documents may be among them.",
+)
+
+
+def write_card(
+    out: Path, report: Mapping[str, Any], data: Sequence[str | Path], command: str, info: CardInfo | None = None
+) -> Path:
+    """Write ``out/README.md`` from a training report (see :func:`foretoken.training.lm.train_lm`).
+
+    Args:
+        out: the model's folder.
+        report: parameters, steps, tokens, corpus, losses, hours, config.
+        data: training paths; only their last parts are named.
+        command: the command line that trains this model.
+        info: what the run cannot know.
+    """
+    info = info or CardInfo()
+    sections = [
+        _front_matter(info),
+        f"# {info.title or out.resolve().name}\n\n{info.purpose or LIMITS[0]}\n",
+        _architecture(report),
+        _data(report, data, info),
+        _training(report, command),
+        _quality(report),
+        _limits(info),
+    ]
+    file = out / "README.md"
+    tmp = out / ".README.md.tmp"
+    tmp.write_text("\n".join(sections), encoding="utf-8")
+    return tmp.replace(file)
+
+
+def _front_matter(info: CardInfo) -> str:
+    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- foretoken"]
+    if info.licence:
+        lines.insert(0, f"license: {info.licence}")
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items()), ""])
+
+
+def _architecture(report: Mapping[str, Any]) -> str:
+    config = report["config"]
+    rows = {
+        "architecture": "Llama, tied embeddings, bfloat16 weights",
+        "parameters": f"{report['parameters']:,}",
+        "layers": str(config["layers"]),
+        "hidden size": str(config["hidden"]),
+        "feed-forward size": str(config["ffn"]),
+        "attention heads": f"{config['heads']} ({config['kv_heads']} key-value heads)",
+        "vocabulary": f"{config['vocab']:,} (byte-level BPE)",
+        "context": f"{config['context']:,} tokens",
+    }
+    return f"## Architecture\n\n{_table(rows)}"
+
+
+def _data(report: Mapping[str, Any], data: Sequence[str | Path], info: CardInfo) -> str:
+    corpus = report["corpus"]
+    rows = {
+        split: ", ".join(f"{corpus[key][unit]:,} {unit}" for unit in ("documents", "bytes", "tokens"))
+        for split, key in (("training", "train"), ("held out", "held"))
+    }
+    names = ", ".join(f"`{Path(path).name}`" for path in data)
+    note = info.data_note or "The run did not say where the text comes from."
+    return f"## Data\n\n{note}\n\nTrained on {names}.\n\n{_table(rows)}"
+
+
+def _training(report: Mapping[str, Any], command: str) -> str:
+    tokens, available = report["tokens"], report["corpus"]["train"]["tokens"]
+    passes = f" ({tokens / available:.2f} passes over the training text)" if available else ""
+    rows = {
+        "steps": f"{report['steps']:,}",
+        "tokens seen": f"{tokens:,}{passes}",
+        "optimizers": f"Muon for the blocks' matrices, AdamW for the rest, learning rate {report['config']['lr']:g}",
+        "time": f"{report['hours']:.2f} hours",
+    }
+    return f"## Training\n\n```\n{command}\n```\n\n{_table(rows)}"
+
+
+def _quality(report: Mapping[str, Any]) -> str:
+    held = report["held_loss_nats_per_token"]
+    if held is None:
+        return "## Quality\n\nNo document was held out, so nothing was measured.\n"
+    rows = {
+        "held-out loss per token": f"{held:.4f} nats ({held / math.log(2):.4f} bits), perplexity {math.exp(held):.2f}",
+        "held-out loss per byte": f"{report['held_bits_per_byte']:.4f} bits",
+    }
+    return f"## Quality\n\n{_table(rows)}"
+
+
+def _limits(info: CardInfo) -> str:
+    licence = f"The weights are under {info.licence}." if info.licence else "The run did not state a licence."
+    return "\n".join(["## Licence and limits", "", licence, "", *(f"- {line}" for line in LIMITS), ""])
+
+
+def command_line(
+    config: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    data: Sequence[str | Path],
+    out: Path,
+    folders: Mapping[str, Path | None] | None = None,
+) -> str:
+    """The ``foretoken train lm`` command of a run: options that differ from the defaults, last parts of paths."""
+    words = ["foretoken train lm"]
+    words += [f"--data {Path(path).name}" for path in data]
+    words.append(f"--out {out.resolve().name}")
+    words += [f"--{key.replace('_', '-')} {path.name}" for key, path in (folders or {}).items() if path is not None]
+    options = {key: value for key, value in config.items() if value != defaults[key] and key in COMMAND_OPTIONS}
+    words += [f"--{key.replace('_', '-')} {value}" for key, value in options.items()]
+    return " ".join(words)
+
+
+COMMAND_OPTIONS = (
+    "steps", "hidden", "layers", "heads", "kv_heads", "ffn", "context", "vocab", "batch_size", "lr", "seed",
+)  # fmt: skip
+"""Settings that have an option of the same name."""

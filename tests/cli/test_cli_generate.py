@@ -1,0 +1,165 @@
+"""``foretoken generate``: text, JSON, comparison, colours."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foretoken as ft
+from foretoken.cli.explain import explained, token_texts
+from foretoken.cli.generate import DEFAULT_PROMPT
+
+STATS = {
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_accepted_tokens_per_pos",
+    "acceptance_rate",
+    "mean_acceptance_length",
+    "draft_s",
+    "target_s",
+    "verify_s",
+    "overhead_s",
+    "prefill_s",
+    "total_s",
+    "tokens_per_s",
+}
+PROMPT = "for item in"
+
+
+def expected(target: str, prompt: str = PROMPT, **options: Any) -> ft.Output:
+    return ft.load(target, drafter=None).generate(prompt, max_new_tokens=12, **options)
+
+
+def test_the_text_is_streamed_to_stdout_and_counts_go_to_stderr(run: Any, target: str) -> None:
+    result = run("generate", PROMPT, "--target", target, "--max-new-tokens", "12")
+    assert result.code == 0
+    assert result.out == expected(target).text + "\n"
+    assert "12 tokens" in result.err and "tokens/s" in result.err
+
+
+def test_json_is_the_only_line_and_has_the_fields_of_the_contract(run: Any, target: str, draft: str) -> None:
+    result = run(
+        "generate", PROMPT, "--target", target, "--drafter", f"model:{draft},k=3", "--max-new-tokens", "12", "--json"
+    )
+    want = expected(target)
+    assert set(result.json) == {"text", "token_ids", "finish_reason", "stats"}
+    assert (result.json["text"], result.json["token_ids"]) == (want.text, want.token_ids)
+    assert result.json["finish_reason"] == want.finish_reason
+    assert set(result.json["stats"]) >= STATS
+    assert result.json["stats"]["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("source", ["file", "stdin", "dash"])
+def test_the_prompt_comes_from_a_file_or_stdin(
+    run: Any, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(PROMPT)
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT if source != "file" else ""))
+    arguments = {"file": ["--prompt-file", str(file)], "stdin": [], "dash": ["-"]}[source]
+    result = run("generate", *arguments, "--target", target, "--max-new-tokens", "12", "--json")
+    assert result.json["token_ids"] == expected(target).token_ids
+
+
+def test_without_a_prompt_the_built_in_one_is_completed(run: Any, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    result = run("generate", "--target", target, "--max-new-tokens", "12", "--json")
+    assert result.json["token_ids"] == expected(target, DEFAULT_PROMPT).token_ids
+
+
+def test_a_stop_string_ends_the_text(run: Any, target: str) -> None:
+    whole = expected(target).text
+    stop = whole[3:6]
+    result = run("generate", PROMPT, "--target", target, "--max-new-tokens", "12", "--stop", stop, "--json")
+    assert result.json["text"] == whole[: whole.index(stop)]
+    assert result.json["finish_reason"] == "stop"
+    streamed = run("generate", PROMPT, "--target", target, "--max-new-tokens", "12", "--stop", stop)
+    assert streamed.out == whole[: whole.index(stop)] + "\n"
+
+
+def test_a_seed_fixes_sampled_text(run: Any, target: str) -> None:
+    common = ("generate", PROMPT, "--target", target, "--max-new-tokens", "12", "--temperature", "1.0", "--json")
+    texts = [run(*common, "--seed", seed).json["token_ids"] for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_profile_fills_what_is_left_at_auto(run: Any, target: str, draft: str, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(f'{{"drafter": "model:{draft},k=2", "controller": "constant,k=2", "measured": [1]}}')
+    common = ("generate", PROMPT, "--target", target, "--max-new-tokens", "12", "--json", "--profile", str(profile))
+    from_profile = run(*common).json["stats"]
+    assert from_profile["num_draft_tokens"] > 0
+    chosen = run(*common, "--drafter", "none").json["stats"]
+    assert chosen["num_draft_tokens"] == 0
+
+
+# -- comparison ------------------------------------------------------------------------------------------------------
+
+
+def test_compare_json(run: Any, target: str, draft: str) -> None:
+    result = run(
+        "generate", PROMPT, "--target", target, "--drafter", f"model:{draft},k=3", "--max-new-tokens", "12",
+        "--compare", "--repeat", "2", "--json",
+    ).json  # fmt: skip
+    assert set(result) == {"plain", "speculative", "speedup", "identical", "first_difference"}
+    for arm in ("plain", "speculative"):
+        assert set(result[arm]) == {"text", "token_ids", "stats"}
+        assert set(result[arm]["stats"]) >= STATS
+        assert result[arm]["token_ids"] == expected(target).token_ids
+    ratio = result["speculative"]["stats"]["tokens_per_s"] / result["plain"]["stats"]["tokens_per_s"]
+    assert result["speedup"] == pytest.approx(ratio)
+    assert result["plain"]["stats"]["num_draft_tokens"] == 0 < result["speculative"]["stats"]["num_draft_tokens"]
+    assert result["identical"] is True and result["first_difference"] is None
+
+
+def test_compare_reports_where_a_lossy_rule_parts_from_plain_decoding(run: Any, target: str, draft: str) -> None:
+    result = run(
+        "generate", PROMPT, "--target", target, "--drafter", f"model:{draft},k=3", "--verifier", "min_block,min_accepted=3",
+        "--allow-lossy", "--max-new-tokens", "40", "--compare", "--repeat", "1", "--json",
+    ).json  # fmt: skip
+    position = result["first_difference"]["position"]
+    one, other = result["plain"]["token_ids"], result["speculative"]["token_ids"]
+    assert result["identical"] is False
+    assert one[:position] == other[:position] and one[position] != other[position]
+    assert result["first_difference"]["logit_gap"] > 0
+
+
+def test_compare_for_people(run: Any, target: str, draft: str) -> None:
+    result = run(
+        "generate", PROMPT, "--target", target, "--drafter", f"model:{draft}", "--max-new-tokens", "12", "--compare",
+        "--repeat", "1", "--explain",
+    )  # fmt: skip
+    for words in ("plain", "speculative", "speed-up", "output identical: yes", "mean acceptance length", "draft "):
+        assert words in result.out
+    assert "accepted draft token" in result.out
+
+
+# -- colours ---------------------------------------------------------------------------------------------------------
+
+
+def test_explain_marks_tokens_without_colour_and_colours_them_with_it(
+    run: Any, target: str, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ("generate", PROMPT, "--target", target, "--drafter", f"model:{draft}", "--max-new-tokens", "16", "--explain")
+    marked = run(*common).out
+    assert "[text]" in marked and "\x1b[" not in marked
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    coloured = run(*common).out
+    assert "\x1b[32m" in coloured and "[text]" not in coloured
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "[text]" in run(*common).out
+
+
+def test_explained_tokens_spell_the_text(target: str, draft: str) -> None:
+    llm = ft.load(target, drafter=f"model:{draft},k=3")
+    output = llm.generate(PROMPT, max_new_tokens=40)
+    assert {"accepted", "recovered"} <= set(output.origins)
+    assert "".join(token_texts(llm.tokenizer, output.token_ids, output.text)) == output.text
+    assert explained(output, llm.tokenizer, colour=True).plain == output.text
+    stop = output.text[5:8]
+    cut = llm.generate(PROMPT, max_new_tokens=40, stop=stop)
+    assert explained(cut, llm.tokenizer, colour=True).plain == cut.text == output.text[: output.text.index(stop)]

@@ -1,0 +1,179 @@
+"""``foretoken parity``: right pairs pass, planted differences fail, ties are told from bugs."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from foretoken.bench.difference import Difference, first_difference, next_logits, tie_tolerance
+from foretoken.bench.law import chi_square_p, uniform_place, uniformity_p
+from foretoken.bench.parity import Settings, read_prompts, run_parity
+from foretoken.models.table import TableModel
+from foretoken.types import Rng
+
+FIELDS = {"drafter", "verifier", "mode", "prompts", "identical", "ties", "differences", "p_value"}
+
+
+def parity(run: Any, target: str, *more: str) -> Any:
+    return run("parity", "--target", target, "--max-new-tokens", "16", "--samples", "128", *more)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_untrained_drafters_pass_and_the_json_is_the_contract(run: Any, target: str) -> None:
+    result = parity(run, target, "--json")
+    assert result.code == 0
+    found = result.json
+    assert set(found) == {"passed", "checks"} and found["passed"] is True
+    assert all(set(check) == FIELDS for check in found["checks"])
+    modes = Counter(check["mode"] for check in found["checks"])
+    assert modes["greedy"] == modes["sampled"] >= 2
+    assert modes["transformers"] == modes["greedy"] + 1  # plain decoding is compared with it too
+    assert "model" not in {check["drafter"] for check in found["checks"]}  # it needs a path on this target
+    for check in found["checks"]:
+        assert check["differences"] == 0
+        assert (check["p_value"] is None) == (check["mode"] != "sampled")
+        if check["mode"] != "sampled":
+            assert check["identical"] + check["ties"] == check["prompts"] == 4
+
+
+def test_the_chosen_drafters_are_checked(run: Any, target: str, draft: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "add"}\n{"turns": ["for item", "more"]}\n')
+    specs = (f"model:{draft},k=3", f"model:{draft},tree=2x2x1")
+    result = parity(run, target, "--drafter", specs[0], "--drafter", specs[1], "--prompts", str(prompts), "--json")
+    assert result.code == 0
+    checks = result.json["checks"]
+    assert [c["drafter"] for c in checks if c["mode"] == "greedy"] == list(specs)
+    assert {c["verifier"] for c in checks if c["mode"] == "sampled"} == {"block", "traversal"}
+    assert {c["prompts"] for c in checks if c["mode"] == "greedy"} == {2}
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_a_rule_that_changes_the_output_fails(run: Any, target: str, draft: str, mode: str) -> None:
+    rule = {"greedy": "min_block,min_accepted=3", "sampled": "lenient,lenience=0.05"}[mode]
+    result = parity(
+        run, target, "--drafter", f"model:{draft},k=3", "--verifier", rule, "--allow-lossy", "--json",
+    )  # fmt: skip
+    assert result.code == 1
+    assert result.json["passed"] is False
+    assert any(check["mode"] == mode and check["differences"] for check in result.json["checks"])
+
+
+def test_for_people(run: Any, target: str, draft: str) -> None:
+    assert "passed" in parity(run, target, "--drafter", "ngram").out
+    failed = parity(
+        run, target, "--drafter", f"model:{draft}", "--verifier", "min_block,min_accepted=3", "--allow-lossy"
+    )
+    assert failed.code == 1
+    assert "FAILED" in failed.out and "a real difference" in failed.out
+
+
+def test_a_drafter_that_does_not_fit_is_an_error_when_it_was_asked_for(run: Any, target: str) -> None:
+    result = parity(run, target, "--drafter", "model")
+    assert result.code == 2 and "model:PATH" in result.err
+
+
+# -- toy targets -----------------------------------------------------------------------------------------------------
+
+
+def test_a_table_model_has_no_outside_reference() -> None:
+    target = TableModel.random(6, seed=3)
+    report = run_parity(target, None, ["ngram"], [[1, 2, 1, 2]], Settings(max_new_tokens=12, samples=64))
+    assert report.passed
+    assert [check.mode for check in report.checks] == ["greedy", "sampled"]
+
+
+def test_nothing_compared_is_not_a_pass() -> None:
+    report = run_parity(TableModel.random(6), None, [], [[1]], Settings(samples=0))
+    assert report.checks == [] and not report.passed
+
+
+# -- differences -----------------------------------------------------------------------------------------------------
+
+
+def tied(gap: float) -> TableModel:
+    """After every prefix tokens 1 and 2 lead, ``gap`` apart in logits; token 0 is far behind."""
+    return TableModel(lambda _: torch.softmax(torch.tensor([-9.0, 0.0, -gap], dtype=torch.float64), -1), 3)
+
+
+def test_equal_outputs_have_no_difference() -> None:
+    assert first_difference(tied(0.1), [0], [1, 1, 1], [1, 1, 1]) is None
+
+
+def test_the_gap_is_measured_where_the_outputs_part() -> None:
+    found = first_difference(tied(0.25), [0], [1, 1, 1, 1], [1, 1, 2, 0])
+    assert found is not None
+    assert (found.position, found.is_tie) == (2, False)
+    assert found.logit_gap == pytest.approx(0.25)
+
+
+def test_a_gap_within_rounding_is_a_tie_and_a_wrong_token_is_not() -> None:
+    target = tied(1e-12)
+    near, wrong = first_difference(target, [0], [1], [2]), first_difference(target, [0], [1], [0])
+    assert near is not None and near.is_tie
+    assert wrong is not None and not wrong.is_tie
+
+
+def test_an_output_that_ends_early_is_a_real_difference() -> None:
+    found = first_difference(tied(0.0), [0], [1, 1, 1], [1, 1])
+    assert found == Difference(2, None, found.tolerance if found else 0.0)
+    assert found is not None and not found.is_tie
+
+
+def test_the_tolerance_follows_the_dtype() -> None:
+    logits = torch.tensor([-float("inf"), 20.0, 3.0])
+    sizes = [tie_tolerance(logits.to(dtype)) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    assert sizes[0] < sizes[1] < sizes[2] < 1
+
+
+def test_next_logits_release_their_sequence(target: str) -> None:
+    from foretoken.loading import load_model
+
+    model = load_model(target)
+    one, other = next_logits(model, [1, 2, 3]), next_logits(model, [1, 2, 3])
+    assert torch.equal(one, other) and one.shape == (320,)
+    assert model._sequences == []  # type: ignore[attr-defined]
+
+
+# -- statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_chi_square_is_scipys() -> None:
+    counts, expected = torch.tensor([30.0, 14.0, 34.0, 45.0]), torch.tensor([25.0, 25.0, 35.0, 38.0])
+    assert chi_square_p(counts, expected) == pytest.approx(chisquare(counts, expected).pvalue, rel=1e-6)
+
+
+def test_small_cells_are_merged_and_impossible_tokens_fail() -> None:
+    assert chi_square_p(torch.tensor([1.0, 0.0, 50.0]), torch.tensor([0.5, 0.5, 50.0])) > 0.5
+    assert chi_square_p(torch.tensor([1.0, 50.0]), torch.tensor([0.0, 51.0])) == 0.0
+
+
+def test_places_of_true_draws_are_uniform_and_those_of_others_are_not() -> None:
+    law = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64)
+    wrong = torch.tensor([0.35, 0.35, 0.2, 0.1], dtype=torch.float64)
+    generator, coins = torch.Generator().manual_seed(5), Rng(6)
+    for drawn_from, is_right in ((law, True), (wrong, False)):
+        tokens = torch.multinomial(drawn_from, 1000, replacement=True, generator=generator).tolist()
+        p_value = uniformity_p([uniform_place(law, token, coins.uniform()) for token in tokens])
+        assert (p_value > 1e-3) is is_right
+    assert uniformity_p([uniform_place(torch.tensor([1.0, 0.0]), 1, 0.5)] * 9) == 0.0
+
+
+# -- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "three"}).encode()))
+    assert read_prompts(tmp_path / "a.txt") == ["one", "two"]
+    assert read_prompts(tmp_path / "b.jsonl.gz") == ["three"]
+    assert len(read_prompts(None)) >= 3

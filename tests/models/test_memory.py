@@ -1,0 +1,63 @@
+"""Ten thousand tokens leave nothing behind but the cache."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import torch
+from checkpoints import checkpoint, prompt_of
+
+import foretoken as ft
+from foretoken.drafters.model import ModelDrafter
+from foretoken.models.cache import CHUNK
+from foretoken.models.huggingface import HuggingFaceModel
+
+
+def live_tensors() -> tuple[int, int]:
+    """How many tensors are alive, and the bytes of their storages."""
+    gc.collect()
+    storages = {}
+    count = 0
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            count += 1
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return count, sum(storages.values())
+
+
+def test_nothing_grows_over_ten_thousand_tokens(tmp_path: Path) -> None:
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 1200}
+    target, draft = (checkpoint(tmp_path / n, "llama", "float32", **small) for n in ("target", "draft"))
+    assert isinstance(target, HuggingFaceModel)
+    assert isinstance(draft, HuggingFaceModel)
+    llm = ft.load(target, drafter=ModelDrafter(draft, k=8))
+
+    def generate(seed: int) -> weakref.ref[object]:
+        output = llm.generate(prompt_of(20, seed=seed), max_new_tokens=1000, ignore_eos=True)
+        assert len(output.token_ids) == 1000
+        assert output.stats.mean_acceptance_length > 5  # the same weights: nearly everything is accepted
+        return weakref.ref(output)
+
+    generate(0)
+    cache_bytes = [model.cache.num_bytes() for model in (target, draft)]
+    before = live_tensors()
+    outputs = [generate(seed) for seed in range(1, 10)]
+    after = live_tensors()
+    assert [model.cache.num_bytes() for model in (target, draft)] == cache_bytes
+    # Keys and values of about 1020 tokens, 4 heads of 4 numbers, 4 bytes each, in whole chunks of slots.
+    assert 1020 <= target.cache.num_slots <= 1020 + 2 * CHUNK
+    assert cache_bytes[0] == 2 * target.cache.num_slots * 4 * 4 * 4
+    assert after == before
+    assert not any(output() for output in outputs)
+    assert target._sequences == draft._sequences == []
+    assert not llm.engine.busy
+
+
+def test_the_counter_sees_a_kept_tensor() -> None:
+    """The control."""
+    count, size = live_tensors()
+    kept = torch.zeros(1000)
+    assert live_tensors() == (count + 1, size + kept.nbytes)
