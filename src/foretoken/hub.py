@@ -43,7 +43,7 @@ STATEFUL = (
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
     """What ``return_dict_in_generate=True`` gives: ``sequences`` [B, n], and one :class:`SpecStats` per row."""
 
-    stats: list[SpecStats] = field(default_factory=list)
+    stats: list[SpecStats] | None = None  # Transformers allows one required field only
 
 
 def custom_generate(

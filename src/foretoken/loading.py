@@ -84,14 +84,21 @@ def check_folder(folder: Path) -> None:
                 "convert them with save_pretrained(safe_serialization=True)"
             )
         raise LoadError(f"{folder} holds no *.safetensors weights: the checkpoint is incomplete")
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        wanted = set(json.loads(index.read_text())["weight_map"].values())
-        missing = wanted - {p.name for p in shards}
-        if missing:
-            raise LoadError(f"{folder} lacks {sorted(missing)[0]}: copy the missing shards and try again")
+    missing = _indexed_shards(folder / "model.safetensors.index.json") - {p.name for p in shards}
+    if missing:
+        raise LoadError(f"{folder} lacks {sorted(missing)[0]}: copy the missing shards and try again")
     for shard in shards:
         _check_shard(shard)
+
+
+def _indexed_shards(index: Path) -> set[str]:
+    """File names that a shard index lists; none when there is no index."""
+    if not index.exists():
+        return set()
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise LoadError(f"{index} is damaged or half-written: copy it again") from None
 
 
 def _check_shard(shard: Path) -> None:
@@ -145,7 +152,11 @@ def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.d
     hf_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
+            path,
+            dtype=dtype or "auto",
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, in one line
         )
     except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -154,9 +165,16 @@ def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.d
         hf_logging.set_verbosity(before)
         hf_logging.enable_progress_bar()
     model, info = loaded
+    for key, found, wanted in sorted(info.get("mismatched_keys", ())):
+        raise LoadError(
+            f"{path} has a config.json that does not fit its weights: {key} is {list(found)} in the file and "
+            f"{list(wanted)} in the configuration; copy both from the same checkpoint"
+        )
     missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
     if missing:
-        raise LoadError(f"{path} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete")
+        raise LoadError(
+            f"{path} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
+        )
     return model.to(device) if device is not None else model
 
 
@@ -193,8 +211,8 @@ def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> No
     differing = sorted(set(mine.items()) ^ set(theirs.items()), key=lambda item: item[1])
     token, index = differing[0]
     raise ValueError(
-        f"the draft model {name} has another tokenizer than the target ({len(differing)} entries differ, first {token!r} "
-        f"= {index}): use a draft model of the same family, or a drafter that needs no model, for example 'ngram'"
+        f"the draft model {name} has another tokenizer than the target ({len(differing)} entries differ, first "
+        f"{token!r} = {index}): use a draft model of the same family, or a drafter that needs none, for example 'ngram'"
     )
 
 
@@ -235,12 +253,12 @@ def build_drafter(
     options = convert_options("drafter", parsed.name, cls, parsed.options)
     builder = getattr(cls, "build", None)
     if builder is not None:
-        return builder(  # type: ignore[no-any-return]
+        return builder(
             parsed.path, target=target, target_source=target_source, tokenizer=tokenizer, device=device, **options
         )
     if parsed.path is not None:
         raise ValueError(f"drafter {parsed.name!r} takes no path; its options: {row.example}")
-    return cls(**options)  # type: ignore[no-any-return]
+    return cls(**options)
 
 
 def build_draft_model(
@@ -253,7 +271,9 @@ def build_draft_model(
     """
     if path is None:
         if str(target_source) != BUILTIN:
-            raise ValueError("drafter 'model' needs a path for this target: model:PATH (a draft LM of the same tokenizer)")
+            raise ValueError(
+                "drafter 'model' needs a path for this target: model:PATH (a draft LM of the same tokenizer)"
+            )
         path = BUILTIN
     # A draft model's law may be anything: small ones are fastest in float32 on CPU (docs/log.md).
     on_cpu = device is None or str(device) == "cpu"
@@ -296,4 +316,3 @@ def default_drafter(target_source: Any) -> str:
     """What ``drafter="auto"`` means: the built-in draft model for the built-in target, else n-grams."""
     has_draft = (ZOO / "draft" / "config.json").exists()
     return "model" if str(target_source) == BUILTIN and has_draft else "ngram"
-

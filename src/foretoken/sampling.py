@@ -142,8 +142,8 @@ class Sampler:
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
         if self.params.temperature != 1.0:
-            # Shifted first: a tiny temperature must not overflow to inf - inf.
-            scores = (scores - best) / self.params.temperature
+            # Shifted first, and never divided by what rounds to 0: a tiny temperature must not give inf - inf or 0 / 0.
+            scores = (scores - best) / max(self.params.temperature, torch.finfo(scores.dtype).tiny)
         laws = torch.softmax(scores, -1)
         return self._filtered(laws) if self._filters else laws
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import foretoken as ft
+from foretoken.cli import generate
 from foretoken.cli.explain import explained, token_texts
 from foretoken.cli.generate import DEFAULT_PROMPT
 
@@ -71,6 +73,20 @@ def test_without_a_prompt_the_built_in_one_is_completed(run: Any, target: str, m
     assert result.json["token_ids"] == expected(target, DEFAULT_PROMPT).token_ids
 
 
+def test_an_open_but_silent_pipe_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setattr(generate, "STDIN_WAIT_S", 0.01)
+    with os.fdopen(reader) as silent, os.fdopen(writer, "w") as other:
+        monkeypatch.setattr("sys.stdin", silent)
+        assert generate.read_prompt(None, None) == DEFAULT_PROMPT
+        assert "nothing on stdin" in capsys.readouterr().err
+        other.write(PROMPT)
+        other.close()
+        assert generate.read_prompt(None, None) == PROMPT
+
+
 def test_a_stop_string_ends_the_text(run: Any, target: str) -> None:
     whole = expected(target).text
     stop = whole[3:6]
@@ -118,8 +134,8 @@ def test_compare_json(run: Any, target: str, draft: str) -> None:
 
 def test_compare_reports_where_a_lossy_rule_parts_from_plain_decoding(run: Any, target: str, draft: str) -> None:
     result = run(
-        "generate", PROMPT, "--target", target, "--drafter", f"model:{draft},k=3", "--verifier", "min_block,min_accepted=3",
-        "--allow-lossy", "--max-new-tokens", "40", "--compare", "--repeat", "1", "--json",
+        "generate", PROMPT, "--target", target, "--drafter", f"model:{draft},k=3", "--verifier",
+        "min_block,min_accepted=3", "--allow-lossy", "--max-new-tokens", "40", "--compare", "--repeat", "1", "--json",
     ).json  # fmt: skip
     position = result["first_difference"]["position"]
     one, other = result["plain"]["token_ids"], result["speculative"]["token_ids"]
@@ -144,7 +160,17 @@ def test_compare_for_people(run: Any, target: str, draft: str) -> None:
 def test_explain_marks_tokens_without_colour_and_colours_them_with_it(
     run: Any, target: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    common = ("generate", PROMPT, "--target", target, "--drafter", f"model:{draft}", "--max-new-tokens", "16", "--explain")
+    common = (
+        "generate",
+        PROMPT,
+        "--target",
+        target,
+        "--drafter",
+        f"model:{draft}",
+        "--max-new-tokens",
+        "16",
+        "--explain",
+    )
     marked = run(*common).out
     assert "[text]" in marked and "\x1b[" not in marked
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -17,7 +17,10 @@ from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.ngram_cache import NgramCacheDrafter
+from foretoken.drafters.recycling import RecyclingDrafter
+from foretoken.drafters.sam import SamDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.trees.operations import first_nodes, from_paths
 
@@ -59,6 +62,15 @@ CASES: dict[str, list[Case]] = {
         Case("prompt", lambda target, draft: LookaheadDrafter(w=4, n=4, g=3, pool_from_prompt=True, shift="accepted")),
     ],
     "ngram_cache": [Case("context", lambda target, draft: NgramCacheDrafter(k=3, share=False))],
+    "suffix": [
+        Case("path", lambda target, draft: SuffixDrafter(k=4, share=False)),
+        Case("tree", lambda target, draft: SuffixDrafter(k=6, tree=True, factor=2.0, share=False)),
+    ],
+    "sam": [
+        Case("dynamic", lambda target, draft: SamDrafter(k=3)),
+        Case("static", lambda target, draft: SamDrafter(k=3, bias=0, corpus=[[0, 1, 2, 3, 1, 2, 0], [3, 3, 0, 1]])),
+    ],
+    "recycling": [Case("tree", lambda target, draft: RecyclingDrafter(nodes=6, share=False))],
     "scripted": [
         Case("chain", lambda target, draft: ScriptedDrafter("1 2 0")),
         Case(

@@ -1,6 +1,6 @@
-"""Every supported architecture: scores of a committed prefix plus a scratch tree equal the model's own plain forward.
+"""Every supported architecture: scores of a committed prefix plus a scratch tree equal the plain forward.
 
-The reference is always Transformers' forward on the whole text of one path: no cache, no mask of ours, its own attention.
+The reference is always Transformers' forward on the whole text of one path: no cache, its own mask and attention.
 """
 
 from __future__ import annotations

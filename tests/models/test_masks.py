@@ -10,7 +10,13 @@ from torch import Tensor
 
 from foretoken.models.masks import LayerMask, RowPlan, additive_mask, ancestor_matrix, row_allowed
 
-LAYERS = [LayerMask(), LayerMask("sliding", 3), LayerMask("sliding", 1), LayerMask("chunked", 4), LayerMask("sliding", 99)]
+LAYERS = [
+    LayerMask(),
+    LayerMask("sliding", 3),
+    LayerMask("sliding", 1),
+    LayerMask("chunked", 4),
+    LayerMask("sliding", 99),
+]
 
 
 def plan(rng: random.Random, committed: int, size: int, new: int, chain: bool = False) -> RowPlan:

@@ -75,7 +75,9 @@ def reference(target: SequentialModel, prompt: Sequence[int]) -> list[int]:
     """Greedy tokens of ``transformers.generate``."""
     ids = torch.tensor([list(prompt)])
     options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
-    return target.model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)[0, len(prompt) :].tolist()
+    return target.model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)[
+        0, len(prompt) :
+    ].tolist()
 
 
 def by_hand(target: SequentialModel, prompt: Sequence[int]) -> list[int]:
@@ -149,7 +151,7 @@ def test_chain_logits_and_taps_are_the_plain_ones(target: SequentialModel) -> No
         target.commit(sequence, [0, 1])
         text = [*prompt, 3]
     else:
-        (one,) = target.forward([Feed(sequence, prompt[-1:])])
+        target.forward([Feed(sequence, prompt[-1:])])
         target.commit(sequence, [0])
         text = prompt
     (rows,) = target.forward([Feed(sequence, [9])], ["last"])

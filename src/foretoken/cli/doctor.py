@@ -38,11 +38,13 @@ def _measure(common: Common, repeat: int) -> dict[str, Any]:
     from foretoken.bench import machine
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, console=screen(stderr=True), transient=True) as bar:
+    # Drawn between the measurements only: an animated bar would take time from them.
+    with Progress(*columns, console=screen(stderr=True), transient=True, auto_refresh=False) as bar:
         task = bar.add_task("loading", total=5)
+        bar.refresh()
 
         def stage(name: str) -> None:
-            bar.update(task, advance=1, description=name)
+            bar.update(task, advance=1, description=name, refresh=True)
 
         llm = common.load()
         target = llm.target

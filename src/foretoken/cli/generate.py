@@ -11,7 +11,7 @@ import typer
 
 from foretoken.cli.explain import print_explained
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.output import json_only, print_json, screen, status_line
 
 if TYPE_CHECKING:
     from foretoken.bench.compare import Arm, Comparison
@@ -116,12 +116,14 @@ def _stream(llm: Llm, text: str, options: dict[str, Any]) -> None:
     _print_prompt(text)
     stats = first.stats
     sys.stdout.write(first.text)
-    for piece in pieces:
-        sys.stdout.write(piece.text)
+    try:
+        for piece in pieces:
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+            stats = piece.stats or stats
+    finally:  # an interrupted line is ended too
+        sys.stdout.write("\n")
         sys.stdout.flush()
-        stats = piece.stats or stats
-    sys.stdout.write("\n")
-    sys.stdout.flush()
     if stats is not None:
         _print_stats(stats)
 
@@ -150,8 +152,9 @@ def _compare(llm: Llm, text: str, options: dict[str, Any], repeat: int) -> Compa
         raise ValueError("--compare needs a drafter: --drafter none is plain decoding on both sides")
     if options["temperature"] > 0 and options["seed"] is None:
         options = {**options, "seed": 0}
-    with screen(stderr=True).status("warming up") as status:
-        return compare(llm, text, options, repeat, lambda turn: status.update(f"run {turn + 1} of {repeat}"))
+    with status_line() as say:
+        say("warming up")
+        return compare(llm, text, options, repeat, lambda done: say(f"run {min(done + 1, repeat)} of {repeat}"))
 
 
 def _print_comparison(llm: Llm, text: str, result: Comparison, sampled: bool, explain: bool) -> None:
@@ -170,11 +173,11 @@ def _print_comparison(llm: Llm, text: str, result: Comparison, sampled: bool, ex
     console.print(f"speculative  {_speed(result.speculative)}")
     stats = result.speculative.output.stats
     console.print(f"speed-up     {result.speedup:.2f}x", style="bold")
-    console.print(f"output identical: {_identity(result, sampled)}", style="bold")
+    console.print(f"output identical: {_identity(result, sampled)}", style="bold", soft_wrap=True)
     console.print(f"mean acceptance length {stats.mean_acceptance_length:.2f} tokens per round")
     counts = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens"
     console.print(f"acceptance rate {stats.acceptance_rate:.0%} ({counts})")
-    console.print(f"time         {time_split(stats)}")
+    console.print(f"time         {time_split(stats)}", soft_wrap=True)
 
 
 def _speed(arm: Arm) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +23,20 @@ def screen(stderr: bool = False) -> Console:
 def has_colour(console: Console) -> bool:
     """Whether colours will be seen (a terminal or FORCE_COLOR, and no NO_COLOR)."""
     return console.color_system is not None and not console.no_color
+
+
+@contextlib.contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """A line on a terminal's stderr that says what is being done; call it with the next text.
+
+    Drawn only when it changes: an animated one would take time from what is being measured.
+    """
+    from rich.live import Live
+    from rich.text import Text
+
+    console = screen(stderr=True)
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield lambda text: live.update(Text(f"{text} ...", style="dim"), refresh=console.is_terminal)
 
 
 @contextlib.contextmanager

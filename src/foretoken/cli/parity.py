@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.output import json_only, print_json, screen, status_line
 from foretoken.registry import find, parse_spec, rows
 
 if TYPE_CHECKING:
@@ -82,9 +82,8 @@ def _run(common: Common, drafters: list[str] | None, prompts: Path | None, sampl
         samples=samples,
         seed=common.seed or 0,
     )
-    console = screen(stderr=True)
-    with console.status("comparing") as status:
-        return run_parity(target, load_tokenizer(common.target), drafters, texts, settings, status.update)
+    with status_line() as say:
+        return run_parity(target, load_tokenizer(common.target), drafters, texts, settings, say)
 
 
 def _print(report: Report) -> None:

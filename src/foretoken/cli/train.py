@@ -48,6 +48,7 @@ def train_lm_command(
     """Train a small Llama-architecture language model on text; resumes by itself from OUT/checkpoints."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from transformers.utils import logging as hf_logging
 
     from foretoken.training import lm
     from foretoken.training.card import CardInfo
@@ -65,6 +66,7 @@ def train_lm_command(
         lr=lr,
         seed=seed,
     )
+    hf_logging.disable_progress_bar()  # ours is the one to look at
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("training", total=steps)

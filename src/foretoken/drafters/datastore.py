@@ -188,10 +188,18 @@ class Datastore:
         """Number of tokens that can be matched."""
         return len(self.order)
 
-    @property
-    def largest_token(self) -> int:
-        """The largest id that occurs."""
-        return int(self.meta["largest_token"]) if self.meta else int(self.tokens.max())
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """The target must know every token.
+
+        Raises:
+            ValueError: an id outside the vocabulary: the datastore was made with another tokenizer.
+        """
+        largest = int(self.meta["largest_token"]) if self.meta else int(self.tokens.max())
+        if largest >= vocab_size:
+            raise ValueError(
+                f"the datastore holds token {largest} and the target's vocabulary has {vocab_size}: "
+                "it was made with another tokenizer, build it again for this target"
+            )
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int]:
         """Rows ``[low, high)`` of ``order`` whose suffixes begin with ``tokens`` (at most 64 of them)."""

@@ -197,13 +197,13 @@ class ModelDrafter(Drafter):
 
     def _choose(self, tree: _Growing, ranking: Tensor, law: Tensor, width: int) -> list[int]:
         if tree.greedy:
-            return ranking.topk(min(width, len(ranking))).indices.tolist()  # type: ignore[no-any-return]
+            return ranking.topk(min(width, len(ranking))).indices.tolist()
         rng = tree.context.rng
         if self.draw == "iid" or width == 1:
             cdf = law.cumsum(0)
             points = torch.tensor(rng.uniforms(width), dtype=law.dtype, device=law.device) * cdf[-1]
             drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(law) - 1)
-            return _positive(law, drawn).tolist()  # type: ignore[no-any-return]
+            return _positive(law, drawn).tolist()
         return draw_without_replacement(law, width, tree.context)
 
     def _confidence(self, logits: Tensor, law: Tensor, token: int, tree: _Growing) -> tuple[Tensor, float]:

@@ -68,7 +68,7 @@ class Followers:
 
     def of(self, token: int) -> int:
         """How often ``token`` followed."""
-        found = self._counts[self._tokens == token] if len(self._tokens) else ()
+        found = self._counts[self._tokens == token] if len(self._tokens) else _NONE
         return self._row.counts.get(token, 0) + (int(found[0]) if len(found) else 0)
 
     def by_token(self) -> dict[int, int]:

@@ -76,7 +76,9 @@ class TreeCache(Cache):
             self._rows = torch.arange(low, high, device=device)[:, None]
             self._slots = torch.tensor(self._starts, device=device)[:, None] + torch.arange(count, device=device)
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: E501
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store new keys and values [b, H, n, D] as planned; return the used slices [b, H, used, D]."""
         return (
             self._write(self.keys, key_states, layer_idx),
@@ -128,7 +130,7 @@ class TreeCache(Cache):
         """Length and offset of the keys; unused because masks are always passed whole."""
         return self._used, 0
 
-    def get_max_length(self, layer_idx: int = 0) -> int:
+    def get_max_length(self, layer_idx: int | None = None) -> int:
         """Most slots."""
         return self.max_slots
 

@@ -23,7 +23,9 @@ def detect(model: Any) -> Capabilities:
         return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
     if recurrent:
         reason = f"{config.model_type} has {recurrent} layers, whose state cannot be rolled back or branched"
-        return Capabilities(False, False, False, True, False, dict.fromkeys(("tree_mask", "keep_path", "rollback"), reason))
+        return Capabilities(
+            False, False, False, True, False, dict.fromkeys(("tree_mask", "keep_path", "rollback"), reason)
+        )
     if _uses_alibi(config):
         reason = f"{config.model_type} has ALiBi attention layers, which take positions from the cache slot"
         return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))

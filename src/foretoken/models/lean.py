@@ -71,7 +71,7 @@ class LeanForward:
         self.embedding = model.model.embed_tokens.weight.detach()
         kinds = getattr(config, "layer_types", None) if not owner._single_mask else None
         blocks = owner.exact == "bitwise"
-        self.layers = [_Layer(l, kinds[i] if kinds else "", blocks) for i, l in enumerate(model.model.layers)]
+        self.layers = [_Layer(layer, kinds[i] if kinds else "", blocks) for i, layer in enumerate(model.model.layers)]
         self.final_norm = model.model.norm
         self.head = _fused(model.lm_head, blocks=blocks)
         positions = torch.arange(owner.cache.max_slots, device=owner.device)[None]

@@ -20,8 +20,8 @@ ROWS_HINT = 16
 BLOCK = 32
 """Rows per matrix product where bits must not depend on how many rows there are.
 
-oneDNN chooses a kernel, and with it the order of its sums, by the number of rows: for bfloat16 weights [out, in] on a CPU
-with AMX one row differs from several when ``in`` is at most 64, and up to 32 rows from more when it is at least 512.
+oneDNN chooses a kernel, and with it the order of its sums, by the number of rows: for bfloat16 weights [out, in] on a
+CPU with AMX one row differs from several when ``in`` is at most 64, and 32 rows from more when it is at least 512.
 With one constant number of rows a row has the same bits at every place.  32 rows cost a large model as much as one.
 """
 
@@ -63,7 +63,7 @@ class Projection:
 
     def _apply(self, x: Tensor) -> Tensor:
         if self.packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Projection:
         if self.blocks:
             return residual + in_blocks(self._apply, x)
         if self.packed is not None:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")  # type: ignore[no-any-return]
+            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
         if self.bias is not None:
             return residual + F.linear(x, self.weight, self.bias)
         return torch.addmm(residual, x, self.transposed)

@@ -20,7 +20,6 @@ from foretoken.models.capabilities import detect
 from foretoken.models.huggingface import eos_ids
 from foretoken.models.taps import check_taps, decoder_layers, recording
 
-
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
 """What Transformers models call their cache, in their arguments and in their outputs."""
 
@@ -103,7 +102,7 @@ class SequentialModel(LanguageModel):
         if self._cache_name is None:
             text = [*sequence.tokens, *sequence.scratch_tokens, *tokens]
             out = self.model(input_ids=torch.tensor([text], device=self.device), use_cache=False)
-            return out.logits[0, len(text) - len(tokens) :]  # type: ignore[no-any-return]
+            return out.logits[0, len(text) - len(tokens) :]
         cache = self._caches.get(sequence.row)
         if cache is None and self.capabilities.rollback:
             cache = DynamicCache(config=self.config)
@@ -115,7 +114,7 @@ class SequentialModel(LanguageModel):
             self._cache_name = None
             return self._run(sequence, tokens)
         self._caches[sequence.row] = out[self._cache_name]
-        return out.logits[0]  # type: ignore[no-any-return]
+        return out.logits[0]
 
 
 def _cache_name(model: Any) -> str | None:

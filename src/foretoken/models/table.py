@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from time import perf_counter
 
 import torch
@@ -46,15 +47,21 @@ class TableModel(LanguageModel):
         self._opened = 0
 
     @classmethod
-    def random(cls, vocab_size: int, seed: int = 0, order: int = 2, sharpness: float = 1.0, **more: object) -> TableModel:
+    def random(
+        cls, vocab_size: int, seed: int = 0, order: int = 2, sharpness: float = 1.0, **more: object
+    ) -> TableModel:
         """A random Markov model: the law depends on the last ``order`` tokens; larger ``sharpness`` is more certain."""
+
+        @cache
+        def law_of(key: int) -> Tensor:
+            generator = torch.Generator().manual_seed((seed * 1_000_003 + key) % 2**63)
+            return torch.softmax(sharpness * torch.randn(vocab_size, generator=generator, dtype=torch.float64), -1)
 
         def table(prefix: tuple[int, ...]) -> Tensor:
             key = 0
             for token in prefix[-order:] if order else ():
                 key = key * (vocab_size + 1) + token + 1
-            generator = torch.Generator().manual_seed((seed * 1_000_003 + key) % 2**63)
-            return torch.softmax(sharpness * torch.randn(vocab_size, generator=generator, dtype=torch.float64), -1)
+            return law_of(key)
 
         return cls(table, vocab_size, **more)  # type: ignore[arg-type]
 

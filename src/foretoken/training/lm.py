@@ -200,6 +200,7 @@ def train_lm(
     model = build_model(config, int(tokenizer.eos_token_id)).to(device)
     optimizers = make_optimizers(model, config)
     sampler = BlockSampler(corpus_dir / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
+    out.mkdir(parents=True, exist_ok=True)
     start, spent_s = 0, 0.0
     found = latest_checkpoint(out / "checkpoints")
     if found is not None:

@@ -26,12 +26,16 @@ def select(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
 def truncate(tree: TokenTree, max_depth: int) -> TokenTree:
     """Drop draft nodes deeper than ``max_depth``.  Depth does not depend on drawn tokens, so this is always exact.
 
-    Probes stay: they emit nothing.
+    Probes emit nothing: they stay, unless they hang from a node that goes.
     """
     if len(tree) - 1 <= max_depth or max(tree.depths) <= max_depth:
         return tree
     probes = tree.probes or (False,) * len(tree)
-    return select(tree, [n for n in range(len(tree)) if probes[n] or tree.depths[n] <= max_depth])
+    kept = {0}
+    for node in range(1, len(tree)):
+        if tree.parents[node] in kept and (probes[node] or tree.depths[node] <= max_depth):
+            kept.add(node)
+    return select(tree, sorted(kept))
 
 
 def first_nodes(tree: TokenTree, max_nodes: int) -> TokenTree:

@@ -1,0 +1,160 @@
+"""Controllers: their update rules, and that none of them changes the output's law."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from toys import FALSE_ALARM, Law, engine, joint_law, outputs, sampled_p_value, tables
+
+from foretoken import registry
+from foretoken.controllers.base import Controller
+from foretoken.controllers.confidence import ConfidenceController
+from foretoken.controllers.constant import ConstantController
+from foretoken.controllers.heuristic import HeuristicController
+from foretoken.drafters.model import ModelDrafter
+from foretoken.engine.request import Request
+from foretoken.sampling import Sampler, SamplingParams
+from foretoken.types import Budget, Context, Rng, StepRecord
+
+PROMPT = [0, 1, 2, 3, 0, 1]
+MODES = {"T=1": SamplingParams(temperature=1.0), "T=0.6": SamplingParams(temperature=0.6)}
+
+
+def context(request_id: int = 0) -> Context:
+    return Context(request_id, [0], 1, Sampler(SamplingParams()), Rng(0))
+
+
+def record(drafted: int, accepted: int) -> StepRecord:
+    return StepRecord(0, drafted + 1, drafted, accepted, 1, 0.0, 0.0, 0.0, 0.0)
+
+
+# -- update rules ----------------------------------------------------------------------------------------------------
+
+
+def test_constant_takes_its_length_from_the_drafter() -> None:
+    controller = ConstantController()
+    controller.attach(7, 33)
+    assert controller.budget(context(), 1) == Budget(7, 33)
+
+
+def test_constant_keeps_what_it_was_given() -> None:
+    controller = ConstantController(k=3, nodes=9)
+    controller.attach(7, 33)
+    controller.observe(context(), record(3, 0))
+    assert controller.budget(context(), 1) == controller.budget(context(), 8) == Budget(3, 9)
+
+
+@pytest.mark.parametrize(("options", "drafts"), [({}, True), ({"k": 1}, True), ({"k": 0}, False), ({"nodes": 0}, False)])
+def test_constant_says_whether_it_drafts(options: dict[str, int], drafts: bool) -> None:
+    assert ConstantController(**options).drafts is drafts
+
+
+def test_heuristic_two_up_one_down() -> None:
+    controller, request = HeuristicController(start=5), context()
+    controller.attach(8, 64)
+    lengths = []
+    for drafted, accepted in [(5, 5), (7, 6), (6, 6), (8, 0), (7, 1), (6, 0)]:
+        lengths.append(controller.budget(request, 1).max_depth)
+        controller.observe(request, record(drafted, accepted))
+    assert lengths == [5, 7, 6, 8, 7, 6]
+    assert controller.budget(request, 1).max_depth == 5
+
+
+def test_heuristic_keeps_within_its_limits() -> None:
+    controller, request = HeuristicController(start=4, low=2, high=7), context()
+    for _ in range(5):
+        controller.observe(request, record(4, 4))
+    assert controller.budget(request, 1).max_depth == 7
+    for _ in range(9):
+        controller.observe(request, record(4, 3))
+    assert controller.budget(request, 1).max_depth == 2
+
+
+def test_heuristic_ignores_rounds_without_drafts() -> None:
+    controller, request = HeuristicController(start=4), context()
+    controller.observe(request, record(0, 0))
+    assert controller.budget(request, 1).max_depth == 4
+
+
+def test_heuristic_counts_every_request_for_itself() -> None:
+    controller, one, other = HeuristicController(start=4), context(0), context(1)
+    controller.observe(one, record(4, 4))
+    assert (controller.budget(one, 2).max_depth, controller.budget(other, 2).max_depth) == (6, 4)
+
+
+def test_heuristic_starts_from_the_drafter() -> None:
+    controller = HeuristicController()
+    controller.attach(9, 5)
+    budget = controller.budget(context(), 1)
+    assert budget.max_depth == 9 and budget.max_nodes >= 20
+
+
+def test_confidence_hands_out_its_threshold() -> None:
+    controller = ConfidenceController(0.25)
+    controller.attach(6, 40)
+    assert controller.budget(context(), 1) == Budget(6, 40, min_confidence=0.25)
+    given = ConfidenceController(0.25, k=3)
+    given.attach(6, 40)
+    assert given.budget(context(), 1).max_depth == 3
+
+
+def test_a_budget_stops_after_the_unlikely_token() -> None:
+    budget = Budget(5, 64, min_confidence=0.4)
+    assert [budget.stops_after(None, chance) for chance in (0.39, 0.4, 0.41)] == [True, False, False]
+    ruled = Budget(5, 64, stop=lambda law, chance: law is not None and float(law.max()) < 0.5)
+    assert ruled.stops_after(torch.tensor([0.4, 0.3, 0.3]), 0.4) and not ruled.stops_after(torch.tensor([0.6, 0.4]), 0.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("constant", "k=-1"),
+        ("constant", "nodes=-1"),
+        ("heuristic", "start=0"),
+        ("heuristic", "low=0"),
+        ("heuristic", "low=5,high=4"),
+        ("heuristic", "up=-1"),
+        ("heuristic", "down=-1"),
+        ("confidence", "threshold=1.5"),
+        ("confidence", "threshold=-0.1"),
+        ("confidence", "k=0"),
+    ],
+)
+def test_bad_options(name: str, options: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} needs"):
+        registry.make("controller", f"{name},{options}")
+
+
+# -- exactness: every controller of the registry ---------------------------------------------------------------------
+
+CONTROLLERS = [row.example for row in registry.rows("controller")]
+DRAFTERS = {"chain": {"k": 4}, "iid-tree": {"tree": "2x2x1", "draw": "iid"}, "wor-tree": {"tree": "2x2x1"}}
+
+
+@cache
+def laws() -> dict[str, Law]:
+    return {mode: joint_law(tables()[0], params, PROMPT, 4) for mode, params in MODES.items()}
+
+
+def made(spec: str) -> Controller:
+    controller: Controller = registry.make("controller", spec)
+    return controller
+
+
+@pytest.mark.parametrize("shape", DRAFTERS)
+@pytest.mark.parametrize("spec", [*CONTROLLERS, "confidence,threshold=0.8", "heuristic,start=1"])
+def test_controllers_keep_the_law(spec: str, shape: str) -> None:
+    """False alarm 1e-4."""
+    target, draft = tables()
+    speculative = engine(target, ModelDrafter(draft, **DRAFTERS[shape]), None, made(spec), max_batch=4)  # type: ignore[arg-type]
+    assert sampled_p_value(speculative, MODES, laws(), PROMPT, 4, 300) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("spec", CONTROLLERS)
+def test_controllers_keep_greedy_outputs(spec: str) -> None:
+    target, draft = tables()
+    requests = [Request(prompt, max_new_tokens=40) for prompt in (PROMPT, [3], [2, 2, 2])]
+    speculative = engine(target, ModelDrafter(draft, k=4), None, made(spec))
+    assert outputs(speculative, requests) == outputs(engine(target), requests)

@@ -1,0 +1,333 @@
+"""The model drafter: shapes, budgets, recorded laws, draws, its own cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import permutations
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from toys import engine, fixed_tables, llamas, next_logits, serve, tables
+
+from foretoken.controllers.confidence import ConfidenceController
+from foretoken.drafters.model import ModelDrafter, draw_without_replacement, parse_widths
+from foretoken.engine.request import Request
+from foretoken.models.base import Feed, LanguageModel
+from foretoken.sampling import Sampler, SamplingParams
+from foretoken.types import Budget, Context, Kind, Rng, TokenTree
+
+PROMPT = [0, 1, 2, 3, 0, 1]
+T1 = SamplingParams(temperature=1.0)
+RICH = SamplingParams(0.7, 3, 0.95, 0.05, 1.3, 0.3, 0.2, {1: 0.5})
+
+
+def propose(
+    drafter: ModelDrafter, params: SamplingParams = T1, budget: Budget | None = None, seed: int = 0
+) -> tuple[Context, TokenTree]:
+    context = Context(0, list(PROMPT), len(PROMPT), Sampler(params, len(PROMPT)), Rng(seed))
+    drafter.start(context)
+    tree = drafter.propose(context, budget or Budget(10, 64))
+    drafter.finish(context)
+    return context, tree
+
+
+def children_per_depth(tree: TokenTree) -> list[list[int]]:
+    counts: list[list[int]] = []
+    for node, depth in enumerate(tree.depths):
+        counts.extend([] for _ in range(depth + 1 - len(counts)))
+        counts[depth].append(len(tree.children[node]))
+    return counts
+
+
+# -- shapes and budgets ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "params", "kind", "trees"),
+    [
+        ({"k": 3}, T1, Kind.IID, False),
+        ({"k": 3, "draw": "greedy"}, T1, Kind.POINT, False),
+        ({"k": 3}, SamplingParams(), Kind.POINT, False),
+        ({"tree": "3x2"}, T1, Kind.WITHOUT_REPLACEMENT, True),
+        ({"tree": "3x2", "draw": "iid"}, T1, Kind.IID, True),
+        ({"tree": "3x2", "draw": "greedy"}, T1, Kind.POINT, True),
+        ({"tree": "3x2"}, SamplingParams(), Kind.POINT, True),
+        ({"tree": "1x1"}, T1, Kind.IID, False),
+    ],
+)
+def test_kinds(options: dict[str, str], params: SamplingParams, kind: Kind, trees: bool) -> None:
+    drafter = ModelDrafter(tables()[1], **options)  # type: ignore[arg-type]
+    _, tree = propose(drafter, params)
+    assert tree.kind is kind
+    assert (tree.q is None) == (kind is Kind.POINT)
+    assert drafter.draws_trees is trees
+    if params.temperature:
+        assert drafter.kind is kind
+
+
+@pytest.mark.parametrize("draw", ["iid", "without_replacement", "greedy"])
+@pytest.mark.parametrize("tree", ["1", "3", "2x2x1", "3x1x2", "1x1x1x1"])
+def test_every_node_of_a_level_has_its_width(tree: str, draw: str) -> None:
+    widths = parse_widths(tree)
+    _, drawn = propose(ModelDrafter(tables(vocab=5)[1], tree=tree, draw=draw), budget=Budget(10, 1000))
+    levels = children_per_depth(drawn)
+    assert len(levels) == len(widths) + 1
+    assert all(counts == [width] * len(counts) for counts, width in zip(levels, [*widths, 0], strict=True))
+
+
+@pytest.mark.parametrize("draw", ["iid", "without_replacement", "greedy"])
+@pytest.mark.parametrize(("depth", "nodes"), [(1, 64), (2, 64), (3, 1), (3, 2), (3, 5), (3, 7), (0, 64), (3, 0)])
+def test_budgets_limit_depth_and_nodes(draw: str, depth: int, nodes: int) -> None:
+    _, tree = propose(ModelDrafter(tables(vocab=5)[1], tree="3x2x2", draw=draw), budget=Budget(depth, nodes))
+    full = [0, 3, 3 + 6, 3 + 6 + 12][depth]
+    assert len(tree) - 1 == min(full, nodes)
+    assert max(tree.depths) <= depth
+
+
+def test_depths_beyond_k_are_not_drafted() -> None:
+    _, tree = propose(ModelDrafter(tables()[1], k=2), budget=Budget(30, 64))
+    assert len(tree) == 3
+
+
+# -- laws ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"k": 4}, {"tree": "3x2x1", "draw": "iid"}, {"tree": "2x2x2"}], ids=str)
+@pytest.mark.parametrize("params", [T1, RICH], ids=["T=1", "pipeline"])
+def test_recorded_laws_are_the_laws_of_the_prefixes(options: dict[str, str], params: SamplingParams) -> None:
+    """Every node's row of q is the draft model's law after its parent's path, by the request's own pipeline."""
+    _, draft = tables()
+    for seed in range(5):
+        context, tree = propose(ModelDrafter(draft, **options), params, seed=seed)  # type: ignore[arg-type]
+        assert tree.law_of[0] == -1 and len(tree.law_of) == len(tree)
+        for node in range(1, len(tree)):
+            prefix = [*PROMPT, *(tree.tokens[i] for i in tree.path(tree.parents[node])[1:])]
+            law = tree.law(node)
+            assert law is not None
+            torch.testing.assert_close(law, context.maker.law(next_logits(draft, prefix), prefix))
+            assert float(law[tree.tokens[node]]) > 0
+        for siblings in tree.children:
+            assert len({tree.law_of[node] for node in siblings}) <= 1
+
+
+def test_networks_record_the_same_laws_in_a_batch() -> None:
+    _, draft = llamas()
+    drafter = ModelDrafter(draft, tree="2x2x1")
+    contexts = [
+        Context(i, list(prompt), len(prompt), Sampler(T1, len(prompt)), Rng(i))
+        for i, prompt in enumerate([[5, 6, 7, 8, 9], [3], [4, 4, 4]])
+    ]
+    for context in contexts:
+        drafter.start(context)
+    for context, tree in zip(contexts, drafter.propose_batch(contexts, [Budget(9, 64)] * 3), strict=True):
+        assert len(tree) == 11
+        for node in range(1, len(tree)):
+            prefix = [*context.tokens, *(tree.tokens[i] for i in tree.path(tree.parents[node])[1:])]
+            law = tree.law(node)
+            assert law is not None
+            torch.testing.assert_close(law, torch.softmax(next_logits(draft, prefix), -1), rtol=1e-9, atol=1e-12)
+
+
+def test_greedy_drafts_are_the_likeliest_tokens() -> None:
+    _, draft = tables()
+    _, tree = propose(ModelDrafter(draft, tree="2x2"), SamplingParams())
+    for node, children in enumerate(tree.children):
+        if children:
+            prefix = [*PROMPT, *(tree.tokens[i] for i in tree.path(node)[1:])]
+            assert [tree.tokens[c] for c in children] == next_logits(draft, prefix).topk(2).indices.tolist()
+
+
+# -- draws -----------------------------------------------------------------------------------------------------------
+
+
+def counted(tree: str, draw: str, law: Sequence[float], count: int) -> Counter[tuple[int, ...]]:
+    _, draft = fixed_tables(law, law)
+    drafter = ModelDrafter(draft, tree=tree, draw=draw)
+    found: Counter[tuple[int, ...]] = Counter()
+    for seed in range(count):
+        found[tuple(propose(drafter, seed=seed)[1].tokens[1:])] += 1
+    return found
+
+
+def test_siblings_without_replacement_come_in_sampling_order() -> None:
+    """P(a then b) = q(a) q(b) / (1 - q(a)); false alarm 1e-4."""
+    law = [0.5, 0.3, 0.15, 0.05]
+    found = counted("2", "without_replacement", law, 1500)
+    expected = {(a, b): law[a] * law[b] / (1 - law[a]) for a, b in permutations(range(4), 2)}
+    assert set(found) <= set(expected)
+    keys = sorted(expected)
+    assert chisquare([found[k] for k in keys], [1500 * expected[k] for k in keys]).pvalue > 1e-4
+    assert found[(1, 0)] > 100  # not sorted by probability
+
+
+def test_independent_siblings_repeat() -> None:
+    law = [0.5, 0.3, 0.2]
+    found = counted("2", "iid", law, 1500)
+    keys = [(a, b) for a in range(3) for b in range(3)]
+    assert chisquare([found[k] for k in keys], [1500 * law[a] * law[b] for a, b in keys]).pvalue > 1e-4
+
+
+def test_a_small_support_gives_fewer_siblings() -> None:
+    _, draft = fixed_tables([1, 1, 1, 1], [0.6, 0.4, 0.0, 0.0])
+    for seed in range(20):
+        _, tree = propose(ModelDrafter(draft, tree="3x1"), seed=seed)
+        assert sorted(tree.tokens[c] for c in tree.children[0]) == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_draws_never_hit_a_token_of_probability_zero(dtype: torch.dtype) -> None:
+    law = torch.tensor([0.0, 1e-30, 0.0, 0.7, 0.0, 0.3, 0.0], dtype=dtype)
+    context = Context(0, [0], 1, None, Rng(0))
+    for _ in range(300):
+        tokens = draw_without_replacement(law, 5, context)
+        assert len(set(tokens)) == len(tokens)
+        assert all(float(law[token]) > 0 for token in tokens)
+        assert {3, 5} <= set(tokens)
+
+
+class Edge(Rng):
+    """Uniforms at the very ends of [0, 1)."""
+
+    def uniform(self) -> float:
+        self.low = not getattr(self, "low", False)
+        return 0.0 if self.low else 1.0 - 2**-53
+
+
+@pytest.mark.parametrize("draw", ["iid", "without_replacement"])
+def test_uniforms_at_the_ends(draw: str) -> None:
+    _, draft = fixed_tables([1, 1, 1, 1], [0.0, 0.5, 0.5, 0.0])
+    drafter = ModelDrafter(draft, tree="2x2", draw=draw)
+    context = Context(0, list(PROMPT), len(PROMPT), Sampler(T1), Edge(0))
+    drafter.start(context)
+    tree = drafter.propose(context, Budget(5, 64))
+    assert set(tree.tokens[1:]) <= {1, 2}
+
+
+# -- confidence ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [T1, SamplingParams()], ids=["sampled", "greedy"])
+def test_a_stop_keeps_the_drawn_token(params: SamplingParams) -> None:
+    """All tokens are unlikely: the draft is one token long, not empty."""
+    _, draft = fixed_tables([1, 1, 1, 1], [0.25, 0.26, 0.25, 0.24])
+    _, tree = propose(ModelDrafter(draft, k=5), params, Budget(5, 64, min_confidence=0.4))
+    assert len(tree) == 2
+
+
+def test_drafting_ends_behind_the_first_unlikely_token() -> None:
+    _, draft = tables()
+    stopped, full = ModelDrafter(draft, k=6), ModelDrafter(draft, k=6)
+    lengths = set()
+    for seed in range(40):
+        _, long = propose(full, seed=seed)
+        _, short = propose(stopped, budget=Budget(6, 64, min_confidence=0.3), seed=seed)
+        chances = [float(long.law(node)[long.tokens[node]]) for node in range(1, len(long))]  # type: ignore[index]
+        first = next((i for i, chance in enumerate(chances) if chance < 0.3), 5)
+        assert short.tokens == long.tokens[: first + 2]
+        lengths.add(len(short))
+    assert len(lengths) > 3
+
+
+def test_a_branch_may_end_while_others_go_on() -> None:
+    _, draft = fixed_tables([1, 1, 1], [0.6, 0.3, 0.1])
+    _, tree = propose(ModelDrafter(draft, tree="3x1", draw="greedy"), T1, Budget(5, 64, min_confidence=0.5))
+    assert [len(tree.children[node]) for node in (1, 2, 3)] == [1, 0, 0]
+
+
+def test_a_richer_stop_sees_law_and_probability() -> None:
+    seen: list[tuple[int, float]] = []
+
+    def stop(law: torch.Tensor | None, probability: float) -> bool:
+        assert law is not None
+        seen.append((len(law), probability))
+        return len(seen) == 2
+
+    _, tree = propose(ModelDrafter(tables()[1], k=5), T1, Budget(5, 64, stop=stop))
+    assert len(tree) == 3 and len(seen) == 2
+    assert all(size == 4 and 0 < chance < 1 for size, chance in seen)
+
+
+def test_the_confidence_controller_shortens_drafts() -> None:
+    target, draft = tables()
+    request = Request(PROMPT, T1, 60, seed=0)
+    constant = serve(engine(target, ModelDrafter(draft, k=6)), [request])[0].stats
+    confident = serve(engine(target, ModelDrafter(draft, k=6), controller=ConfidenceController(0.4)), [request])[0].stats
+    assert confident.num_draft_tokens / confident.num_drafts < constant.num_draft_tokens / constant.num_drafts
+    assert confident.acceptance_rate > constant.acceptance_rate
+
+
+# -- its own cache ---------------------------------------------------------------------------------------------------
+
+
+class Spy:
+    """Counts the tokens that a model is fed."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.fed: list[list[int]] = []
+        forward = model.forward
+
+        def counting(feeds: Sequence[Feed], taps: Sequence[str] = ()) -> object:
+            self.fed.append([len(feed.tokens) for feed in feeds])
+            return forward(feeds, taps)
+
+        model.forward = counting  # type: ignore[method-assign,assignment]
+
+
+@pytest.mark.parametrize("draws_itself", [True, False], ids=["all-accepted", "some-rejected"])
+def test_nothing_is_fed_twice(draws_itself: bool) -> None:
+    """After the prefill a chain is one feed of at most two tokens and k - 1 feeds of one, whatever was accepted."""
+    target, draft = llamas()
+    drafter = ModelDrafter(target if draws_itself else draft, k=3)
+    speculative = engine(target, drafter)
+    speculative.add(Request([3, 4, 5, 6], T1, 60, seed=0))
+    speculative.step()
+    spy = Spy(drafter.model)
+    accepted = set()
+    while speculative.busy:
+        spy.fed.clear()
+        gained = speculative.step()
+        if draws_itself:
+            spy.fed.pop()  # the target's own call
+        accepted.add(gained[0][1].origins.count("accepted"))
+        if spy.fed:
+            assert spy.fed[0][0] <= 2
+            assert all(feed == [1] for feed in spy.fed[1:])
+            assert len(spy.fed) <= 3
+    assert 3 in accepted or not draws_itself
+
+
+def test_one_forward_a_level_for_the_whole_batch() -> None:
+    target, draft = llamas()
+    speculative = engine(target, ModelDrafter(draft, tree="2x2x1"))
+    for i in range(3):
+        speculative.add(Request([3 + i, 4], T1, 30, seed=i))
+    speculative.step()
+    spy = Spy(draft)
+    speculative.step()
+    assert len(spy.fed) == 3
+    assert spy.fed[1:] == [[2, 2, 2], [4, 4, 4]]
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"k": 0}, "k >= 1"),
+        ({"draw": "sorted"}, "draw must be iid, without_replacement or greedy, not 'sorted'"),
+        ({"tree": "3xx2"}, "positive child counts per level"),
+        ({"tree": "0x2"}, "positive child counts per level"),
+        ({"tree": "a"}, "positive child counts per level"),
+    ],
+)
+def test_bad_options(options: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ModelDrafter(tables()[1], **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "widths"), [("3x2x1", (3, 2, 1)), ("4", (4,)), ("2X2", (2, 2))])
+def test_widths(text: str, widths: tuple[int, ...]) -> None:
+    assert parse_widths(text) == widths

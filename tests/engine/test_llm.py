@@ -1,0 +1,170 @@
+"""The front door: batches, seeds, streams side by side, interrupts."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+from tiny_tokenizer import tokenizer
+from toys import llamas, tables
+
+from foretoken.controllers.constant import ConstantController
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.llm import Llm, Piece, load
+from foretoken.types import Budget, Context, TokenTree
+
+PROMPTS = [[0, 1, 2, 3, 0, 1], [3], [2, 2]]
+
+
+def toy(drafter: Drafter | None = None) -> Llm:
+    target, draft = tables()
+    return Llm(target, drafter or ModelDrafter(draft), None, ConstantController(), None)
+
+
+def ids(pieces: list[Piece]) -> list[int]:
+    return [token for piece in pieces for token in piece.token_ids]
+
+
+def test_a_list_gives_a_list_and_a_prompt_an_output() -> None:
+    llm = toy()
+    together = llm.generate(PROMPTS, max_new_tokens=9)
+    assert [out.token_ids for out in together] == [llm.generate(p, max_new_tokens=9).token_ids for p in PROMPTS]
+    assert llm.generate([PROMPTS[0]], max_new_tokens=9)[0].token_ids == together[0].token_ids
+
+
+def test_seeds_of_a_batch() -> None:
+    llm = toy()
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0}
+    together = llm.generate(PROMPTS, seed=[5, 6, 7], **options)
+    for prompt, seed, out in zip(PROMPTS, (5, 6, 7), together, strict=True):
+        assert llm.generate(prompt, seed=seed, **options).token_ids == out.token_ids
+    same = llm.generate([PROMPTS[0]] * 2, seed=3, **options)
+    assert same[0].token_ids == same[1].token_ids == llm.generate(PROMPTS[0], seed=3, **options).token_ids
+    with pytest.raises(ValueError, match="2 seeds for 3 prompts"):
+        llm.generate(PROMPTS, seed=[1, 2], **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_streams_side_by_side(temperature: float) -> None:
+    """Every round serves all streams; none loses what another's reading brought."""
+    llm = toy()
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature}
+    alone = [llm.generate(p, seed=i, **options).token_ids for i, p in enumerate(PROMPTS)]
+    streams = [llm.stream(p, seed=i, **options) for i, p in enumerate(PROMPTS)]
+    collected = list(zip_longest(*streams))
+    found = [ids([row[i] for row in collected if row[i] is not None]) for i in range(len(PROMPTS))]
+    assert found == alone
+
+
+def test_generating_while_streaming() -> None:
+    llm = toy()
+    expected = [llm.generate(p, max_new_tokens=n).token_ids for p, n in zip(PROMPTS, (8, 40, 8), strict=True)]
+    pieces: list[Piece] = []
+    for i, piece in enumerate(llm.stream(PROMPTS[0], max_new_tokens=8)):
+        pieces.append(piece)
+        if i == 0:
+            assert llm.generate(PROMPTS[1], max_new_tokens=40).token_ids == expected[1]
+            assert llm.generate(PROMPTS[2], max_new_tokens=8).token_ids == expected[2]
+    assert ids(pieces) == expected[0]
+
+
+def test_a_stream_that_is_left_early_is_forgotten() -> None:
+    target, draft = llamas()
+    llm = Llm(target, ModelDrafter(draft), None, ConstantController(), None)
+    stream = llm.stream([3, 4, 5], max_new_tokens=50)
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.engine.busy and not target._sequences and not draft._sequences and not llm._boxes
+
+
+class Interrupting(NgramDrafter):
+    """Presses Ctrl-C in the given round."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        self.at -= 1
+        if self.at == 0:
+            raise KeyboardInterrupt
+        return super().propose(context, budget)
+
+
+@pytest.mark.parametrize("at", [1, 2, 7])
+def test_an_interrupted_generate_leaves_nothing_behind(at: int) -> None:
+    target, _ = llamas()
+    llm = Llm(target, Interrupting(at), None, ConstantController(), None)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 1, 2], [3, 3, 3]], max_new_tokens=20)
+    assert not llm.engine.busy and not target._sequences and not llm._boxes
+    again = llm.generate([1, 2, 1, 2], max_new_tokens=20)
+    assert again.token_ids == llm.plain.generate([1, 2, 1, 2], max_new_tokens=20).token_ids
+
+
+def test_a_stream_outlives_an_interrupted_generate() -> None:
+    llm = toy(Interrupting(4))
+    expected = toy().generate(PROMPTS[0], max_new_tokens=25).token_ids
+    stream = llm.stream(PROMPTS[0], max_new_tokens=25)
+    pieces = [next(stream)]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS[1], max_new_tokens=25)
+    pieces.extend(stream)
+    assert ids(pieces) == expected
+
+
+def test_a_dropped_stream_says_so() -> None:
+    llm = toy()
+    stream = llm.stream(PROMPTS[0], max_new_tokens=25)
+    next(stream)
+    llm.engine.close()
+    with pytest.raises(RuntimeError, match="dropped"):
+        next(stream)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"temperature": -1.0}, "temperature must be >= 0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\]"),
+        ({"stop": ""}, "stop"),
+    ],
+)
+def test_bad_options_are_one_line(options: dict[str, Any], words: str) -> None:
+    llm = toy()
+    for call in (lambda: llm.generate([0, 1], **options), lambda: next(iter(llm.stream([0, 1], **options)))):
+        with pytest.raises(ValueError, match=words) as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert not llm.engine.busy
+
+
+def test_an_empty_text_is_refused() -> None:
+    target, _ = tables()
+    llm = Llm(target, None, None, None, tokenizer())
+    with pytest.raises(ValueError, match="prompt is empty"):
+        llm.generate("")
+    with pytest.raises(ValueError, match="prompt is empty"):
+        llm.generate([[0], []])
+    assert not llm.engine.busy
+    assert llm.generate([]) == []
+
+
+def test_load_takes_models_and_objects() -> None:
+    target, draft = tables()
+    for drafter in ("ngram,n=2,k=3", NgramDrafter(), ModelDrafter(draft), None):
+        llm = load(target, drafter, verifier="auto", controller="constant,k=2")
+        assert llm.generate([0, 1, 0, 1], max_new_tokens=6).token_ids == toy().generate([0, 1, 0, 1], max_new_tokens=6).token_ids
+    with pytest.raises(ValueError, match="cannot follow"):
+        load(target, "ngram", verifier="kseq")
+    with pytest.raises(ValueError, match="unknown verifier 'nonsense': choose one of greedy"):
+        load(target, "ngram", verifier="nonsense")
+    with pytest.raises(ValueError, match="unknown controller 'nonsense': choose one of constant"):
+        load(target, "ngram", controller="nonsense")
+    with pytest.raises(ValueError, match="unknown drafter 'nonsense': choose one of model"):
+        load(target, "nonsense")

@@ -1,0 +1,104 @@
+"""Identities that the counts and times of a run obey."""
+
+from __future__ import annotations
+
+import pytest
+from toys import engine, serve, tables
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.engine.request import Request, Running
+from foretoken.engine.stats import SpecStats
+from foretoken.sampling import SamplingParams
+
+
+def some_runs(drafter: str, eos: frozenset[int] = frozenset()) -> list[Running]:
+    target, draft = tables(eos_token_ids=eos)
+    built: Drafter | None = {
+        "none": lambda: None,
+        "chain": lambda: ModelDrafter(draft, k=4),
+        "tree": lambda: ModelDrafter(draft, tree="3x2"),
+        "ngram": NgramDrafter,
+        "empty": ScriptedDrafter,
+    }[drafter]()
+    requests = [Request([0, 1, 2, 3, 0], SamplingParams(temperature=i % 2), 25, seed=i) for i in range(6)]
+    return serve(engine(target, built, max_batch=3), requests)
+
+
+each = pytest.mark.parametrize("drafter", ["none", "chain", "tree", "ngram", "empty"])
+
+
+@each
+def test_every_round_gives_one_token_and_the_accepted_ones(drafter: str) -> None:
+    for run in some_runs(drafter):
+        stats = run.stats
+        assert stats.num_new_tokens == len(run.output) == len(run.origins) == 25
+        assert stats.num_new_tokens == stats.num_drafts + stats.num_accepted_tokens
+        assert stats.num_accepted_tokens == run.origins.count("accepted")
+        assert stats.num_drafts == 25 - run.origins.count("accepted")
+        assert stats.num_accepted_tokens <= stats.num_draft_tokens
+        assert stats.mean_acceptance_length == pytest.approx(25 / stats.num_drafts)
+
+
+@each
+def test_positions_add_up(drafter: str) -> None:
+    for run in some_runs(drafter):
+        positions = run.stats.num_accepted_tokens_per_pos
+        assert sum(positions) == run.stats.num_accepted_tokens
+        assert positions == sorted(positions, reverse=True)
+        assert all(0 < count <= run.stats.num_drafts for count in positions)
+
+
+def test_tokens_behind_an_eos_are_accepted_but_not_emitted() -> None:
+    runs = some_runs("chain", eos=frozenset({2}))
+    assert any(run.finish_reason == "eos" for run in runs)
+    for run in runs:
+        cut = run.stats.num_drafts + run.stats.num_accepted_tokens - run.stats.num_new_tokens
+        assert 0 <= cut <= 4
+        assert run.stats.num_new_tokens == len(run.output) == len(run.origins)
+
+
+def test_a_plain_run_drafts_nothing() -> None:
+    for drafter in ("none", "empty"):
+        for run in some_runs(drafter):
+            assert (run.stats.num_draft_tokens, run.stats.acceptance_rate, run.stats.mean_acceptance_length) == (0, 0, 1)
+            assert run.stats.num_accepted_tokens_per_pos == []
+
+
+@each
+def test_times_are_not_negative_and_add_up(drafter: str) -> None:
+    for run in some_runs(drafter):
+        stats = run.stats
+        parts = (stats.draft_s, stats.target_s, stats.verify_s, stats.overhead_s, stats.prefill_s)
+        assert all(part > -1e-9 for part in parts)
+        assert sum(parts) == pytest.approx(stats.total_s)
+        assert stats.tokens_per_s == pytest.approx(25 / (stats.total_s - stats.prefill_s))
+
+
+def test_ratios_of_an_empty_run() -> None:
+    stats = SpecStats()
+    assert (stats.acceptance_rate, stats.mean_acceptance_length, stats.tokens_per_s) == (0.0, 0.0, 0.0)
+
+
+def test_merging_adds_everything() -> None:
+    whole = SpecStats()
+    runs = [*some_runs("chain"), *some_runs("tree")]
+    for run in runs:
+        whole.merge(run.stats)
+    assert whole.num_new_tokens == 25 * len(runs) == whole.num_drafts + whole.num_accepted_tokens
+    assert sum(whole.num_accepted_tokens_per_pos) == whole.num_accepted_tokens
+    assert whole.total_s == pytest.approx(sum(run.stats.total_s for run in runs))
+    longest = max(len(run.stats.num_accepted_tokens_per_pos) for run in runs)
+    assert len(whole.num_accepted_tokens_per_pos) == longest
+
+
+def test_a_dictionary_has_the_names_of_the_contract() -> None:
+    found = some_runs("chain")[0].stats.as_dict()
+    wanted = {
+        "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "acceptance_rate",
+        "mean_acceptance_length", "draft_s", "target_s", "verify_s", "overhead_s", "prefill_s", "total_s", "tokens_per_s",
+    }  # fmt: skip
+    assert wanted <= set(found)
+    assert found["acceptance_rate"] == pytest.approx(found["num_accepted_tokens"] / found["num_draft_tokens"])

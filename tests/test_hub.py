@@ -1,0 +1,316 @@
+"""``model.generate(..., custom_generate=ft.custom_generate)`` says what ``model.generate`` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    TextStreamer,
+)
+
+import foretoken as ft
+from foretoken.bench.law import chi_square_p
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.hub import SpeculativeOutput, _params
+from foretoken.sampling import Sampler
+
+VOCAB = 24
+FALSE_ALARM = 1e-4  # of each law test; seeds are fixed
+
+
+def llama(seed: int = 0, vocab: int = VOCAB, eos: int | list[int] | None = 0, noise: float = 0.0) -> LlamaForCausalLM:
+    """A random model with clear preferences; ``noise`` moves the weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=eos,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape))
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def draft() -> LlamaForCausalLM:
+    return llama(noise=0.03)
+
+
+ONE = torch.tensor([[5, 3, 9, 5, 3]])
+THREE = torch.tensor([[0, 0, 0, 7, 4, 2], [3, 8, 8, 3, 8, 1], [0, 11, 12, 13, 11, 12]])
+MASK = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+
+
+def both(model: Any, ids: torch.Tensor, drafter: Any = "ngram", **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transformers' own output and ours."""
+    options.setdefault("max_new_tokens", 24)
+    plain = model.generate(ids, **options)
+    ours = model.generate(ids, **options, custom_generate=ft.custom_generate, drafter=drafter)
+    return plain, ours
+
+
+# -- greedy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["auto", "ngram,n=2,k=4", None, "model", "object"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_greedy_output_is_that_of_generate(model: Any, draft: Any, spec: Any, batch: int) -> None:
+    drafter = {"model": draft, "object": NgramDrafter(n=2)}.get(str(spec), spec)
+    ids, mask = (ONE, None) if batch == 1 else (THREE, MASK)
+    plain, ours = both(model, ids, drafter, attention_mask=mask, do_sample=False)
+    assert torch.equal(plain, ours)
+
+
+def test_a_draft_model_is_really_used(model: Any, draft: Any) -> None:
+    out = model.generate(
+        ONE, max_new_tokens=24, custom_generate=ft.custom_generate, drafter=draft, return_dict_in_generate=True
+    )
+    assert isinstance(out, SpeculativeOutput)
+    assert out.stats[0].num_accepted_tokens > 0
+
+
+def test_a_draft_model_from_disk(model: Any, draft: Any, tmp_path: Path) -> None:
+    draft.save_pretrained(tmp_path)
+    plain, ours = both(model, ONE, f"model:{tmp_path},k=3")
+    assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize("eos", [[3, 17], [17, 9, 20], 8, None])
+def test_end_of_text_ids_and_padding(model: Any, eos: Any) -> None:
+    plain, ours = both(model, THREE, attention_mask=MASK, eos_token_id=eos, pad_token_id=23)
+    assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 1},
+        {"max_new_tokens": None, "max_length": 14},
+        {"max_new_tokens": None},
+        {"min_new_tokens": 20, "eos_token_id": [3, 17, 8, 9]},
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5], [8, 3]]},
+        {"suppress_tokens": [1, 2, 3, 4, 5, 6]},
+        {"begin_suppress_tokens": [8, 9, 20]},
+        {"sequence_bias": {(4,): 5.0}},
+        {"exponential_decay_length_penalty": (2, 1.5)},
+        {"forced_eos_token_id": 6, "max_new_tokens": 9},
+        {"generation_config": GenerationConfig(max_new_tokens=10, eos_token_id=0, pad_token_id=0)},
+        {"stopping_criteria": [MaxLengthCriteria(9)]},
+        {"num_return_sequences": 1, "use_cache": False},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("padded", [False, True])
+def test_every_option_of_generate_keeps_its_meaning(model: Any, options: dict[str, Any], padded: bool) -> None:
+    mask = MASK if padded else None
+    plain, ours = both(model, THREE, attention_mask=mask, **options)
+    assert torch.equal(plain, ours)
+
+
+def test_prefix_constraints_know_their_row(model: Any) -> None:
+    def allowed(row: int, sent: torch.Tensor) -> list[int]:
+        return [(int(sent[-1]) + row) % VOCAB, (len(sent) * 3 + row) % VOCAB]
+
+    plain, ours = both(model, THREE, attention_mask=MASK, prefix_allowed_tokens_fn=allowed)
+    assert torch.equal(plain, ours)
+
+
+def test_a_logits_processor_of_the_user(model: Any) -> None:
+    class Shift(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores.roll(int(input_ids.shape[1]) % 5, -1)
+
+    plain, ours = both(model, THREE, attention_mask=MASK, logits_processor=[Shift()])
+    assert torch.equal(plain, ours)
+
+
+def test_stopping_criteria_of_the_user_cut_the_output_at_their_token(model: Any) -> None:
+    class Stop(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return (input_ids[:, -1] % 3 == 1) & (torch.tensor(input_ids.shape[1]) > 8)
+
+    plain, ours = both(model, ONE, stopping_criteria=[Stop()])
+    assert torch.equal(plain, ours) and ours.shape[1] < 5 + 24
+
+
+# -- sampled ---------------------------------------------------------------------------------------------------------
+
+
+def law_of_two(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """[V * V] exact law of the next two tokens under Transformers' own processors."""
+    config = GenerationConfig(do_sample=True, **options)
+    processors = model._get_logits_processor(config, ids.shape[1], device="cpu")
+    laws = []
+    with torch.no_grad():
+        first = torch.softmax(processors(ids, model(ids).logits[:, -1]), -1)[0]
+        for token in range(len(first)):
+            longer = torch.cat([ids, torch.tensor([[token]])], 1)
+            laws.append(first[token] * torch.softmax(processors(longer, model(longer).logits[:, -1]), -1)[0])
+    return torch.stack(laws).double().flatten()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 0},
+        {"temperature": 0.7, "top_k": 4, "top_p": 0.9, "min_p": 0.05},
+        {"temperature": 1.5, "top_k": 0, "typical_p": 0.8},
+        {"top_k": 5, "repetition_penalty": 2.0},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_sampled_output_has_the_law_of_generate(options: dict[str, Any], kind: str) -> None:
+    small = llama(seed=3, vocab=5, eos=None)
+    drafter = llama(seed=3, vocab=5, noise=0.1, eos=None) if kind == "model" else "ngram,n=1,k=3"
+    ids, count = torch.tensor([[2, 4, 2, 1, 2]]), 500
+    out = small.generate(
+        ids, do_sample=True, max_new_tokens=3, num_return_sequences=count, custom_generate=ft.custom_generate,
+        drafter=drafter, seed=11, **options,
+    )  # fmt: skip
+    pairs = out[:, 5] * 5 + out[:, 6]
+    counts = torch.bincount(pairs, minlength=25)
+    assert chi_square_p(counts, count * law_of_two(small, ids, **options)) > FALSE_ALARM
+
+
+def test_seeds(model: Any) -> None:
+    def sample(**more: Any) -> list[list[int]]:
+        out = model.generate(
+            THREE, attention_mask=MASK, do_sample=True, max_new_tokens=12, custom_generate=ft.custom_generate, **more
+        )
+        rows: list[list[int]] = out.tolist()
+        return rows
+
+    assert sample(seed=1) == sample(seed=1) != sample(seed=2)
+    assert sample(seed=[1, 2, 3]) == sample(seed=1)
+    torch.manual_seed(7)
+    first = sample()
+    torch.manual_seed(7)
+    assert sample() == first != sample()
+
+
+def test_rows_of_one_prompt_are_different_samples(model: Any) -> None:
+    out = model.generate(
+        ONE, do_sample=True, num_return_sequences=4, max_new_tokens=12, custom_generate=ft.custom_generate, seed=5
+    )
+    assert len({tuple(row) for row in out.tolist()}) == 4
+
+
+def test_temperature_and_filters_are_applied_once(model: Any) -> None:
+    config = GenerationConfig(do_sample=True, temperature=0.5, top_k=7, top_p=0.8, min_p=0.1)
+    processors = model._get_logits_processor(config, 5, device="cpu")
+    params = _params(processors, 0, 0, config)
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 7, 0.8, 0.1)
+    assert params.processors == ()
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
+    law = Sampler(params).law(logits, [])
+    assert torch.allclose(law, torch.softmax(processors(ONE, logits[None]), -1)[0], atol=1e-6)
+
+
+# -- output forms and side effects -----------------------------------------------------------------------------------
+
+
+def test_return_dict(model: Any) -> None:
+    out = model.generate(
+        THREE, attention_mask=MASK, max_new_tokens=6, return_dict_in_generate=True, custom_generate=ft.custom_generate
+    )
+    plain = model.generate(THREE, attention_mask=MASK, max_new_tokens=6)
+    assert torch.equal(out.sequences, plain)
+    assert [stats.num_new_tokens for stats in out.stats] == [6, 6, 6]
+
+
+def test_a_streamer_gets_every_token_once(model: Any) -> None:
+    class Collect(TextStreamer):
+        def __init__(self) -> None:
+            self.got: list[int] = []
+            self.ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.got += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.ended = True
+
+    streamer = Collect()
+    out = model.generate(ONE, max_new_tokens=12, custom_generate=ft.custom_generate, token_streamer=streamer)
+    assert streamer.got == out[0].tolist() and streamer.ended
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = llama()
+    model.train()
+    model.model.layers[0].eval()
+    names, modes = set(vars(model)), [module.training for module in model.modules()]
+    attention = model.config._attn_implementation
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.generate(ONE, max_new_tokens=4, custom_generate=ft.custom_generate)
+    assert set(vars(model)) == names
+    assert [module.training for module in model.modules()] == modes
+    assert model.config._attn_implementation == attention
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_changed_weights_are_seen_by_the_next_call() -> None:
+    model = llama()
+    before = model.generate(ONE, max_new_tokens=12, custom_generate=ft.custom_generate)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter + 0.2 * torch.randn_like(parameter))
+    plain, ours = both(model, ONE, max_new_tokens=12)
+    assert torch.equal(plain, ours) and not torch.equal(ours, before)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 2}, "beam search"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+        ({"guidance_scale": 2.0}, "UnbatchedClassifierFreeGuidance"),
+        ({"drafter": "nosuch"}, "unknown drafter 'nosuch'"),
+        ({"verifier": "nosuch"}, "unknown verifier 'nosuch'"),
+        ({"drafter": "ngram", "verifier": "typical"}, "allow_lossy"),
+        ({"seed": [1, 2]}, "2 seeds for 1 rows"),
+        ({"max_new_tokens": 500}, "max_new_tokens=500"),
+        ({"drafter": llama(vocab=4096)}, "vocabulary"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(model: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        model.generate(ONE, custom_generate=ft.custom_generate, **{"max_new_tokens": 4, **options})
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"), [([[1, 1, 0, 1, 1]], "left"), ([[1, 1, 1, 0, 0]], "left"), ([[0, 0, 0, 0, 0]], "row 0 is empty")]
+)
+def test_masks_that_are_not_left_padding_are_refused(model: Any, mask: list[list[int]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        model.generate(ONE, attention_mask=torch.tensor(mask), max_new_tokens=4, custom_generate=ft.custom_generate)

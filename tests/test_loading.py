@@ -1,0 +1,262 @@
+"""Bad checkpoints and parts that do not fit: one line that says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as hf_logging
+
+import foretoken as ft
+from foretoken.loading import LoadError, load_model, load_tokenizer, parse_dtype
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.table import TableModel
+
+WORDS = ["zero", "one", "two", "three", "four", "five"]
+
+
+def model(vocab_size: int = 64, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def save_checkpoint(folder: Path, **options: Any) -> Path:
+    hf_logging.disable_progress_bar()
+    model(**options).save_pretrained(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path, words: list[str]) -> None:
+    inner = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token=words[0]))
+    inner.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0]).save_pretrained(folder)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path / "good")
+
+
+def no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama", "hidd')
+
+
+def foreign_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "no_such_architecture"}')
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def pickle_only(folder: Path) -> None:
+    torch.save(model().state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def truncated(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def truncated_header(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+
+
+def empty_file(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def no_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+
+
+def empty_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+
+def split(folder: Path) -> list[Path]:
+    hf_logging.disable_progress_bar()
+    model().save_pretrained(folder, max_shard_size="20KB")
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    return sorted(folder.glob("*.safetensors"))
+
+
+def missing_shard(folder: Path) -> None:
+    split(folder)[1].unlink()
+
+
+def broken_index(folder: Path) -> None:
+    split(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {')
+
+
+def empty_index(folder: Path) -> None:
+    split(folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+def missing_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def wrong_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (no_config, "has no config.json: point to"),
+        (broken_config, "config.json"),
+        (foreign_config, "no_such_architecture"),
+        (no_weights, "holds no .*safetensors weights: the checkpoint is incomplete"),
+        (pickle_only, r"pickled weights only \(pytorch_model.bin\).*convert them"),
+        (truncated, "half-written, copy it again"),
+        (truncated_header, "damaged or half-written, copy it again"),
+        (empty_file, "damaged or half-written, copy it again"),
+        (no_safetensors, "damaged or half-written, copy it again"),
+        (empty_header, "damaged or half-written, copy it again"),
+        (missing_shard, "lacks model-00002-of-.*copy the missing shards"),
+        (broken_index, "model.safetensors.index.json is damaged.*copy it again"),
+        (empty_index, "model.safetensors.index.json is damaged.*copy it again"),
+        (
+            missing_weights,
+            r"lacks 1 weights \(first: model.layers.1.mlp.up_proj.weight\): the checkpoint is incomplete",
+        ),
+        (wrong_shape, r"config.json that does not fit its weights: model.layers.0.mlp.*\[32, 32\].*\[32, 48\]"),
+    ],
+)
+def test_bad_checkpoints(good: Path, damage: Callable[[Path], object], message: str) -> None:
+    assert isinstance(load_model(good), HuggingFaceModel)
+    damage(good)
+    for load in (lambda: load_model(good), lambda: ft.load(str(good), drafter=None)):
+        with pytest.raises(LoadError, match=message) as caught:
+            load()
+        assert "\n" not in str(caught.value)
+        assert good.name in str(caught.value)
+
+
+def test_a_sharded_checkpoint_loads(good: Path) -> None:
+    wanted = load_model(good).model.state_dict()  # type: ignore[attr-defined]
+    assert len(split(good)) > 1
+    got = load_model(good).model.state_dict()  # type: ignore[attr-defined]
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
+
+
+def test_missing_folders(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("no folder")
+    for path in (tmp_path / "nothing", f"{tmp_path}/nothing", "./no/such/folder", file):
+        with pytest.raises(LoadError, match="is not a folder with a model"):
+            load_model(path)
+        with pytest.raises(LoadError, match="is not a folder with a model"):
+            ft.load(str(path), drafter=None)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(LoadError, match=r"has no config\.json"):
+        load_model(empty)
+
+
+def test_dtypes(good: Path) -> None:
+    with pytest.raises(ValueError, match="unknown dtype 'float8': choose one of float32, float64, bfloat16, float16"):
+        load_model(good, dtype="float8")
+    assert parse_dtype(torch.float16) is torch.float16
+    for name in ("float32", "float64", "bfloat16"):
+        loaded = load_model(good, dtype=name)
+        assert isinstance(loaded, HuggingFaceModel)
+        assert loaded.dtype is parse_dtype(name)
+
+
+def test_a_model_object_is_taken_as_it_is() -> None:
+    given = model()
+    loaded = load_model(given)
+    assert isinstance(loaded, HuggingFaceModel)
+    assert loaded.model is given
+    table = TableModel.random(5)
+    assert load_model(table) is table
+
+
+def test_draft_models_must_share_the_tokenizer(tmp_path: Path) -> None:
+    target, draft = save_checkpoint(tmp_path / "target"), save_checkpoint(tmp_path / "draft", seed=1)
+    save_tokenizer(target, WORDS)
+    save_tokenizer(draft, WORDS)
+    assert ft.load(str(target), drafter=f"model:{draft},k=2").generate("one two", max_new_tokens=4).token_ids
+    save_tokenizer(draft, [*WORDS[:3], "drei", *WORDS[4:]])
+    with pytest.raises(
+        ValueError, match=r"another tokenizer.*2 entries differ, first '(drei|three)' = 3.*'ngram'"
+    ) as caught:
+        ft.load(str(target), drafter=f"model:{draft},k=2")
+    assert "\n" not in str(caught.value)
+
+
+def test_draft_models_must_have_the_targets_vocabulary(good: Path, tmp_path: Path) -> None:
+    other = save_checkpoint(tmp_path / "other", vocab_size=1000)
+    with pytest.raises(ValueError, match="vocabulary of 1000, the target one of 64: they do not share a tokenizer"):
+        ft.load(str(good), drafter=f"model:{other}")
+
+
+def test_draft_models_are_checked_like_targets(good: Path, tmp_path: Path) -> None:
+    draft = save_checkpoint(tmp_path / "draft")
+    truncated(draft)
+    with pytest.raises(LoadError, match="half-written"):
+        ft.load(str(good), drafter=f"model:{draft}")
+    with pytest.raises(LoadError, match="is not a folder"):
+        ft.load(str(good), drafter=f"model:{tmp_path}/nothing")
+    with pytest.raises(ValueError, match="needs a path for this target: model:PATH"):
+        ft.load(str(good), drafter="model")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("nothing", "unknown drafter 'nothing': choose one of .*ngram"),
+        ("ngram,depth=3", "unknown option 'depth' of drafter 'ngram': valid ones: n, k"),
+        ("ngram,k=many", "option k='many' of drafter 'ngram' must be of type int"),
+        ("ngram,k", "'k' in 'ngram,k' is not key=value"),
+        ("ngram:./path", "drafter 'ngram' takes no path"),
+        ("ngram,k=0", "k >= 1"),
+    ],
+)
+def test_bad_specs(good: Path, spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        ft.load(str(good), drafter=spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_tokenizers(good: Path) -> None:
+    assert load_tokenizer(good) is None
+    with pytest.raises(ValueError, match="a text prompt needs a tokenizer"):
+        ft.load(str(good), drafter=None).generate("one")
+    save_tokenizer(good, WORDS)
+    assert load_tokenizer(str(good)).get_vocab() == {word: i for i, word in enumerate(WORDS)}
+    (good / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(LoadError, match="cannot load a tokenizer") as caught:
+        load_tokenizer(good)
+    assert "\n" not in str(caught.value)
