@@ -277,7 +277,14 @@ def build_draft_model(
         path = BUILTIN
     # A draft model's law may be anything: small ones are fastest in float32 on CPU (docs/log.md).
     on_cpu = device is None or str(device) == "cpu"
-    draft = load_model(path, role="draft", dtype="float32" if on_cpu and _is_small(path) else None, device=device)
+    small = on_cpu and _is_small(path)
+    draft = load_model(
+        path,
+        role="draft",
+        dtype="float32" if small else None,
+        device=device,
+        exact="approximate" if small else "distribution",
+    )
     check_vocabularies(target, draft, path)
     if tokenizer is not None and path != BUILTIN:
         check_same_tokenizer(tokenizer, load_tokenizer(path), path)

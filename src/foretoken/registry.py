@@ -48,7 +48,7 @@ class Row:
     def load(self) -> type[Any]:
         """Import and return the class."""
         module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(f"foretoken.{module}"), name)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module(f"foretoken.{module}"), name)
 
     def public(self) -> dict[str, Any]:
         """The row as ``foretoken methods --json`` prints it."""

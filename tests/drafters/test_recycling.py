@@ -56,12 +56,12 @@ def test_no_tree_of_that_size_expects_more(nodes: int) -> None:
 
 
 def test_statistics_shape_the_template() -> None:
-    drafter = RecyclingDrafter(nodes=12, depth=6)
-    before = [len(level) for level in drafter.template.levels(6, 12)]
+    drafter = RecyclingDrafter(nodes=12, depth=12)
+    before = [len(level) for level in drafter.template.levels(12, 12)]
     for i in range(2000):
-        drafter.statistics.add([10, 11, 12], 10 if i % 20 else 12)  # rank 0 is nearly always right
+        drafter.statistics.add([10, 11, 12], 10 if i % 20 else 11)  # rank 0 is nearly always right
     drafter.reshape()
-    after = [len(level) for level in drafter.template.levels(6, 12)]
+    after = [len(level) for level in drafter.template.levels(12, 12)]
     assert after[0] < before[0] and len(after) > len(before)
     chances = drafter.statistics.chances()
     assert chances[0] == pytest.approx(0.94, abs=0.01) and chances == sorted(chances, reverse=True)

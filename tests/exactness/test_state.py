@@ -144,7 +144,7 @@ def test_proposals_keep_to_the_budget(name: str, case: Case) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_the_context_may_be_filled_to_the_last_token(name: str, case: Case, temperature: float) -> None:
     """Nothing, probes neither, is scored past the context (tables raise there)."""
-    prompt = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-    target, draft = llamas(vocab=4) if case.network else tables(context_length=len(prompt) + 12)
+    prompt = [0, 1, 2, 3] * 29  # and 12 new tokens fill the llama's 128 places
+    target, draft = llamas(vocab=4) if case.network else tables(context_length=128)
     request = Request(prompt, SamplingParams(temperature=temperature), 12, seed=0)
     assert len(outputs(engine(target, case.build(target, draft)), [request])[0]) == 12

@@ -44,7 +44,9 @@ class Template:
         A node's probability is the product along its path, so the best tree is grown by always adding the most probable
         node whose parent is in it: its expected number of accepted tokens is the largest of all trees of that size.
         """
-        parents, ranks, scores = [], [], []
+        parents: list[int] = []
+        ranks: list[int] = []
+        scores: list[float] = []
         heap = [(-chance, 0, 0, rank, 1) for rank, chance in enumerate(chances) if chance > 0]
         heapq.heapify(heap)
         pushed = len(heap)

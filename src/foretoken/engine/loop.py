@@ -304,7 +304,7 @@ class Engine:
         tokens = [tree.tokens[node] for node in verdict.path]
         tokens.append(verdict.next_token)
         kept, reason = run.stopper.push(tokens)
-        last: Origin = "plain" if len(tree) == 1 else "bonus" if verdict.next_is_bonus else "recovered"
+        last: Origin = "plain" if tree.num_drafts == 0 else "bonus" if verdict.next_is_bonus else "recovered"
         accepted: Origin = "accepted"
         origins = [*([accepted] * len(verdict.path)), last][:kept]
         context = run.context

@@ -33,7 +33,8 @@ class HuggingFaceModel(LanguageModel):
     Args:
         model: any causal LM whose attention takes additive 4-D masks.
         exact: ``"distribution"`` (any kernel) or ``"bitwise"`` (attention sums in float64 and matrix products on a
-            constant number of rows, so that a bfloat16 target gives the same tokens with and without speculation).
+            constant number of rows, so that a bfloat16 target gives the same tokens with and without speculation), or
+            ``"approximate"`` (cheaper arithmetic for a draft model, whose law may be anything).
         lean: run Llama-like models on a forward with few Python calls, after checking it against the public one.
 
     Raises:
@@ -41,8 +42,8 @@ class HuggingFaceModel(LanguageModel):
     """
 
     def __init__(self, model: Any, *, exact: str = "distribution", lean: bool = True) -> None:
-        if exact not in ("distribution", "bitwise"):
-            raise ValueError(f"exact must be 'distribution' or 'bitwise', not {exact!r}")
+        if exact not in ("distribution", "bitwise", "approximate"):
+            raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.capabilities: Capabilities = detect(model)

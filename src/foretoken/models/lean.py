@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from foretoken.models.attention import exact_attention
 from foretoken.models.cache import TreeCache
-from foretoken.models.packing import Projection
+from foretoken.models.packing import Projection, can_pack
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
@@ -54,6 +54,18 @@ def _fused(*linears: Any, blocks: bool) -> Projection:
     return Projection(weight, bias, blocks=blocks)
 
 
+def _head(linear: Any, owner: HuggingFaceModel) -> tuple[Projection, torch.dtype]:
+    """The vocabulary projection and the dtype of its input.
+
+    It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16.
+    """
+    half = linear.weight.detach().to(torch.bfloat16)
+    if owner.exact == "approximate" and owner.dtype == torch.float32 and can_pack(half):
+        bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
+        return Projection(half, bias), torch.bfloat16
+    return _fused(linear, blocks=owner.exact == "bitwise"), owner.dtype
+
+
 def _norm(x: Tensor, module: Any) -> Tensor:
     return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
@@ -73,7 +85,7 @@ class LeanForward:
         blocks = owner.exact == "bitwise"
         self.layers = [_Layer(layer, kinds[i] if kinds else "", blocks) for i, layer in enumerate(model.model.layers)]
         self.final_norm = model.model.norm
-        self.head = _fused(model.lm_head, blocks=blocks)
+        self.head, self.head_dtype = _head(model.lm_head, owner)
         positions = torch.arange(owner.cache.max_slots, device=owner.device)[None]
         cos, sin = model.model.rotary_emb(self.embedding[:1, None], position_ids=positions)
         half = sin.shape[-1] // 2
@@ -108,7 +120,8 @@ class LeanForward:
         kept = x.view(b, width, -1)[:, first:].reshape(b * (width - first), -1)
         if "last" not in taps:
             kept = _norm(kept, self.final_norm)
-        return self.head(kept).view(b, width - first, -1), hidden
+        logits = self.head(kept.to(self.head_dtype)).to(self.owner.dtype)
+        return logits.view(b, width - first, -1), hidden
 
     def _layer(
         self, index: int, layer: _Layer, x: Tensor, b: int, width: int, cos: Tensor, sin: Tensor, mask: Tensor | None
@@ -177,4 +190,5 @@ def _agrees(owner: HuggingFaceModel, lean: LeanForward) -> bool:
     if not bool(torch.isfinite(public).all()):
         return False
     difference = float((public - mine).square().mean().sqrt())
-    return difference <= TOLERANCE.get(owner.dtype, 1e-2) * float(public.std())
+    rounding = torch.bfloat16 if lean.head_dtype == torch.bfloat16 else owner.dtype
+    return difference <= TOLERANCE.get(rounding, 1e-2) * float(public.std())

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from foretoken.types import Kind, TokenTree
 
 
@@ -82,12 +85,10 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
         raise ValueError("trees with different roots cannot be merged")
     if all(t.kind is Kind.POINT for t in trees):
         return from_paths(trees[0].tokens[0], [[t.tokens[n] for n in t.path(leaf)[1:]] for t in trees for leaf in leaves(t)])
-    import torch
-
     tokens, parents, law_of, owners = [trees[0].tokens[0]], [-1], [-1], [-1]
-    laws = []
+    laws: list[Tensor] = []
     for owner, tree in enumerate(trees):
-        offset, shift = len(tokens) - 1, sum(len(q) for q in laws)
+        offset, shift = len(tokens) - 1, sum(map(len, laws))
         for node in range(1, len(tree)):
             tokens.append(tree.tokens[node])
             parents.append(0 if tree.parents[node] == 0 else tree.parents[node] + offset)

@@ -1,0 +1,157 @@
+"""The dependency rule of the layers, read from the imports themselves."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import foretoken
+
+ROOT = Path(foretoken.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+LAWS = {"types", "sampling"}
+AXES = {*LAWS, "registry", "trees", "verifiers", "models", "drafters", "controllers"}
+LIBRARY = {*AXES, "engine", "loading", "llm", "hub", "analysis", "training", "bench", "config"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "__init__": LIBRARY,
+    "types": set(),
+    "registry": set(),
+    "config": {"registry"},
+    "sampling": {"types"},
+    "trees": LAWS,
+    "verifiers": {*LAWS, "trees", "registry"},
+    "models": {*LAWS, "trees"},
+    "controllers": {*LAWS, "trees"},
+    "drafters": {*LAWS, "trees", "models"},
+    "engine": AXES,
+    "loading": {*AXES, "config"},
+    "llm": LIBRARY - {"bench", "hub"},
+    "hub": LIBRARY - {"bench"},
+    "training": {*LAWS, "trees", "models", "drafters", "loading", "registry"},
+    "analysis": LIBRARY - {"hub"},
+    "bench": LIBRARY,
+    "server": LIBRARY,
+    "cli": {*LIBRARY, "server"},
+}
+"""Package -> what it may import besides itself."""
+
+WHEN_BUILT: dict[str, set[str]] = {"drafters": {"loading", "training.corpus"}}
+"""What may be imported inside functions only: a drafter that is built from a spec string loads its own parts."""
+
+TRANSFORMERS_INSIDES = ("transformers.cache_utils", "transformers.masking_utils", "transformers.modeling_")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module."""
+
+    file: Path
+    module: str
+    names: tuple[str, ...]
+    lazy: bool
+
+    @property
+    def package(self) -> str:
+        """The package (or single module) below ``foretoken`` that holds the file."""
+        parts = self.file.relative_to(ROOT).parts
+        return parts[0] if len(parts) > 1 else self.file.stem
+
+    @property
+    def inside(self) -> str | None:
+        """The module below ``foretoken`` that is imported; ``None`` for other libraries, "" for the package itself."""
+        head, _, rest = self.module.partition(".")
+        return rest if head == "foretoken" else None
+
+
+def imports_of(file: Path, source: str | None = None) -> Iterator[Import]:
+    """Every import of a file that runs (what is under ``TYPE_CHECKING`` does not)."""
+
+    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(file, alias.name, (), lazy)
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: imports are absolute"
+            yield Import(file, node.module or "", tuple(alias.name for alias in node.names), lazy)
+        lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child, lazy)
+
+    yield from walk(ast.parse(file.read_text() if source is None else source), False)
+
+
+def objection(found: Import) -> str | None:
+    """What is wrong with an import, if anything."""
+    package, inside = found.package, found.inside
+    if inside is None:
+        return outside_objection(found)
+    wanted = inside.split(".")[0]
+    if wanted in {"", package} or wanted in MAY_IMPORT[package]:
+        return None
+    if found.lazy and inside in WHEN_BUILT.get(package, ()):
+        return None
+    return f"{package} must not import foretoken.{inside}"
+
+
+def outside_objection(found: Import) -> str | None:
+    library = found.module.split(".")[0]
+    if found.package in {"trees", "verifiers"} and library in {"transformers", "tokenizers", "numpy", "safetensors"}:
+        return f"{found.package} is pure tensor code: no {library}"
+    if found.package == "models":
+        return None
+    if found.module.startswith(TRANSFORMERS_INSIDES) or (library == "transformers" and any("Cache" in n for n in found.names)):
+        return "only models/ touches a Transformers forward or cache"
+    return None
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_imports_follow_the_layers(file: Path) -> None:
+    wrong = [f"{found.module}: {reason}" for found in imports_of(file) if (reason := objection(found))]
+    assert not wrong
+
+
+def test_every_package_has_a_rule() -> None:
+    assert {found.package for file in FILES for found in imports_of(file)} <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "words"),
+    [
+        ("verifiers/x.py", "from foretoken.models.base import LanguageModel", "must not import foretoken.models.base"),
+        ("verifiers/x.py", "import numpy as np", "pure tensor code"),
+        ("trees/x.py", "def f():\n    import foretoken.verifiers.base", "must not import foretoken.verifiers.base"),
+        ("drafters/x.py", "from foretoken.engine.loop import Engine", "must not import foretoken.engine"),
+        ("drafters/x.py", "def f():\n    from foretoken.verifiers.block import B", "must not import foretoken.verifiers"),
+        ("drafters/x.py", "from foretoken.loading import load_model", "must not import foretoken.loading"),
+        ("drafters/x.py", "from transformers import DynamicCache", "only models/"),
+        ("engine/x.py", "from transformers.cache_utils import Cache", "only models/"),
+        ("engine/x.py", "from foretoken.cli.main import main", "must not import foretoken.cli"),
+        ("bench/x.py", "def f():\n    import foretoken.server.app", "must not import foretoken.server.app"),
+        ("types.py", "from foretoken.sampling import Sampler", "must not import foretoken.sampling"),
+    ],
+)
+def test_wrong_imports_are_seen(place: str, source: str, words: str) -> None:
+    (found,) = imports_of(ROOT / place, source)
+    assert words in str(objection(found))
+
+
+@pytest.mark.parametrize(
+    ("place", "source"),
+    [
+        ("verifiers/x.py", "import torch\nfrom foretoken.types import Kind\nfrom foretoken.trees.operations import merge"),
+        ("drafters/x.py", "def build():\n    from foretoken.loading import load_model"),
+        ("drafters/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from foretoken.engine.loop import Engine"),
+        ("models/x.py", "from transformers.cache_utils import Cache"),
+        ("cli/x.py", "def f():\n    from foretoken.server.app import serve\n    from foretoken import __version__"),
+    ],
+)
+def test_right_imports_pass(place: str, source: str) -> None:
+    assert [objection(found) for found in imports_of(ROOT / place, source) if objection(found)] == []

@@ -1,0 +1,190 @@
+"""The catalogue: every row is what it says, and spec strings fail with the choices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toys import tables
+
+import foretoken
+from foretoken import registry
+from foretoken.controllers.base import Controller
+from foretoken.drafters.base import Drafter
+from foretoken.loading import build_drafter
+from foretoken.registry import Row, convert_options, find, make, options_of, parse_spec
+from foretoken.types import Kind
+from foretoken.verifiers.base import Verifier
+
+DOCS = Path(__file__).parents[1] / "docs" / "methods"
+BASES: dict[str, type[Any]] = {"drafter": Drafter, "verifier": Verifier, "controller": Controller}
+
+each_row = pytest.mark.parametrize("row", registry.ROWS, ids=lambda row: f"{row.role}-{row.name}")
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+@each_row
+def test_the_class_is_the_row(row: Row) -> None:
+    """File name = method name = registry key; one method, one class, in the package of its role."""
+    cls = row.load()
+    assert row.target.startswith(f"{row.role}s.{row.name}:")
+    assert cls.__module__ == f"foretoken.{row.role}s.{row.name}"
+    assert cls.name == row.name
+    assert cls.__doc__
+    if row.role in BASES:
+        assert issubclass(cls, BASES[row.role])
+    if row.role == "verifier":
+        assert cls.lossless is row.lossless
+
+
+@each_row
+def test_every_method_has_its_page(row: Row) -> None:
+    assert (DOCS / f"{row.name}.md").is_file(), f"write docs/methods/{row.name}.md"
+
+
+@each_row
+def test_the_texts_are_complete(row: Row) -> None:
+    assert row.summary.endswith(".") and "\n" not in row.summary
+    assert set(row.public()) == {
+        "name", "role", "paper", "lossless", "needs_training", "needs", "kind", "example", "summary",
+    }  # fmt: skip
+    if row.role in ("drafter", "verifier"):
+        kinds = {kind.value for kind in Kind} | {"any"}
+        assert set(row.kind.replace(" or ", ", ").split(", ")) <= kinds, row.kind
+
+
+@each_row
+def test_the_example_is_a_spec_of_the_method(row: Row) -> None:
+    spec = parse_spec(row.example)
+    assert spec.name == row.name
+    convert_options(row.role, row.name, row.load(), spec.options)
+
+
+@pytest.mark.parametrize("row", registry.rows("verifier"), ids=lambda row: row.name)
+def test_the_kinds_of_a_verifier_are_those_of_its_class(row: Row) -> None:
+    stated = set(Kind) if row.kind == "any" else {Kind(kind) for kind in row.kind.split(", ")}
+    assert set(row.load().kinds) == stated
+
+
+def test_names_are_unique_within_a_role() -> None:
+    names = [(row.role, row.name) for row in registry.ROWS]
+    assert len(names) == len(set(names))
+
+
+def test_every_method_file_has_a_row() -> None:
+    """A class with a registry name that is in no row is forgotten, or dead."""
+    known = {row.target.partition(":")[0] for row in registry.ROWS}
+    package = Path(foretoken.__file__).parent
+    for role, base in BASES.items():
+        for file in (package / f"{role}s").glob("*.py"):
+            module = f"{role}s.{file.stem}"
+            text = file.read_text()
+            if "\n    name = " in text and f"({base.__name__})" in text:
+                assert module in known, f"add a registry row for {module}"
+
+
+def test_methods_is_the_catalogue() -> None:
+    assert foretoken.methods() == [row.public() for row in registry.ROWS]
+    assert {row["role"] for row in foretoken.methods()} >= {"drafter", "verifier", "controller"}
+
+
+# -- spec strings ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "path", "options"),
+    [
+        ("ngram", "ngram", None, {}),
+        ("ngram,n=3,k=8", "ngram", None, {"n": "3", "k": "8"}),
+        ("model:./draft,k=5", "model", "./draft", {"k": "5"}),
+        ("model:./draft,tree=3x2x1", "model", "./draft", {"tree": "3x2x1"}),
+        (" model : ./a b , k = 5 ", "model", "./a b", {"k": "5"}),
+        ("scripted,tokens=1 2 3", "scripted", None, {"tokens": "1 2 3"}),
+        ("model:org/name=x", "model", "org/name=x", {}),
+    ],
+)
+def test_specs(text: str, name: str, path: str | None, options: dict[str, str]) -> None:
+    spec = parse_spec(text)
+    assert (spec.name, spec.path, spec.options) == (name, path, options)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "names no method"), (",k=5", "names no method"), (":path", "names no method"), ("ngram,k", "'k' in 'ngram,k'"),
+     ("ngram,=5", "is not key=value"), ("ngram,", "is not key=value")],
+)  # fmt: skip
+def test_broken_specs(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        parse_spec(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("role", ["drafter", "verifier", "controller"])
+def test_an_unknown_name_lists_the_choices(role: Any) -> None:
+    with pytest.raises(ValueError, match=f"unknown {role} 'nonsense': choose one of") as error:
+        find(role, "nonsense")
+    assert all(row.name in str(error.value) for row in registry.rows(role))
+
+
+@pytest.mark.parametrize("row", registry.rows("drafter"), ids=lambda row: row.name)
+def test_an_unknown_key_lists_the_valid_ones(row: Row) -> None:
+    with pytest.raises(ValueError, match=f"unknown option 'nonsense' of drafter '{row.name}': valid ones: ") as error:
+        convert_options("drafter", row.name, row.load(), {"nonsense": "1"})
+    assert all(key in str(error.value) for key in options_of(row.load()))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("constant,k=five", "option k='five' of controller 'constant' must be of type int"),
+        ("confidence,threshold=high", "must be of type float"),
+        ("constant,size=3", "unknown option 'size' of controller 'constant': valid ones: k, nodes"),
+        ("constant,k=-1", "constant needs k >= 0"),
+    ],
+)
+def test_wrong_values(spec: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make("controller", spec)
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("No", False), ("1", True), ("0", False)])
+def test_truth_values(text: str, value: bool) -> None:
+    class Switched:
+        def __init__(self, flag: bool = False, size: int | None = None) -> None: ...
+
+    assert convert_options("drafter", "switched", Switched, {"flag": text}) == {"flag": value}
+    assert convert_options("drafter", "switched", Switched, {"size": "3"}) == {"size": 3}
+    with pytest.raises(ValueError, match="must be of type bool"):
+        convert_options("drafter", "switched", Switched, {"flag": "maybe"})
+
+
+def test_options_reach_the_drafter() -> None:
+    target, _ = tables()
+    drafter: Any = build_drafter("ngram,n=2,k=6,match=first", target, target_source=target)
+    assert (drafter.n, drafter.max_depth, drafter.match) == (2, 6, "first")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("nonsense", "unknown drafter 'nonsense': choose one of model"),
+        ("ngram,x=1", "unknown option 'x' of drafter 'ngram': valid ones: n, k"),
+        ("ngram:./here", "drafter 'ngram' takes no path"),
+        ("ngram,n=0", "1 <= min_n <= n"),
+        ("model", "needs a path for this target"),
+    ],
+)
+def test_drafter_specs_fail_with_what_to_do(spec: str, words: str) -> None:
+    target, _ = tables()
+    with pytest.raises(ValueError, match=words) as error:
+        build_drafter(spec, target, target_source=target)
+    assert "\n" not in str(error.value)
+
+
+def test_no_drafter() -> None:
+    target, _ = tables()
+    assert build_drafter(None, target) is None
+    assert build_drafter("none", target) is None
