@@ -107,7 +107,9 @@ def outside_objection(found: Import) -> str | None:
         return f"{found.package} is pure tensor code: no {library}"
     if found.package == "models":
         return None
-    if found.module.startswith(TRANSFORMERS_INSIDES) or (library == "transformers" and any("Cache" in n for n in found.names)):
+    if found.module.startswith(TRANSFORMERS_INSIDES) or (
+        library == "transformers" and any("Cache" in n for n in found.names)
+    ):
         return "only models/ touches a Transformers forward or cache"
     return None
 
@@ -129,7 +131,11 @@ def test_every_package_has_a_rule() -> None:
         ("verifiers/x.py", "import numpy as np", "pure tensor code"),
         ("trees/x.py", "def f():\n    import foretoken.verifiers.base", "must not import foretoken.verifiers.base"),
         ("drafters/x.py", "from foretoken.engine.loop import Engine", "must not import foretoken.engine"),
-        ("drafters/x.py", "def f():\n    from foretoken.verifiers.block import B", "must not import foretoken.verifiers"),
+        (
+            "drafters/x.py",
+            "def f():\n    from foretoken.verifiers.block import B",
+            "must not import foretoken.verifiers",
+        ),
         ("drafters/x.py", "from foretoken.loading import load_model", "must not import foretoken.loading"),
         ("drafters/x.py", "from transformers import DynamicCache", "only models/"),
         ("engine/x.py", "from transformers.cache_utils import Cache", "only models/"),
@@ -146,9 +152,15 @@ def test_wrong_imports_are_seen(place: str, source: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("place", "source"),
     [
-        ("verifiers/x.py", "import torch\nfrom foretoken.types import Kind\nfrom foretoken.trees.operations import merge"),
+        (
+            "verifiers/x.py",
+            "import torch\nfrom foretoken.types import Kind\nfrom foretoken.trees.operations import merge",
+        ),
         ("drafters/x.py", "def build():\n    from foretoken.loading import load_model"),
-        ("drafters/x.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from foretoken.engine.loop import Engine"),
+        (
+            "drafters/x.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from foretoken.engine.loop import Engine",
+        ),
         ("models/x.py", "from transformers.cache_utils import Cache"),
         ("cli/x.py", "def f():\n    from foretoken.server.app import serve\n    from foretoken import __version__"),
     ],

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import tables
 
 import foretoken
 from foretoken import registry
@@ -16,6 +15,7 @@ from foretoken.loading import build_drafter
 from foretoken.registry import Row, convert_options, find, make, options_of, parse_spec
 from foretoken.types import Kind
 from foretoken.verifiers.base import Verifier
+from toys import tables
 
 DOCS = Path(__file__).parents[1] / "docs" / "methods"
 BASES: dict[str, type[Any]] = {"drafter": Drafter, "verifier": Verifier, "controller": Controller}
@@ -113,9 +113,15 @@ def test_specs(text: str, name: str, path: str | None, options: dict[str, str]) 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("", "names no method"), (",k=5", "names no method"), (":path", "names no method"), ("ngram,k", "'k' in 'ngram,k'"),
-     ("ngram,=5", "is not key=value"), ("ngram,", "is not key=value")],
-)  # fmt: skip
+    [
+        ("", "names no method"),
+        (",k=5", "names no method"),
+        (":path", "names no method"),
+        ("ngram,k", "'k' in 'ngram,k'"),
+        ("ngram,=5", "is not key=value"),
+        ("ngram,", "is not key=value"),
+    ],
+)
 def test_broken_specs(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         parse_spec(text)

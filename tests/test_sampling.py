@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from toys import engine, fixed_tables, outputs
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -25,6 +24,7 @@ from foretoken.engine.request import Request
 from foretoken.models.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import NonFiniteLogitsError
+from toys import engine, fixed_tables, outputs
 
 VOCAB = 50
 PREFIX = [3, 7, 7, 0, 49, 3, 12]
@@ -143,7 +143,9 @@ def test_presence_and_frequency_count_the_output_only() -> None:
     """Prompt [3, 7, 7], output [0, 49, 3, 12, 0]: every output token once by presence, each time by frequency."""
     logits = random_logits(1)[0]
     prefix = [3, 7, 7, 0, 49, 3, 12, 0]
-    law = Sampler(SamplingParams(1.0, presence_penalty=0.5, frequency_penalty=0.25), prompt_length=3).law(logits, prefix)
+    law = Sampler(SamplingParams(1.0, presence_penalty=0.5, frequency_penalty=0.25), prompt_length=3).law(
+        logits, prefix
+    )
     expected = logits.clone()
     for token, count in Counter(prefix[3:]).items():
         expected[token] -= 0.5 + 0.25 * count
@@ -152,12 +154,16 @@ def test_presence_and_frequency_count_the_output_only() -> None:
 
 def test_no_output_yet_no_presence_penalty() -> None:
     logits = random_logits(1)[0]
-    law = Sampler(SamplingParams(1.0, presence_penalty=5.0, frequency_penalty=5.0), prompt_length=4).law(logits, PREFIX[:4])
+    law = Sampler(SamplingParams(1.0, presence_penalty=5.0, frequency_penalty=5.0), prompt_length=4).law(
+        logits, PREFIX[:4]
+    )
     torch.testing.assert_close(law, torch.softmax(logits, -1))
 
 
 def test_negative_penalties_encourage() -> None:
-    law = Sampler(SamplingParams(1.0, presence_penalty=-1.0, frequency_penalty=-1.0)).law(torch.zeros(3).double(), [2, 2])
+    law = Sampler(SamplingParams(1.0, presence_penalty=-1.0, frequency_penalty=-1.0)).law(
+        torch.zeros(3).double(), [2, 2]
+    )
     torch.testing.assert_close(law, torch.softmax(torch.tensor([0.0, 0.0, 3.0]).double(), -1))
 
 
@@ -218,7 +224,11 @@ def test_huge_logits_and_huge_temperatures() -> None:
 def test_banned_tokens_stay_banned() -> None:
     logits = random_logits(1)[0]
     logits[::2] = -torch.inf
-    for params in (SamplingParams(1.0), SamplingParams(0.3, 40, 0.99, 0.001), SamplingParams(2.0, repetition_penalty=1.5)):
+    for params in (
+        SamplingParams(1.0),
+        SamplingParams(0.3, 40, 0.99, 0.001),
+        SamplingParams(2.0, repetition_penalty=1.5),
+    ):
         law = Sampler(params).law(logits, PREFIX)
         assert float(law[::2].sum()) == 0.0
         assert torch.isfinite(law).all()

@@ -41,7 +41,9 @@ Law = dict[tuple[int, ...], float]
 class MarkovTable(TableModel):
     """A table model whose law depends on the last two tokens and is computed once."""
 
-    def __init__(self, table: Callable[[tuple[int, ...]], Sequence[float] | Tensor], vocab_size: int, **more: Any) -> None:
+    def __init__(
+        self, table: Callable[[tuple[int, ...]], Sequence[float] | Tensor], vocab_size: int, **more: Any
+    ) -> None:
         super().__init__(table, vocab_size, **more)
         self._known: dict[tuple[int, ...], Tensor] = {}
 
@@ -188,12 +190,12 @@ def chi_square(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ..
         return math.inf, 1
     statistic, groups = 0.0, 0
     expected = observed = 0.0
-    ordered = sorted(law, key=law.__getitem__)
-    for i, outcome in enumerate(ordered):
+    rest = float(total)
+    for outcome in sorted(law, key=law.__getitem__):
         expected += total * law[outcome]
         observed += counts.get(outcome, 0)
-        rest = total * sum(law[o] for o in ordered[i + 1 :])
-        if expected >= 5 and (rest >= 5 or rest == 0.0):
+        rest -= total * law[outcome]
+        if expected >= 5 and (rest >= 5 or rest < 1e-6):
             statistic += (observed - expected) ** 2 / expected
             groups += 1
             expected = observed = 0.0

@@ -185,7 +185,7 @@ def _llm(model: Any, drafter: Any, verifier: Any, controller: Any, allow_lossy: 
         tokenizer = load_tokenizer(model) if ":" in drafter else None
         drafter = build_drafter(drafter, target, target_source=model, tokenizer=tokenizer, device=model.device)
     elif drafter == "auto":
-        drafter = build_drafter(default_drafter(model), target, target_source=model)
+        drafter = build_drafter(default_drafter(target, model), target, target_source=model)
     return assemble(target, drafter, verifier, controller, None, allow_lossy=allow_lossy)
 
 

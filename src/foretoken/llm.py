@@ -329,7 +329,7 @@ def load(
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
     model = load_model(target, dtype=dtype, device=device, exact=exact)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
-    spec = default_drafter(target) if isinstance(drafter, str) and drafter == "auto" else drafter
+    spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
     built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=device)
     return assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy)
 

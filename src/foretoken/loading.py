@@ -11,6 +11,8 @@ import torch
 from foretoken.drafters.base import Drafter
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.packing import pack_linears
 from foretoken.registry import convert_options, find, parse_spec
 
 BUILTIN = "builtin"
@@ -140,7 +142,10 @@ def load_model(
     if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
         check_folder(local.expanduser())
         path = str(local.expanduser())
-    return wrap(_from_pretrained(path, wanted, device), exact=exact, lean=lean)
+    model = wrap(_from_pretrained(path, wanted, device), exact=exact, lean=lean)
+    if isinstance(model, HuggingFaceModel) and not model.is_lean and exact == "distribution":
+        pack_linears(model.model)  # ours to change: it was just loaded
+    return model
 
 
 def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.device | None) -> Any:
@@ -319,7 +324,12 @@ def read_profile(file: str | Path) -> dict[str, Any]:
     return specs
 
 
-def default_drafter(target_source: Any) -> str:
-    """What ``drafter="auto"`` means: the built-in draft model for the built-in target, else n-grams."""
+def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
+    """What ``drafter="auto"`` means: the built-in draft model for the built-in target, else n-grams.
+
+    Plain decoding (``None``) for a target whose state cannot be rolled back.
+    """
+    if not target.capabilities.rollback:
+        return None
     has_draft = (ZOO / "draft" / "config.json").exists()
     return "model" if str(target_source) == BUILTIN and has_draft else "ngram"

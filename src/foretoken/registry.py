@@ -94,6 +94,12 @@ ROWS: tuple[Row, ...] = (
     _drafter("recycling", "RecyclingDrafter", "Token Recycling, arXiv 2408.08696",
              "A tree from the eight likeliest followers that the target last gave every token.", kind="point",
              needs="tree attention"),
+    _drafter("prediction", "PredictionDrafter", "OpenAI's predicted outputs, 2024",
+             "Text that the caller expects in the answer, realigned after every divergence.", kind="point",
+             needs="prediction=... in generate"),
+    _drafter("retrieval", "RetrievalDrafter", "REST, arXiv 2311.08252",
+             "A trie of the most frequent continuations of the context's end in a corpus.", kind="point",
+             needs="tree attention; datastore (a small one of Python sources by default)"),
     _drafter("scripted", "ScriptedDrafter", "", "Proposes given tokens: for tests and demonstrations.", kind="point",
              example="scripted,tokens=32 262 13"),
     # Verifiers: lossless.

@@ -29,7 +29,8 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens with at least this mass; in (0, 1].
         min_p: drop tokens less likely than ``min_p`` times the most likely one; in [0, 1].
-        repetition_penalty: > 1 makes tokens of the prefix less likely (CTRL: divide positive, multiply negative logits).
+        repetition_penalty: > 1 makes tokens of the prefix less likely (CTRL: divides positive, multiplies negative
+            logits).
         presence_penalty: subtracted once from every token of the prefix's generated part.
         frequency_penalty: subtracted once per occurrence in the generated part.
         logit_bias: added to single tokens' logits.

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
 NON_FINITE = "the model's logits are NaN or all -inf: check the checkpoint, or load it with dtype=float32"
 
 

@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from toys import FALSE_ALARM, Law, engine, joint_law, outputs, sampled_p_value, tables
 
 from foretoken import registry
 from foretoken.controllers.base import Controller
@@ -17,6 +16,7 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Rng, StepRecord
+from toys import FALSE_ALARM, Law, engine, joint_law, outputs, sampled_p_value, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
 MODES = {"T=1": SamplingParams(temperature=1.0), "T=0.6": SamplingParams(temperature=0.6)}
@@ -46,7 +46,9 @@ def test_constant_keeps_what_it_was_given() -> None:
     assert controller.budget(context(), 1) == controller.budget(context(), 8) == Budget(3, 9)
 
 
-@pytest.mark.parametrize(("options", "drafts"), [({}, True), ({"k": 1}, True), ({"k": 0}, False), ({"nodes": 0}, False)])
+@pytest.mark.parametrize(
+    ("options", "drafts"), [({}, True), ({"k": 1}, True), ({"k": 0}, False), ({"nodes": 0}, False)]
+)
 def test_constant_says_whether_it_drafts(options: dict[str, int], drafts: bool) -> None:
     assert ConstantController(**options).drafts is drafts
 
@@ -104,7 +106,9 @@ def test_a_budget_stops_after_the_unlikely_token() -> None:
     budget = Budget(5, 64, min_confidence=0.4)
     assert [budget.stops_after(None, chance) for chance in (0.39, 0.4, 0.41)] == [True, False, False]
     ruled = Budget(5, 64, stop=lambda law, chance: law is not None and float(law.max()) < 0.5)
-    assert ruled.stops_after(torch.tensor([0.4, 0.3, 0.3]), 0.4) and not ruled.stops_after(torch.tensor([0.6, 0.4]), 0.4)
+    assert ruled.stops_after(torch.tensor([0.4, 0.3, 0.3]), 0.4) and not ruled.stops_after(
+        torch.tensor([0.6, 0.4]), 0.4
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from itertools import permutations
 import pytest
 import torch
 from scipy.stats import chisquare
-from toys import engine, fixed_tables, llamas, next_logits, serve, tables
 
 from foretoken.controllers.confidence import ConfidenceController
 from foretoken.drafters.model import ModelDrafter, draw_without_replacement, parse_widths
@@ -17,6 +16,7 @@ from foretoken.engine.request import Request
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Kind, Rng, TokenTree
+from toys import engine, fixed_tables, llamas, next_logits, serve, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
 T1 = SamplingParams(temperature=1.0)
@@ -253,7 +253,9 @@ def test_the_confidence_controller_shortens_drafts() -> None:
     target, draft = tables()
     request = Request(PROMPT, T1, 60, seed=0)
     constant = serve(engine(target, ModelDrafter(draft, k=6)), [request])[0].stats
-    confident = serve(engine(target, ModelDrafter(draft, k=6), controller=ConfidenceController(0.4)), [request])[0].stats
+    confident = serve(engine(target, ModelDrafter(draft, k=6), controller=ConfidenceController(0.4)), [request])[
+        0
+    ].stats
     assert confident.num_draft_tokens / confident.num_drafts < constant.num_draft_tokens / constant.num_drafts
     assert confident.acceptance_rate > constant.acceptance_rate
 

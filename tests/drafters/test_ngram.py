@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from toys import engine, outputs, tables
 
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.request import Request
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Kind, Rng
+from toys import engine, outputs, tables
 
 GOLDEN = [1, 2, 3, 4, 1, 2, 5, 6, 1, 2]
 

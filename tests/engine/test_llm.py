@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from tiny_tokenizer import tokenizer
-from toys import llamas, tables
 
 from foretoken.controllers.constant import ConstantController
 from foretoken.drafters.base import Drafter
@@ -15,6 +14,7 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.llm import Llm, Piece, load
 from foretoken.types import Budget, Context, TokenTree
+from toys import llamas, tables
 
 PROMPTS = [[0, 1, 2, 3, 0, 1], [3], [2, 2]]
 
@@ -159,7 +159,10 @@ def test_load_takes_models_and_objects() -> None:
     target, draft = tables()
     for drafter in ("ngram,n=2,k=3", NgramDrafter(), ModelDrafter(draft), None):
         llm = load(target, drafter, verifier="auto", controller="constant,k=2")
-        assert llm.generate([0, 1, 0, 1], max_new_tokens=6).token_ids == toy().generate([0, 1, 0, 1], max_new_tokens=6).token_ids
+        assert (
+            llm.generate([0, 1, 0, 1], max_new_tokens=6).token_ids
+            == toy().generate([0, 1, 0, 1], max_new_tokens=6).token_ids
+        )
     with pytest.raises(ValueError, match="cannot follow"):
         load(target, "ngram", verifier="kseq")
     with pytest.raises(ValueError, match="unknown verifier 'nonsense': choose one of greedy"):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from toys import engine, llamas, outputs, serve, tables
 from torch import Tensor
 
 from foretoken import registry
@@ -24,6 +23,7 @@ from foretoken.models.table import TableModel
 from foretoken.sampling import SamplingParams
 from foretoken.types import Budget, Context, Kind, NonFiniteLogitsError, Scores, StepRecord, TokenTree, Verdict
 from foretoken.verifiers.pairing import right_verifiers
+from toys import engine, llamas, outputs, serve, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
 T1 = SamplingParams(temperature=1.0)
@@ -202,7 +202,9 @@ def test_a_seed_gives_the_same_output_in_any_company(drafter: str) -> None:
     for size in (1, 2, 5):
         company = [Request([1, 2] * i + [3], T1, 5 * i + 1, seed=i) for i in range(1, 5)]
         for place in (0, 2, 4):
-            found = outputs(engine(target, build[drafter](), max_batch=size), company[:place] + [request] + company[place:])
+            found = outputs(
+                engine(target, build[drafter](), max_batch=size), [*company[:place], request, *company[place:]]
+            )
             assert found[place] == alone
 
 
@@ -280,7 +282,9 @@ PLACES: list[tuple[type[Any], str]] = [
 
 @pytest.mark.parametrize("at", [1, 2, 5, 8])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: f"{place[0].__name__}.{place[1]}")
-def test_an_interrupt_leaves_the_engine_usable(place: tuple[type[Any], str], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_the_engine_usable(
+    place: tuple[type[Any], str], at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever it strikes: requests go on as if nothing had happened, or are gone; new ones are served."""
     target, draft = tables()
     build = lambda: engine(target, ModelDrafter(draft, tree="2x2"), max_batch=3)  # noqa: E731
@@ -406,7 +410,8 @@ def test_the_controller_sees_every_round() -> None:
 
     target, draft = tables()
     runs = serve(
-        engine(target, ModelDrafter(draft, k=3), controller=Watching()), [Request(PROMPT, T1, 20, seed=i) for i in range(2)]
+        engine(target, ModelDrafter(draft, k=3), controller=Watching()),
+        [Request(PROMPT, T1, 20, seed=i) for i in range(2)],
     )
     for run in runs:
         mine = [record for record in records if record.request_id == run.id]

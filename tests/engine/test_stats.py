@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from toys import engine, serve, tables
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
@@ -12,6 +11,7 @@ from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stats import SpecStats
 from foretoken.sampling import SamplingParams
+from toys import engine, serve, tables
 
 
 def some_runs(drafter: str, eos: frozenset[int] = frozenset()) -> list[Running]:
@@ -63,7 +63,11 @@ def test_tokens_behind_an_eos_are_accepted_but_not_emitted() -> None:
 def test_a_plain_run_drafts_nothing() -> None:
     for drafter in ("none", "empty"):
         for run in some_runs(drafter):
-            assert (run.stats.num_draft_tokens, run.stats.acceptance_rate, run.stats.mean_acceptance_length) == (0, 0, 1)
+            assert (run.stats.num_draft_tokens, run.stats.acceptance_rate, run.stats.mean_acceptance_length) == (
+                0,
+                0,
+                1,
+            )
             assert run.stats.num_accepted_tokens_per_pos == []
 
 
@@ -98,7 +102,8 @@ def test_a_dictionary_has_the_names_of_the_contract() -> None:
     found = some_runs("chain")[0].stats.as_dict()
     wanted = {
         "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "acceptance_rate",
-        "mean_acceptance_length", "draft_s", "target_s", "verify_s", "overhead_s", "prefill_s", "total_s", "tokens_per_s",
+        "mean_acceptance_length", "draft_s", "target_s", "verify_s", "overhead_s", "prefill_s", "total_s",
+        "tokens_per_s",
     }  # fmt: skip
     assert wanted <= set(found)
     assert found["acceptance_rate"] == pytest.approx(found["num_accepted_tokens"] / found["num_draft_tokens"])

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 from tiny_tokenizer import TEXT, Writer, eos, ids_of, tokenizer
-from toys import tables
 
 from foretoken.controllers.constant import ConstantController
 from foretoken.drafters.base import Drafter
@@ -14,6 +13,7 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.stopping import Detokenizer, Stopper
 from foretoken.llm import Llm, Output, Piece
+from toys import tables
 
 PROMPT = ids_of("The cat")
 STORY = " sat on the mat. The dog ran to the STOP cat and END there.\n"

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from toys import MarkovTable
 from transformers import PreTrainedTokenizerFast
+
+from toys import MarkovTable
 
 TEXT = (
     "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n\n"

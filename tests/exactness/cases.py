@@ -1,7 +1,7 @@
 """How to build every drafter for the toy models: the one place that a new drafter adds a line to.
 
 ``CASES`` maps a registry name to its cases.  A case is a label and a function ``(target, draft) -> drafter``; both are
-:class:`~foretoken.models.base.LanguageModel` objects, ``draft`` a smaller model that differs from ``target``.  A drafter
+:class:`~foretoken.models.base.LanguageModel` objects, ``draft`` one that differs a little from ``target``.  A drafter
 that needs a network (hidden states, layers) says ``network=True``: its law is then tested on a tiny llama instead of
 tables.
 """
@@ -12,12 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.datastore import Datastore
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.ngram_cache import NgramCacheDrafter
+from foretoken.drafters.prediction import PredictionDrafter
 from foretoken.drafters.recycling import RecyclingDrafter
+from foretoken.drafters.retrieval import RetrievalDrafter
 from foretoken.drafters.sam import SamDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.drafters.suffix import SuffixDrafter
@@ -71,6 +74,12 @@ CASES: dict[str, list[Case]] = {
         Case("static", lambda target, draft: SamDrafter(k=3, bias=0, corpus=[[0, 1, 2, 3, 1, 2, 0], [3, 3, 0, 1]])),
     ],
     "recycling": [Case("tree", lambda target, draft: RecyclingDrafter(nodes=6, share=False))],
+    "prediction": [Case("text", lambda target, draft: PredictionDrafter(k=3, default=[0, 1, 2, 3, 1, 1, 0, 2]))],
+    "retrieval": [
+        Case(
+            "trie", lambda target, draft: RetrievalDrafter(Datastore.from_documents([[0, 1, 2, 3], [0, 1, 0]]), min_n=1)
+        ),
+    ],
     "scripted": [
         Case("chain", lambda target, draft: ScriptedDrafter("1 2 0")),
         Case(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from cases import CASES, Case
-from toys import llamas, tables
 from torch import Tensor
 
 from foretoken import registry
@@ -16,6 +15,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.sampling import SamplingParams
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.pairing import right_verifiers
+from toys import llamas, tables
 
 AUTO = "auto"
 

@@ -6,6 +6,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from matrix import SAMPLED_MODES
+
+from foretoken import registry
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.engine.request import Request
+from foretoken.sampling import SamplingParams
+from foretoken.trees.operations import from_paths
+from foretoken.types import Budget, Context, TokenTree
+from foretoken.verifiers.base import Verifier
 from toys import (
     FALSE_ALARM,
     MarkovTable,
@@ -18,20 +29,9 @@ from toys import (
     tables,
 )
 
-from foretoken import registry
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.scripted import ScriptedDrafter
-from foretoken.engine.request import Request
-from foretoken.sampling import SamplingParams
-from foretoken.trees.operations import from_paths
-from foretoken.types import Budget, Context, TokenTree
-from foretoken.verifiers.base import Verifier
-
 PROMPT = [0, 1, 2, 3, 0, 1]
 T1 = {"T=1": SamplingParams(temperature=1.0)}
-SAMPLES = 800
+SAMPLES = 500
 
 DRAFTERS: dict[str, Callable[[MarkovTable], Drafter]] = {
     "chain": lambda draft: ModelDrafter(draft, k=3),
@@ -102,11 +102,9 @@ def test_the_target_accepts_its_own_draws(drafter: str) -> None:
 
 
 @each_drafter
-@pytest.mark.parametrize("mode", SAMPLED_MODES)
-def test_a_prompt_of_one_token(drafter: str, mode: str) -> None:
+def test_a_prompt_of_one_token(drafter: str) -> None:
     target, draft = tables(seed=5)
-    modes = {mode: SAMPLED_MODES[mode]}
-    assert law_holds(target, DRAFTERS[drafter](draft), prompt=[0], tokens=3, modes=modes)
+    assert law_holds(target, DRAFTERS[drafter](draft), prompt=[0], tokens=3, modes=SAMPLED_MODES)
 
 
 @pytest.mark.parametrize("eos", [{3}, {1, 2}], ids=["one-eos", "two-eos"])

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from matrix import SAMPLED_MODES
-from toys import CAUGHT, FALSE_ALARM, MarkovTable, engine, joint_law, next_logits, sampled_p_value, tables
 from torch import Tensor
 
 from foretoken import registry
@@ -19,6 +18,7 @@ from foretoken.models.base import SequenceState
 from foretoken.types import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, draw, drawn_chance, leftover, residual, scaled
 from foretoken.verifiers.block import pass_chance
+from toys import CAUGHT, FALSE_ALARM, MarkovTable, engine, joint_law, next_logits, sampled_p_value, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
 TOKENS = 4
@@ -43,7 +43,6 @@ def chance_of(
     laws = {mode: joint_law(target, params[mode], PROMPT, TOKENS)}
     speculative = engine(target, drafter, verifier, controller, max_batch=4)
     return sampled_p_value(speculative, params, laws, PROMPT, TOKENS, SAMPLES)
-
 
 
 # -- rules -----------------------------------------------------------------------------------------------------------

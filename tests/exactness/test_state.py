@@ -9,7 +9,6 @@ import pytest
 import torch
 from cases import Case
 from matrix import SAMPLED_MODES, rows
-from toys import engine, llama, llamas, outputs, tables
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
@@ -19,9 +18,12 @@ from foretoken.models.base import SequenceState
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
 from foretoken.types import Budget
+from toys import engine, llama, llamas, outputs, tables
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3], [9, 1, 2, 3, 4, 9, 1, 2, 30, 17, 12], [0, 0], [4, 5, 4, 5, 4]]
-each_case = pytest.mark.parametrize(("name", "case"), list(rows()), ids=[f"{name}.{case.label}" for name, case in rows()])
+each_case = pytest.mark.parametrize(
+    ("name", "case"), list(rows()), ids=[f"{name}.{case.label}" for name, case in rows()]
+)
 
 
 @cache

@@ -30,9 +30,7 @@ class ConstantController(Controller):
 
     def attach(self, max_depth: int, max_nodes: int) -> None:
         """Take what was not given from the drafter."""
-        self._budget = Budget(
-            max_depth if self.k is None else self.k, max_nodes if self.nodes is None else self.nodes
-        )
+        self._budget = Budget(max_depth if self.k is None else self.k, max_nodes if self.nodes is None else self.nodes)
 
     def budget(self, context: Context, batch_size: int) -> Budget:
         """The constant budget."""

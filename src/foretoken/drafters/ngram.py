@@ -6,26 +6,53 @@ dictionary look-ups whatever the length of the context.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-from foretoken.drafters.base import Drafter
-from foretoken.types import Budget, Context, TokenTree
+from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
+from foretoken.types import Budget, Context
+
+Places = dict[tuple[int, ...], int]
 
 
-@dataclass
-class _Index:
-    """Where every n-gram of a text last ended; ``previous`` is the end before that.
+class PromptSource(NgramSource):
+    """Where every n-gram of a text ended first, last, and before that.
 
     The n-gram that ends the text is always its own last occurrence, so the one before is the match.
     """
 
-    length: int = 0
-    last: list[dict[tuple[int, ...], int]] = field(default_factory=list)
-    previous: list[dict[tuple[int, ...], int]] = field(default_factory=list)
-    first: list[dict[tuple[int, ...], int]] = field(default_factory=list)
+    def __init__(self, sizes: range, match: str, most: int) -> None:
+        super().__init__()
+        self.sizes, self.match, self.most = sizes, match, most
+        self.last: list[Places] = [{} for _ in sizes]
+        self.earlier: list[Places] = [{} for _ in sizes]  # the first place, or the one before the last
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Index the n-grams that end in the new tokens."""
+        start = len(self.text)
+        self.text.extend(tokens)
+        for end in range(start + 1, len(self.text) + 1):
+            for n, last, earlier in zip(self.sizes, self.last, self.earlier, strict=True):
+                if end >= n:
+                    self._note(tuple(self.text[end - n : end]), end, last, earlier)
+
+    def _note(self, key: tuple[int, ...], end: int, last: Places, earlier: Places) -> None:
+        before = last.get(key)
+        last[key] = end
+        if before is not None and (self.match == "recent" or key not in earlier):
+            earlier[key] = before
+
+    def propose(self, budget: Budget) -> Guess:
+        """The tokens after the match of the longest n-gram."""
+        for i in range(len(self.sizes) - 1, -1, -1):
+            n = self.sizes[i]
+            end = self.earlier[i].get(tuple(self.text[-n:])) if n < len(self.text) else None
+            if end is not None:
+                most = min(self.most, budget.max_depth, budget.max_nodes)
+                return Guess.copied(self.text[end : end + most], n)
+        return NOTHING
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter(SourceDrafter):
     """Deterministic chains from the request's own text.
 
     Args:
@@ -49,37 +76,6 @@ class NgramDrafter(Drafter):
             raise ValueError(f"match must be 'recent' or 'first', not {match!r}")
         self.n, self.min_n, self.max_depth, self.match = n, min_n, k, match
 
-    def start(self, context: Context) -> None:
-        """Index the prompt."""
-        self._update(context)
-
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        """The tokens after the match; the root alone when nothing matches."""
-        index = self._update(context)
-        tokens = context.tokens
-        for n in range(min(self.n, len(tokens) - 1), self.min_n - 1, -1):
-            key = tuple(tokens[-n:])
-            table = index.previous if self.match == "recent" else index.first
-            end = table[n - self.min_n].get(key)
-            if end is not None and end < len(tokens):
-                copied = tokens[end : end + min(self.max_depth, budget.max_depth, budget.max_nodes)]
-                return TokenTree.chain(context.root, copied)
-        return TokenTree.root_only(context.root)
-
-    def _update(self, context: Context) -> _Index:
-        sizes = range(self.min_n, self.n + 1)
-        index: _Index | None = context.state.get(self)
-        if index is None:
-            index = context.state[self] = _Index(0, [{} for _ in sizes], [{} for _ in sizes], [{} for _ in sizes])
-        tokens = context.tokens
-        for end in range(index.length + 1, len(tokens) + 1):
-            for i, n in enumerate(sizes):
-                if end >= n:
-                    key = tuple(tokens[end - n : end])
-                    before = index.last[i].get(key)
-                    if before is not None:
-                        index.previous[i][key] = before
-                    index.last[i][key] = end
-                    index.first[i].setdefault(key, end)
-        index.length = len(tokens)
-        return index
+    def open(self, context: Context) -> NgramSource:
+        """An index of the request's text."""
+        return PromptSource(range(self.min_n, self.n + 1), self.match, self.max_depth)

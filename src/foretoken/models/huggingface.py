@@ -68,6 +68,11 @@ class HuggingFaceModel(LanguageModel):
 
             self._lean = build_lean(self)
 
+    @property
+    def is_lean(self) -> bool:
+        """Whether forwards run on the lean twin instead of the public one."""
+        return self._lean is not None
+
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self) -> SequenceState:

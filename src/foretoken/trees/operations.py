@@ -84,7 +84,9 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
     if any(t.tokens[0] != trees[0].tokens[0] for t in trees):
         raise ValueError("trees with different roots cannot be merged")
     if all(t.kind is Kind.POINT for t in trees):
-        return from_paths(trees[0].tokens[0], [[t.tokens[n] for n in t.path(leaf)[1:]] for t in trees for leaf in leaves(t)])
+        return from_paths(
+            trees[0].tokens[0], [[t.tokens[n] for n in t.path(leaf)[1:]] for t in trees for leaf in leaves(t)]
+        )
     tokens, parents, law_of, owners = [trees[0].tokens[0]], [-1], [-1], [-1]
     laws: list[Tensor] = []
     for owner, tree in enumerate(trees):
