@@ -25,7 +25,7 @@ demo: $(STAMP)
 	@$(BIN)/foretoken generate --compare --explain --max-new-tokens 128
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests benchmarks examples

@@ -87,7 +87,8 @@ def cell(kind: str, texts: tuple[str, ...], temperature: float, args: argparse.N
         same = sum(a == b for a, b in zip(arm.outputs, plain.outputs, strict=True))
         row: dict[str, Any] = {
             "kind": kind, "temperature": t, "arm": arm.name, "tokens_per_s": round(arm.median_rate, 1),
-            "over_plain": round(median_ratio(arm, plain), 3), "over_transformers_plain": round(median_ratio(arm, hf), 3),
+            "over_plain": round(median_ratio(arm, plain), 3),
+            "over_transformers_plain": round(median_ratio(arm, hf), 3),
             "over_transformers_assisted": round(median_ratio(arm, arms[5]), 3),
             "identical_to_plain": f"{same}/{len(prompts)}" if t == 0 else None,
         }  # fmt: skip

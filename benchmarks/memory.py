@@ -1,6 +1,6 @@
 """Memory over 10,000 generated tokens: the cache must stop growing and nothing else may grow.
 
-    python benchmarks/memory.py
+python benchmarks/memory.py
 """
 
 from __future__ import annotations

@@ -79,9 +79,7 @@ class Llm:
         allow_lossy: bool = False,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
-        self.engine = Engine(
-            target, drafter, verifier, controller, tokenizer=tokenizer, allow_lossy=allow_lossy
-        )
+        self.engine = Engine(target, drafter, verifier, controller, tokenizer=tokenizer, allow_lossy=allow_lossy)
         self._boxes: dict[int, deque[tuple[Running, Emission]]] = {}
 
     # -- generation --------------------------------------------------------------------------------------------------
@@ -101,7 +99,9 @@ class Llm:
             return []
         seeds, predictions = options.pop("seed", None), options.pop("prediction", None)
         requests = [
-            self.request(p, seed=_one_of(seeds, i, len(batch)), prediction=_prediction_of(predictions, i, single), **options)
+            self.request(
+                p, seed=_one_of(seeds, i, len(batch)), prediction=_prediction_of(predictions, i, single), **options
+            )
             for i, p in enumerate(batch)
         ]
         outputs = self._run(requests)
@@ -352,7 +352,9 @@ def assemble(
     Raises:
         ValueError: an unknown name or option, or parts that do not fit each other.
     """
-    chosen_verifier = None if verifier == "auto" else make("verifier", verifier) if isinstance(verifier, str) else verifier
+    chosen_verifier = (
+        None if verifier == "auto" else make("verifier", verifier) if isinstance(verifier, str) else verifier
+    )
     name = "constant" if controller == "auto" else controller
     chosen_controller = make("controller", name) if isinstance(name, str) else name
     return Llm(
