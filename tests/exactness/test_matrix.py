@@ -88,10 +88,12 @@ def test_the_greedy_texts_are_not_trivial() -> None:
 
 @each([pair for pair in GREEDY_PAIRS if pair.auto])
 def test_greedy_in_a_ragged_batch(pair: Pair) -> None:
-    """Every mode with every prompt, sixteen requests through a batch of four."""
+    """Every prompt plainly and every other mode with one of them, 44 tokens, through a batch of four."""
     target, draft = llamas()
     speculative = engine(target, pair.case.build(target, draft), max_batch=4)
-    assert outputs(speculative, greedy_requests()) == plain_greedy(torch.float64)
+    chosen = [0, 1, 2, 3, 5, 10, 15]
+    requests, plain = greedy_requests(), plain_greedy(torch.float64)
+    assert outputs(speculative, [requests[i] for i in chosen]) == [plain[i] for i in chosen]
 
 
 @each([pair for pair in GREEDY_PAIRS if not pair.auto])

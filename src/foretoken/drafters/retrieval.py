@@ -17,7 +17,7 @@ from foretoken.types import Budget, Context
 
 STANDARD_LIBRARY = ("argparse", "collections/__init__", "csv", "dataclasses", "json/decoder", "json/encoder", "shutil",
                     "textwrap", "unittest/case")  # fmt: skip
-"""Modules that make the datastore of a spec without a path: about 350 KB."""
+"""Modules that make the datastore of a spec without a path: about 390 KB."""
 
 
 def most_frequent(rows: NDArray[np.int32], most: int) -> Guess:

@@ -21,7 +21,7 @@ class Corpus(Protocol):
 
 
 class AutomatonCorpus:
-    """Texts in a suffix automaton: for what fits into memory a few hundred times."""
+    """Texts in a suffix automaton: for what fits into memory a hundred times."""
 
     def __init__(self, texts: Iterable[Sequence[int]]) -> None:
         self.automaton = Automaton()

@@ -213,6 +213,10 @@ class Automaton:
         branches = self._branches.get(state)
         return -1 if branches is None else branches.get(token, -1)
 
+    def goes_on(self, state: int) -> bool:
+        """Whether anything ever followed."""
+        return self._next[state] >= 0 or state in self._branches
+
     def children(self, state: int) -> Iterator[tuple[int, int]]:
         """Tokens that followed, in order of first appearance, with the states after them."""
         if self._next[state] >= 0:

@@ -43,24 +43,29 @@ class Limits:
 
 
 def speculate(automaton: Automaton, context: Sequence[int], limits: Limits) -> Guess:
-    """The suffix of ``context`` whose continuation has the largest expected number of accepted tokens.
+    """The suffix of ``context`` whose continuation has the largest expected number of accepted tokens."""
+    tail = context[max(0, len(context) - limits.depth + 1) :]
+    return speculate_from(automaton, *automaton.match(tail), limits)
+
+
+def speculate_from(automaton: Automaton, state: int, matched: int, limits: Limits) -> Guess:
+    """:func:`speculate` for a context whose last ``matched`` tokens lead to ``state``.
 
     All suffixes are tried; longer ones win ties.  Suffixes of one state continue alike, so only the one that allows
     most tokens is followed, and states that cannot win any more are left out.
     """
-    tail = context[max(0, len(context) - limits.depth + 1) :]
-    best, best_match = NOTHING, 0
-    for allowed, matched, state in _candidates(automaton, *automaton.match(tail), limits):
+    best = NOTHING
+    for allowed, length, at in _candidates(automaton, state, matched, limits):
         if allowed < best.expected:
             break
         if limits.tree:
-            levels = min(limits.levels, limits.depth - matched)
-            tokens, parents, scores = _tree(automaton, state, allowed, levels, limits.min_prob)
+            levels = min(limits.levels, limits.depth - length)
+            tokens, parents, scores = _tree(automaton, at, allowed, levels, limits.min_prob)
         else:
-            tokens, parents, scores = _path(automaton, state, allowed, limits.min_prob)
+            tokens, parents, scores = _path(automaton, at, allowed, limits.min_prob)
         expected = sum(scores)
-        if tokens and (expected > best.expected or (expected == best.expected and matched > best_match)):
-            best, best_match = Guess(tokens, parents, scores, matched, counted=True), matched
+        if tokens and (expected > best.expected or (expected == best.expected and length > best.match)):
+            best = Guess(tokens, parents, scores, length, counted=True)
     return best
 
 
@@ -70,7 +75,7 @@ def _candidates(automaton: Automaton, state: int, matched: int, limits: Limits) 
     matched = min(matched, limits.depth - 1)
     while state > 0:
         shortest = automaton.length[automaton.link[state]] + 1
-        if shortest <= matched:
+        if shortest <= matched and automaton.goes_on(state):
             allowed, length = max((limits.allowed(m), m) for m in range(shortest, matched + 1))
             if allowed > 0:
                 found.append((allowed, length, state))
@@ -184,7 +189,8 @@ class _Source(NgramSource):
 
     def propose(self, budget: Budget) -> Guess:
         limits = self.drafter.limits_for(budget)
-        best = speculate(self.own.automaton, self.text, limits)
+        own = self.own
+        best = speculate_from(own.automaton, own.end, own.automaton.length[own.end], limits)
         if self.drafter.shares_state:
             for automaton in self.drafter.outputs.generations:
                 guess = speculate(automaton, self.text, limits)
@@ -205,7 +211,7 @@ class SuffixDrafter(SourceDrafter):
         tree: draft the most probable tokens as a tree instead of one path.
         share: learn from the outputs of other requests.
         cached: how many of their outputs to keep.
-        tokens: how many of their tokens to keep (about 100 bytes each).
+        tokens: how many of their tokens to keep (about 130 bytes each).
 
     Raises:
         ValueError: an option outside its range.
