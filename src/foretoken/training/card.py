@@ -30,7 +30,7 @@ LIMITS = (
     "It is a small base model for testing and measuring speculative decoding. It continues text; it follows no "
     "instructions, knows few facts, and may repeat itself.",
     "What it says reflects its training text, mistakes and biases included.",
-    "Its losses below were measured on documents that were held out by a hash of their content. "
+    "Its losses above were measured on documents that were held out by a hash of their content. "
     "Near-duplicates of training documents may be among them.",
 )
 
