@@ -41,3 +41,21 @@ def test_add_a_method_page_runs(tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n\n".join(blocks))
     assert float(run([str(script)])) >= 1.0
+
+
+def test_readme_python_runs_on_the_built_in_model(tmp_path: Path) -> None:
+    first = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[0]
+    script = tmp_path / "readme.py"
+    script.write_text(first.replace("path/or/hub-id", "builtin"))
+    assert run([str(script)]).strip()
+
+
+def test_readme_names_real_make_targets_and_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"`?make (\w+)`?", text)) - {"for"} <= targets | {"that"}
+    shell = re.search(r"^foretoken (generate .*)$", text, re.M)
+    assert shell is not None
+    command = shell.group(1).replace("path/or/hub-id", "builtin").replace('"def fib(n):"', "x = 1").split()
+    out = run(["-m", "foretoken", *command, "--max-new-tokens", "8", "--repeat", "1"])
+    assert "output identical: yes" in out

@@ -225,7 +225,7 @@ class Llm:
             processors=tuple(logits_processor),
         )
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        expected = None if prediction is None else self.encode(prediction)
+        expected = self._encode_prediction(prediction)
         return Request(self.encode(prompt), params, max_new_tokens, stops, seed, expected, ignore_eos)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -242,6 +242,17 @@ class Llm:
         if not ids:
             raise ValueError("the prompt is empty: give at least one character")
         return ids
+
+    def _encode_prediction(self, prediction: Prompt | None) -> list[int] | None:
+        """Ids of a predicted text: no special tokens, and nothing predicted is no prediction."""
+        if not prediction:
+            return None
+        if not isinstance(prediction, str):
+            return list(prediction)
+        if self.tokenizer is None:
+            raise ValueError("a text prediction needs a tokenizer: pass tokenizer=... to load, or give token ids")
+        ids: list[int] = self.tokenizer(prediction, add_special_tokens=False)["input_ids"]
+        return ids or None
 
     def _run(self, requests: Sequence[Request]) -> list[Output]:
         ids: list[int] = []

@@ -189,3 +189,15 @@ def test_explained_tokens_spell_the_text(target: str, draft: str) -> None:
     stop = output.text[5:8]
     cut = llm.generate(PROMPT, max_new_tokens=40, stop=stop)
     assert explained(cut, llm.tokenizer, colour=True).plain == cut.text == output.text[: output.text.index(stop)]
+
+
+def test_prediction_file_is_drafted_and_counted(run: Any, target: str, tmp_path: Path) -> None:
+    file = tmp_path / "expected.txt"
+    file.write_text(expected(target).text)
+    command = ("generate", PROMPT, "--target", target, "--drafter", "prediction", "--max-new-tokens", "12", "--json")
+    result = run(*command, "--prediction", str(file))
+    assert result.json["token_ids"] == expected(target).token_ids
+    assert result.json["stats"]["num_accepted_prediction_tokens"] > 0
+    assert run(*command).json["stats"]["num_prediction_tokens"] == 0
+    missing = run(*command, "--prediction", str(tmp_path / "none.txt"))
+    assert missing.code == 2 and missing.err.startswith("error: ")

@@ -28,6 +28,9 @@ def generate_command(
         str | None, typer.Argument(help="Text to complete; - reads stdin. A built-in prompt by default.")
     ] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="File with the text to complete.")] = None,
+    prediction: Annotated[
+        Path | None, typer.Option(help="File with text expected in the answer, for --drafter prediction.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the output; may be given several times.")
     ] = None,
@@ -44,6 +47,8 @@ def generate_command(
         raise ValueError(f"--repeat must be at least 1, not {repeat}")
     text = read_prompt(prompt, prompt_file)
     options: dict[str, Any] = {**common.sampling, "stop": stop or None}
+    if prediction is not None:
+        options["prediction"] = read_text(prediction)
     with json_only(as_json):
         llm = common.load()
         if compare:
@@ -79,15 +84,25 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise ValueError("give a prompt or --prompt-file, not both")
     if file is not None:
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{file} is not UTF-8 text") from None
+        return read_text(file)
     if prompt == "-":
         return sys.stdin.read()
     if prompt is not None:
         return prompt
     return _piped() or DEFAULT_PROMPT
+
+
+def read_text(file: Path) -> str:
+    """A UTF-8 text file.
+
+    Raises:
+        ValueError: not UTF-8.
+        OSError: no such file.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 text") from None
 
 
 def _piped() -> str:

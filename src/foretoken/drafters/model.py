@@ -103,7 +103,8 @@ class ModelDrafter(Drafter):
     def start(self, context: Context) -> None:
         """Prefill the draft model's own cache."""
         sequence = context.state[self] = self.model.open()
-        self.model.prefill(sequence, self._readable(context.tokens[:-1]))
+        if len(context.tokens) <= self.model.context_length:  # a longer text cannot be drafted for
+            self.model.prefill(sequence, self._readable(context.tokens[:-1]))
 
     def finish(self, context: Context) -> None:
         """Free the draft model's row."""
@@ -152,7 +153,8 @@ class ModelDrafter(Drafter):
 
     def _width(self, tree: _Growing, depth: int) -> int:
         """Children per node at this depth (0: stop)."""
-        if depth >= min(self.max_depth, tree.budget.max_depth):
+        context_room = self.model.context_length - len(tree.context.tokens)
+        if depth >= min(self.max_depth, tree.budget.max_depth) or depth > context_room:
             return 0
         room = tree.budget.max_nodes - (len(tree.tokens) - 1)
         return min(self.widths[depth], room)
@@ -182,7 +184,9 @@ class ModelDrafter(Drafter):
         else:
             prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
             law = tree.maker.law(logits, prefix)
-            chosen = self._choose(tree, law if not tree.maker.greedy else logits, law, width)
+            # A one-hot law names the best token, penalties included, but ranks no others.
+            ranking = logits if tree.maker.greedy and width > 1 else law
+            chosen = self._choose(tree, ranking, law, width)
         if not tree.greedy and law is not None:
             tree.laws.append(law)
         for token in chosen:

@@ -290,7 +290,8 @@ class Engine:
         if found is None:
             _, is_tree, greedy = key
             if self.verifier is None:
-                found = auto_verifier(kind, is_tree, greedy)
+                shared = self.drafter is not None and self.drafter.shares_state
+                found = auto_verifier(kind, is_tree, greedy, shared)
             else:
                 found = self.verifier
                 name = self.drafter.name if self.drafter else "none"

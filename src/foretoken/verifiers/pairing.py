@@ -7,6 +7,7 @@ from foretoken.types import Kind
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.block import BlockVerifier
 from foretoken.verifiers.greedy import GreedyVerifier
+from foretoken.verifiers.match import MatchVerifier
 from foretoken.verifiers.point import PointVerifier
 from foretoken.verifiers.traversal import TraversalVerifier
 
@@ -63,10 +64,14 @@ def right_verifiers(kind: Kind, is_tree: bool, greedy: bool) -> list[str]:
     return found
 
 
-def auto_verifier(kind: Kind, is_tree: bool, greedy: bool) -> Verifier:
-    """The best lossless rule for such proposals."""
+def auto_verifier(kind: Kind, is_tree: bool, greedy: bool, shared: bool = False) -> Verifier:
+    """The best lossless rule for such proposals.
+
+    ``shared`` says that proposals depend on other requests.  Point proposals are then verified by ``match``, which
+    accepts as often as the point rule and whose draws do not look at the draft, so that a seed still fixes the output.
+    """
     if greedy:
         return GreedyVerifier()
     if kind is Kind.POINT:
-        return PointVerifier()
+        return MatchVerifier() if shared else PointVerifier()
     return TraversalVerifier() if is_tree else BlockVerifier()
