@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": LIBRARY,
     "server": LIBRARY,
     "cli": {*LIBRARY, "server"},
+    "__main__": {"cli"},
 }
 """Package -> what it may import besides itself."""
 
