@@ -16,7 +16,8 @@ import foretoken as ft
 
 def live_tensor_bytes() -> int:
     """Bytes of all tensors that Python can reach."""
-    seen = {o.data_ptr(): o.numel() * o.element_size() for o in gc.get_objects() if isinstance(o, torch.Tensor)}
+    tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.layout is torch.strided]
+    seen = {o.data_ptr(): o.numel() * o.element_size() for o in tensors}
     return sum(seen.values())
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foretoken.engine.stats import SpecStats
     from foretoken.llm import Llm
 
-DEFAULT_PROMPT = "def read_lines(path):\n    "
+DEFAULT_PROMPT = "The captain looked out over the sea and said nothing for a long time."
 STDIN_WAIT_S = 1.0
 
 
