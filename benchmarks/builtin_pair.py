@@ -1,6 +1,6 @@
 """Built-in pair against our own plain loop and Transformers' loops, both arms interleaved in one run.
 
-    python benchmarks/builtin_pair.py [--k 4] [--new-tokens 256] [--repeat 3] [--prompts 10]
+    python benchmarks/builtin_pair.py [--k 4] [--new-tokens 256] [--repeat 3] [--prompts 10] [--pair-only]
 
 Prints tokens per second (medians over prompts), ratios (medians of per-prompt ratios), whether greedy outputs are the
 same tokens, and where a round's time goes.
@@ -19,6 +19,8 @@ from prompts import CODE, PROSE
 
 import foretoken as ft
 from foretoken.loading import resolve
+
+HUGGING_FACE = ("transformers:plain", "transformers:assisted")
 
 
 def transformers_arm(model: Any, tokenizer: Any, name: str, temperature: float, new_tokens: int, **more: Any) -> Arm:
@@ -80,16 +82,18 @@ def cell(kind: str, texts: tuple[str, ...], temperature: float, args: argparse.N
         ),
         transformers_arm(reference, spec.tokenizer, "transformers:prompt_lookup", t, n, prompt_lookup_num_tokens=8),
     ]
+    if args.pair_only:
+        arms = arms[:2]
     prompts = [spec.encode(text) for text in texts[: args.prompts]]
     interleaved(arms, prompts, args.repeat)
-    plain, hf = arms[0], arms[4]
+    plain = arms[0]
+    others = {arm.name.replace(":", "_"): arm for arm in arms if arm.name in HUGGING_FACE}
     for arm in arms:
         same = sum(a == b for a, b in zip(arm.outputs, plain.outputs, strict=True))
         row: dict[str, Any] = {
             "kind": kind, "temperature": t, "arm": arm.name, "tokens_per_s": round(arm.median_rate, 1),
             "over_plain": round(median_ratio(arm, plain), 3),
-            "over_transformers_plain": round(median_ratio(arm, hf), 3),
-            "over_transformers_assisted": round(median_ratio(arm, arms[5]), 3),
+            **{f"over_{name}": round(median_ratio(arm, other), 3) for name, other in others.items()},
             "identical_to_plain": f"{same}/{len(prompts)}" if t == 0 else None,
         }  # fmt: skip
         if arm.name in stats:
@@ -112,7 +116,8 @@ def main() -> None:
     parser.add_argument("--tree", default="2x2x1x1")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--prompts", type=int, default=10, help="of each kind")
+    parser.add_argument("--pair-only", action="store_true", help="only plain and the draft model")
     args = parser.parse_args()
     print(environment())
     for temperature in (0.0, 1.0):
