@@ -25,3 +25,29 @@ PROSE = (
     "There was once a poor man who lived with his wife and three sons in ",
     "He opened the letter slowly, for he knew the hand in which it was written, and ",
 )
+
+MORE_CODE = (
+    "class Point:\n    def __init__(self, x, y):\n        self.x = x\n        self.y = y\n\n    def __eq__(self, o):\n",
+    "def copy_file(source, target):\n    with open(source, 'rb') as f:\n        data = f.read()\n    with open(",
+    "import json\nimport logging\n\nlogger = logging.getLogger(__name__)\n\n\ndef load_config(path):\n",
+    "    def setUp(self):\n        self.path = tempfile.mkdtemp()\n\n    def tearDown(self):\n",
+    "def quicksort(items):\n    if len(items) <= 1:\n        return items\n    pivot = items[0]\n",
+    "while True:\n    line = sys.stdin.readline()\n    if not line:\n        break\n    ",
+    "    @property\n    def name(self):\n        return self._name\n\n    @name.setter\n",
+    "if __name__ == '__main__':\n    import doctest\n    ",
+    "async def fetch(url, timeout=10):\n    reader, writer = await asyncio.open_connection(",
+    "DAYS = ['Monday', 'Tuesday', 'Wednesday', 'Thursday', 'Friday', 'Saturday', 'Sunday']\nMONTHS = [",
+)
+
+MORE_PROSE = (
+    "The next morning the doctor came early, and found his patient sitting by the fire, ",
+    "It is a truth that few men like to be told, that ",
+    "The children ran down to the beach, where the boats lay upon the sand, and ",
+    '"If you had told me this a year ago," he said at last, "I should have ',
+    "My uncle was a tall, thin man with grey hair and a voice that ",
+    "In the middle of the night there was a knock at the door, and ",
+    "The king sent for his three wisest counsellors and said to them: ",
+    "Nothing could be pleasanter than the garden on a summer evening, when ",
+    "They walked on together in silence until they came to the church, and then ",
+    "Of all the ships that lay in the harbour there was none so ",
+)

@@ -19,6 +19,7 @@ from transformers import (
 
 import foretoken as ft
 from foretoken.bench.law import chi_square_p
+from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.hub import SpeculativeOutput, _params
 from foretoken.sampling import Sampler
@@ -76,10 +77,11 @@ def both(model: Any, ids: torch.Tensor, drafter: Any = "ngram", **options: Any) 
 # -- greedy ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["auto", "ngram,n=2,k=4", None, "model", "object"])
+@pytest.mark.parametrize("spec", ["auto", "ngram,n=2,k=4", None, "model", "object", "list"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_greedy_output_is_that_of_generate(model: Any, draft: Any, spec: Any, batch: int) -> None:
-    drafter = {"model": draft, "object": NgramDrafter(n=2)}.get(str(spec), spec)
+    given = {"model": draft, "object": NgramDrafter(n=2), "list": ["ngram,n=2", JacobiDrafter(m=3)]}
+    drafter = given.get(str(spec), spec)
     ids, mask = (ONE, None) if batch == 1 else (THREE, MASK)
     plain, ours = both(model, ids, drafter, attention_mask=mask, do_sample=False)
     assert torch.equal(plain, ours)

@@ -17,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 import foretoken as ft
+from foretoken.drafters.ensemble import EnsembleDrafter
+from foretoken.drafters.ngram import NgramDrafter
 from foretoken.loading import LoadError, load_model, load_tokenizer, parse_dtype
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.table import TableModel
@@ -248,6 +250,32 @@ def test_bad_specs(good: Path, spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         ft.load(str(good), drafter=spec)
     assert "\n" not in str(caught.value)
+
+
+def test_a_list_of_drafters_is_an_ensemble(good: Path, tmp_path: Path) -> None:
+    draft = save_checkpoint(tmp_path / "draft", seed=1)
+    mine = NgramDrafter(n=2)
+    plain = ft.load(str(good), drafter=None).generate([1, 2, 3, 1, 2], max_new_tokens=8).token_ids
+    for given in ([f"model:{draft},k=2", mine], (f"model:{draft},k=2", "ngram,k=3", "suffix,share=false")):
+        llm = ft.load(str(good), drafter=given)
+        assert isinstance(llm.drafter, EnsembleDrafter) and len(llm.drafter.drafters) == len(given)
+        assert llm.generate([1, 2, 3, 1, 2], max_new_tokens=8).token_ids == plain
+    assert ft.load(str(good), drafter=["ngram", mine]).drafter.drafters[1] is mine  # type: ignore[union-attr]
+
+
+def test_bad_lists_of_drafters(good: Path, tmp_path: Path) -> None:
+    other = save_checkpoint(tmp_path / "other", vocab_size=1000)
+    for given, message in (
+        ([], "needs at least one member"),
+        (["ngram", "nothing"], "unknown drafter 'nothing': choose one of"),
+        (["ngram", "none"], "cannot hold 'none'"),
+        (["ngram", f"model:{other}"], "vocabulary of 1000, the target one of 64"),
+        (f"ensemble,drafters=(ngram|model:{other},k=2)", "vocabulary of 1000, the target one of 64"),
+        (f"router,drafters=(model:{other}|ngram)", "vocabulary of 1000, the target one of 64"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            ft.load(str(good), drafter=given)
+        assert "\n" not in str(caught.value)
 
 
 def test_tokenizers(good: Path) -> None:

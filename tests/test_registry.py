@@ -12,7 +12,7 @@ from foretoken import registry
 from foretoken.controllers.base import Controller
 from foretoken.drafters.base import Drafter
 from foretoken.loading import build_drafter
-from foretoken.registry import Row, convert_options, find, make, options_of, parse_spec
+from foretoken.registry import Row, convert_options, find, make, options_of, parse_spec, split_specs
 from foretoken.types import Kind
 from foretoken.verifiers.base import Verifier
 from toys import tables
@@ -104,6 +104,16 @@ def test_methods_is_the_catalogue() -> None:
         (" model : ./a b , k = 5 ", "model", "./a b", {"k": "5"}),
         ("scripted,tokens=1 2 3", "scripted", None, {"tokens": "1 2 3"}),
         ("model:org/name=x", "model", "org/name=x", {}),
+        ("cascade:./d,k=8,inner=(ngram,n=3,k=6)", "cascade", "./d", {"k": "8", "inner": "ngram,n=3,k=6"}),
+        (
+            "ensemble,drafters=(model:./a,k=4|model:./b,k=4|ngram)",
+            "ensemble",
+            None,
+            {"drafters": "model:./a,k=4|model:./b,k=4|ngram"},
+        ),
+        ("a,inner=( b,inner=(c,k=1) ),k=2", "a", None, {"inner": "b,inner=(c,k=1)", "k": "2"}),
+        ("a,list=(b,k=1)|(c,k=2)", "a", None, {"list": "(b,k=1)|(c,k=2)"}),
+        ("model:./a (copy),k=3", "model", "./a (copy)", {"k": "3"}),
     ],
 )
 def test_specs(text: str, name: str, path: str | None, options: dict[str, str]) -> None:
@@ -120,11 +130,35 @@ def test_specs(text: str, name: str, path: str | None, options: dict[str, str]) 
         ("ngram,k", "'k' in 'ngram,k'"),
         ("ngram,=5", "is not key=value"),
         ("ngram,", "is not key=value"),
+        ("a,inner=(b,k=1", "unbalanced parentheses"),
+        ("a,inner=b,k=1)", "unbalanced parentheses"),
+        ("a,inner=)b(", "unbalanced parentheses"),
     ],
 )
 def test_broken_specs(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
         parse_spec(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        ("ngram", ["ngram"]),
+        ("model:./a,k=4|ngram", ["model:./a,k=4", "ngram"]),
+        ("(model,k=4) | (ngram)", ["model,k=4", "ngram"]),
+        ("router,drafters=(a|b)|c", ["router,drafters=(a|b)", "c"]),
+        ("0.1|0", ["0.1", "0"]),
+    ],
+)
+def test_lists_of_specs(text: str, specs: list[str]) -> None:
+    assert split_specs(text) == specs
+
+
+@pytest.mark.parametrize("text", ["", "a|", "|a", "a||b", "a|()", "(a|b"])
+def test_broken_lists_of_specs(text: str) -> None:
+    with pytest.raises(ValueError, match=r"empty place|unbalanced") as error:
+        split_specs(text)
     assert "\n" not in str(error.value)
 
 

@@ -176,13 +176,13 @@ def _seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:
 
 def _llm(model: Any, drafter: Any, verifier: Any, controller: Any, allow_lossy: bool) -> Llm:
     target = wrap(model)
-    if drafter is not None and not isinstance(drafter, str | Drafter):
+    if drafter is not None and not isinstance(drafter, str | Drafter | list | tuple):
         draft = wrap(drafter)
         check_vocabularies(target, draft, type(drafter).__name__)
         drafter = ModelDrafter(draft)
-    if isinstance(drafter, str) and drafter != "auto":
+    if isinstance(drafter, str | list | tuple) and drafter != "auto":
         # Only a draft model from disk needs the tokenizer, to be compared with its own.
-        tokenizer = load_tokenizer(model) if ":" in drafter else None
+        tokenizer = load_tokenizer(model) if ":" in str(drafter) else None
         drafter = build_drafter(drafter, target, target_source=model, tokenizer=tokenizer, device=model.device)
     elif drafter == "auto":
         drafter = build_drafter(default_drafter(target, model), target, target_source=model)

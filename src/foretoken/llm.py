@@ -303,7 +303,7 @@ def _prediction_of(value: Any, index: int, single: bool) -> Any:
 
 def load(
     target: Any = BUILTIN,
-    drafter: str | Drafter | None = "auto",
+    drafter: str | Drafter | Sequence[str | Drafter] | None = "auto",
     verifier: str | Verifier = "auto",
     controller: str | Controller = "auto",
     *,
@@ -318,8 +318,8 @@ def load(
 
     Args:
         target: ``"builtin"``, a path, a hub id, a ``PreTrainedModel`` or a :class:`LanguageModel`.
-        drafter: a spec string (``"ngram,n=3,k=8"``, ``"model:./draft,k=5"``), a drafter, ``None`` for plain decoding,
-            or ``"auto"``.
+        drafter: a spec string (``"ngram,n=3,k=8"``, ``"model:./draft,k=5"``), a drafter, a list of them (an
+            ensemble), ``None`` for plain decoding, or ``"auto"``.
         verifier: a name, a verifier, or ``"auto"`` for the best lossless rule.
         controller: a spec string, a controller, or ``"auto"``.
         tokenizer: a Transformers tokenizer; found beside the target by default.

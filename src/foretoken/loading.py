@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.ensemble import EnsembleDrafter
+from foretoken.drafters.inside import works_inside
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.packing import pack_linears
-from foretoken.registry import convert_options, find, parse_spec
+from foretoken.registry import convert_options, find, parse_spec, rows, split_specs
+from foretoken.verifiers.pairing import inner_rule as inner_rule
 
 BUILTIN = "builtin"
 ZOO = Path(__file__).parent / "zoo"
@@ -217,7 +221,8 @@ def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> No
     token, index = differing[0]
     raise ValueError(
         f"the draft model {name} has another tokenizer than the target ({len(differing)} entries differ, first "
-        f"{token!r} = {index}): use a draft model of the same family, or a drafter that needs none, for example 'ngram'"
+        f"{token!r} = {index}): use it as 'shared_vocab:{name}' or 'retokenize:{name}', or a drafter that needs no "
+        "draft model, for example 'ngram'"
     )
 
 
@@ -231,25 +236,28 @@ def check_vocabularies(target: LanguageModel, draft: LanguageModel, name: str) -
     if wide - narrow > max(512, wide // 100):
         raise ValueError(
             f"the draft model {name} has a vocabulary of {draft.vocab_size}, the target one of {target.vocab_size}: "
-            "they do not share a tokenizer"
+            f"they do not share a tokenizer; use it as 'shared_vocab:{name}' or 'retokenize:{name}'"
         )
 
 
 def build_drafter(
-    spec: str | Drafter | None,
+    spec: str | Drafter | Sequence[str | Drafter] | None,
     target: LanguageModel,
     *,
     target_source: Any = BUILTIN,
     tokenizer: Any | None = None,
     device: str | torch.device | None = None,
 ) -> Drafter | None:
-    """A drafter from a spec string.
+    """A drafter from a spec string; the ensemble of a list of spec strings and drafters.
 
     Raises:
-        ValueError: unknown name or option, or a draft model that does not fit the target.
+        ValueError: unknown name or option, an empty list, or a draft model that does not fit the target.
     """
     if spec is None or isinstance(spec, Drafter):
         return spec
+    if not isinstance(spec, str):
+        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
+        return EnsembleDrafter(build_members(spec, target, **parts))
     if spec == "none":
         return None
     parsed = parse_spec(spec)
@@ -266,34 +274,107 @@ def build_drafter(
     return cls(**options)
 
 
+def build_members(
+    specs: str | Sequence[str | Drafter],
+    target: LanguageModel,
+    *,
+    target_source: Any = BUILTIN,
+    tokenizer: Any | None = None,
+    device: Any = None,
+) -> list[Drafter]:
+    """The drafters of a list, or of specs joined by ``|`` (``model:./a,k=4|ngram``).
+
+    Raises:
+        ValueError: as :func:`build_drafter`; an empty place in the list, or ``none`` in it.
+    """
+    members = []
+    for spec in split_specs(specs) if isinstance(specs, str) else specs:
+        built = build_drafter(spec, target, target_source=target_source, tokenizer=tokenizer, device=device)
+        if built is None:
+            raise ValueError("a list of drafters cannot hold 'none': leave it out")
+        members.append(built)
+    return members
+
+
+def default_members(target: LanguageModel, target_source: Any) -> list[str | Drafter]:
+    """What a group of drafters is made of when no members are given: the default drafter and two that copy."""
+    first = default_drafter(target, target_source) or "ngram"
+    return list(dict.fromkeys((first, "ngram", "suffix,share=false")))
+
+
+def build_nested_drafter(outer: str, spec: str, target: LanguageModel, **parts: Any) -> Drafter:
+    """A drafter that works inside the drafter ``outer``; ``parts`` as in :func:`build_drafter`.
+
+    Raises:
+        ValueError: an unknown name or option, no drafter at all, or one that cannot work inside another one; the
+            message lists those that can.
+    """
+    name = parse_spec(spec).name
+    able = [row.name for row in rows("drafter") if works_inside(row.load())]
+    built = None if name == "none" or find("drafter", name).name not in able else build_drafter(spec, target, **parts)
+    if built is None:
+        raise ValueError(f"{outer} cannot use {name!r} inside: choose one of {', '.join(able)}")
+    return built
+
+
 def build_draft_model(
-    path: str | None, target: LanguageModel, target_source: Any, tokenizer: Any | None, device: Any
+    path: str | None,
+    target: LanguageModel,
+    target_source: Any,
+    tokenizer: Any | None,
+    device: Any,
+    drafter: str = "model",
 ) -> LanguageModel:
-    """The draft model of a ``model:PATH`` spec, checked against the target.
+    """The draft model of a ``model:PATH`` spec (or of another ``drafter`` with one), checked against the target.
 
     Raises:
         ValueError: no path and no built-in draft for this target, or another tokenizer.
     """
-    if path is None:
-        if str(target_source) != BUILTIN:
-            raise ValueError(
-                "drafter 'model' needs a path for this target: model:PATH (a draft LM of the same tokenizer)"
-            )
-        path = BUILTIN
+    if path is None and str(target_source) != BUILTIN:
+        raise ValueError(
+            f"drafter {drafter!r} needs a path for this target: {drafter}:PATH (a draft LM of the same tokenizer)"
+        )
+    path = BUILTIN if path is None else path
+    draft = _load_draft_model(path, device)
+    check_vocabularies(target, draft, path)
+    if tokenizer is not None and path != BUILTIN:
+        check_same_tokenizer(tokenizer, load_tokenizer(path), path)
+    return draft
+
+
+def build_foreign_draft_model(
+    name: str, path: str | None, target_source: Any, tokenizer: Any | None, device: Any
+) -> tuple[LanguageModel, Any]:
+    """The draft model of a ``name:PATH`` spec and its own tokenizer, which may be another than the target's.
+
+    Raises:
+        ValueError: no path and no built-in draft for this target, or a model without a tokenizer.
+    """
+    if path is None and str(target_source) != BUILTIN:
+        raise ValueError(f"drafter {name!r} needs a path for this target: {name}:PATH (a draft LM and its tokenizer)")
+    if tokenizer is None:
+        raise ValueError(f"drafter {name!r} needs the target's tokenizer: pass tokenizer=... to load")
+    path = BUILTIN if path is None else path
+    draft = _load_draft_model(path, device)
+    own = load_tokenizer(resolve(path, "draft"))
+    if own is None:
+        raise ValueError(
+            f"drafter {name!r} needs the draft model's tokenizer, and {path} has none: copy tokenizer.json into it"
+        )
+    return draft, own
+
+
+def _load_draft_model(path: str, device: Any) -> LanguageModel:
     # A draft model's law may be anything: small ones are fastest in float32 on CPU (docs/log.md).
     on_cpu = device is None or str(device) == "cpu"
     small = on_cpu and _is_small(path)
-    draft = load_model(
+    return load_model(
         path,
         role="draft",
         dtype="float32" if small else None,
         device=device,
         exact="approximate" if small else "distribution",
     )
-    check_vocabularies(target, draft, path)
-    if tokenizer is not None and path != BUILTIN:
-        check_same_tokenizer(tokenizer, load_tokenizer(path), path)
-    return draft
 
 
 def _is_small(path: str) -> bool:
@@ -322,6 +403,24 @@ def read_profile(file: str | Path) -> dict[str, Any]:
         if not isinstance(spec, str) and not (key == "drafter" and spec is None):
             raise ValueError(f"{key} in the profile {file} must be a spec string, not {json.dumps(spec)}")
     return specs
+
+
+def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
+    """Where a trained drafter of a ``NAME[:FOLDER]`` spec is: the folder, or the built-in target's own.
+
+    Raises:
+        ValueError: no such folder, or no folder given for a target that is not built in.
+    """
+    if path is None:
+        if str(target_source) != BUILTIN or not (ZOO / name).is_dir():
+            raise ValueError(
+                f"drafter {name!r} needs a folder for this target: {name}:FOLDER, made by `foretoken train {name}`"
+            )
+        return ZOO / name
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder with a trained drafter: make one with `foretoken train {name}`")
+    return folder
 
 
 def default_drafter(target: LanguageModel, target_source: Any) -> str | None:

@@ -75,6 +75,13 @@ ROWS: tuple[Row, ...] = (
     _drafter("model", "ModelDrafter", "Leviathan et al. 2023, arXiv 2211.17192; SpecInfer, arXiv 2305.09781",
              "A smaller language model of the same tokenizer drafts a chain or a tree.",
              kind="iid, without_replacement or point", needs="draft model", example="model,k=4"),
+    _drafter("shared_vocab", "SharedVocabDrafter", "TLI, Timor et al. 2025, arXiv 2502.05202",
+             "A draft model of another tokenizer drafts the tokens that both vocabularies have.",
+             kind="iid, without_replacement or point", needs="draft model and its tokenizer",
+             example="shared_vocab,k=4"),
+    _drafter("retokenize", "RetokenizeDrafter", "SLEM, Timor et al. 2025, arXiv 2502.05202",
+             "A draft model of any tokenizer writes text, which is tokenized again for the target.", kind="point",
+             needs="draft model and its tokenizer", example="retokenize,k=4"),
     _drafter("ngram", "NgramDrafter", "Prompt lookup decoding, Saxena 2023",
              "Copies what followed the most recent occurrence of the longest matching n-gram.", kind="point"),
     _drafter("jacobi", "JacobiDrafter", "Santilli et al. 2023, arXiv 2305.10427",
@@ -100,6 +107,43 @@ ROWS: tuple[Row, ...] = (
     _drafter("retrieval", "RetrievalDrafter", "REST, arXiv 2311.08252",
              "A trie of the most frequent continuations of the context's end in a corpus.", kind="point",
              needs="tree attention; datastore (a small one of Python sources by default)"),
+    _drafter("early_exit", "EarlyExitDrafter", "LayerSkip, arXiv 2404.16710",
+             "The target's first layers draft; verification goes on from their keys, values and hidden states.",
+             kind="iid, without_replacement or point", needs="layer windows"),
+    _drafter("layer_skip", "LayerSkipDrafter", "Draft & Verify, arXiv 2309.08168",
+             "The target drafts with a set of its attention and MLP sublayers left out.",
+             kind="iid, without_replacement or point", needs="layer windows"),
+    _drafter("swift", "SwiftDrafter", "SWIFT, arXiv 2410.06916",
+             "The target drafts with sublayers left out, and searches for the best set while it writes.", kind="point",
+             needs="layer windows, tree attention"),
+    _drafter("ensemble", "EnsembleDrafter", "SpecInfer, arXiv 2305.09781",
+             "Several drafters guess at once: their trees are verified as one, each token against its own law.",
+             kind="iid, without_replacement or point", needs="tree attention; what its members need",
+             example="ensemble,drafters=(model,k=4|ngram)"),
+    _drafter("router", "RouterDrafter", "BanditSpec, arXiv 2505.15141",
+             "In every round the drafter that has been writing most tokens for its cost in this request.",
+             kind="iid, without_replacement or point", needs="what its members need",
+             example="router,drafters=(model,k=4|ngram|suffix)"),
+    _drafter("cascade", "CascadeDrafter", "Chen et al. 2023, arXiv 2312.11462",
+             "A draft model whose own writing is speculated by a smaller drafter, to any depth.",
+             kind="iid or point", needs="draft model", example="cascade,k=8,inner=(ngram,n=3,k=8)"),
+    _drafter("staged", "StagedDrafter", "Spector, Re 2023, arXiv 2308.04623",
+             "A cascade's chain with siblings of every token, from laws that are known anyway.",
+             kind="without_replacement, iid or point", needs="draft model; tree attention",
+             example="staged,k=6,width=3"),
+    _drafter("sparse_kv", "SparseKvDrafter", "TriForce, arXiv 2404.11912",
+             "The target drafts over a small part of its own cache: the chunks that its last query fits best.",
+             kind="iid, without_replacement or point", needs="full attention layers", example="sparse_kv,budget=64"),
+    # Drafters that are trained for one target.
+    _drafter("medusa", "MedusaDrafter", "Medusa, arXiv 2401.10774",
+             "Extra heads on the last hidden state guess several places at once; their best products form a tree.",
+             kind="point", needs="hidden states; tree attention; trained heads", needs_training=True),
+    _drafter("eagle", "EagleDrafter", "EAGLE, arXiv 2401.15077; EAGLE-2, arXiv 2406.16858",
+             "One decoder layer predicts the target's next feature; drafts grow as a tree by their own confidence.",
+             kind="point", needs="hidden states; tree attention; trained head", needs_training=True),
+    _drafter("mtp", "MtpDrafter", "DeepSeek-V3, arXiv 2412.19437",
+             "A multi-token prediction module, fed its own output again and again.",
+             kind="point", needs="hidden states; trained module", needs_training=True),
     _drafter("scripted", "ScriptedDrafter", "", "Proposes given tokens: for tests and demonstrations.", kind="point",
              example="scripted,tokens=32 262 13"),
     # Verifiers: lossless.
@@ -172,31 +216,81 @@ class Spec:
 def parse_spec(text: str) -> Spec:
     """Split a spec string into name, path and options.
 
+    Commas inside parentheses do not split, so an option may hold specs: ``cascade:./d,inner=(ngram,n=3,k=6)``.  A
+    value that is wrapped in parentheses loses the outer pair.
+
     Raises:
-        ValueError: an option without ``=`` or an empty name.
+        ValueError: an option without ``=``, an empty name, or parentheses that do not close.
     """
-    head, *rest = text.split(",")
+    head, *rest = _split(text, ",")
     name, _, path = head.partition(":")
     options = {}
     for item in rest:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{item!r} in {text!r} is not key=value; a spec is name[:path][,key=value...]")
-        options[key.strip()] = value.strip()
+        options[key.strip()] = _unwrap(value.strip())
     if not name.strip():
         raise ValueError(f"{text!r} names no method; a spec is name[:path][,key=value...]")
     return Spec(name.strip(), path.strip() or None, options)
 
 
+def split_specs(text: str) -> list[str]:
+    """The specs of a list such as ``model:./a,k=4|ngram|(suffix,k=8)``: split where no parenthesis is open.
+
+    Raises:
+        ValueError: nothing before, after or between two ``|``, or parentheses that do not close.
+    """
+    specs = [_unwrap(part.strip()) for part in _split(text, "|")]
+    if not all(specs):
+        raise ValueError(
+            f"{text!r} has an empty place in its list: write specs joined by |, for example model,k=4|ngram"
+        )
+    return specs
+
+
+def _split(text: str, separator: str) -> list[str]:
+    """Split at separators outside parentheses."""
+    parts, depth = [""], 0
+    for sign in text:
+        depth += (sign == "(") - (sign == ")")
+        if depth < 0:
+            break
+        if sign == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    if depth:
+        raise ValueError(f"{text!r} has unbalanced parentheses: close every ( with a )")
+    return parts
+
+
+def _unwrap(text: str) -> str:
+    """Without the one pair of parentheses around all of it, if there is one."""
+    if not (text.startswith("(") and text.endswith(")")):
+        return text
+    depth = 0
+    for place, sign in enumerate(text):
+        depth += (sign == "(") - (sign == ")")
+        if depth == 0:  # where the first one closes
+            return text[1:-1].strip() if place == len(text) - 1 else text
+    return text
+
+
 def options_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
-    """The constructor's plain options (annotated with str, int, float, bool, or one of them or None)."""
-    hints = typing.get_type_hints(cls.__init__)
-    parameters = inspect.signature(cls.__init__).parameters
-    return {
-        name: parameter.replace(annotation=hints[name])
-        for name, parameter in parameters.items()
-        if name in hints and _plain_type(hints[name]) is not None and name != "path"
-    }
+    """The plain options of the constructor, and of ``build`` where there is one.
+
+    Plain is what is annotated with str, int, float, bool, or one of them or None.
+    """
+    found: dict[str, inspect.Parameter] = {}
+    for function in filter(None, (cls.__init__, getattr(cls, "build", None))):
+        hints = typing.get_type_hints(function)
+        found |= {
+            name: parameter.replace(annotation=hints[name])
+            for name, parameter in inspect.signature(function).parameters.items()
+            if name in hints and _plain_type(hints[name]) is not None and name != "path"
+        }
+    return found
 
 
 def convert_options(role: Role, name: str, cls: type[Any], options: dict[str, str]) -> dict[str, Any]:

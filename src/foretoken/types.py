@@ -281,6 +281,7 @@ class Context:
         hidden: target hidden states of the last round's committed nodes (root first), by tap name, each [n, D]; the
             row of position t is ``hidden[name][t - hidden_start]``.
         prediction: tokens that the caller expects in the answer.
+        sequence: the target's own sequence, for drafters that draft with the target (a ``SequenceState``).
         state: one slot per owner (a drafter or a controller keeps its own per-request state here).
     """
 
@@ -292,6 +293,7 @@ class Context:
     hidden: dict[str, Tensor] = field(default_factory=dict)
     hidden_start: int = 0
     prediction: Sequence[int] | None = None
+    sequence: Any = None
     state: dict[Any, Any] = field(default_factory=dict)
 
     @property

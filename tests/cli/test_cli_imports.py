@@ -11,7 +11,7 @@ import pytest
 
 from foretoken.registry import rows
 
-COMMANDS = ("generate", "chat", "methods", "parity", "doctor", "train")
+COMMANDS = ("generate", "chat", "methods", "parity", "doctor", "train", "tune")
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "matplotlib")
 
 
@@ -28,6 +28,7 @@ import foretoken.cli.main
 for command in {COMMANDS!r}:
     assert foretoken.cli.main.main([command, "--help"]) == 0, command
 assert foretoken.cli.main.main(["train", "lm", "--help"]) == 0
+assert foretoken.cli.main.main(["tune", "layer-skip", "--help"]) == 0
 assert foretoken.cli.main.main(["--help"]) == 0
 assert foretoken.cli.main.main(["methods", "--json"]) == 0
 assert foretoken.cli.main.main(["generate", "--drafter", "nosuch"]) == 2

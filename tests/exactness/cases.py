@@ -8,24 +8,73 @@ tables.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.datastore import Datastore
+from foretoken.drafters.eagle import EagleDrafter
+from foretoken.drafters.early_exit import EarlyExitDrafter
+from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.layer_skip import LayerSkipDrafter
 from foretoken.drafters.lookahead import LookaheadDrafter
+from foretoken.drafters.medusa import MedusaDrafter
 from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.mtp import MtpDrafter
+from foretoken.drafters.nets.decoder import LayerConfig
+from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.ngram_cache import NgramCacheDrafter
 from foretoken.drafters.prediction import PredictionDrafter
 from foretoken.drafters.recycling import RecyclingDrafter
+from foretoken.drafters.retokenize import RetokenizeDrafter
 from foretoken.drafters.retrieval import RetrievalDrafter
+from foretoken.drafters.router import RouterDrafter
 from foretoken.drafters.sam import SamDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.drafters.shared_vocab import SharedVocabDrafter
+from foretoken.drafters.sparse_kv import SparseKvDrafter
+from foretoken.drafters.staged import StagedDrafter
 from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.drafters.swift import SwiftDrafter
+from foretoken.drafters.vocabulary import Vocabulary
 from foretoken.models.base import LanguageModel
+from foretoken.models.features import FeatureModel
+from foretoken.models.parts import TargetParts
 from foretoken.trees.operations import first_nodes, from_paths
+from foretoken.verifiers.pairing import inner_rule
+
+
+def random_weights(net: Any, scale: float = 0.4) -> Any:
+    """A network whose guesses are right by chance only."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    return net
+
+
+def medusa(target: LanguageModel, nodes: int, random: bool) -> MedusaDrafter:
+    """Heads with random weights, or fresh ones, which say what the target says of the token before."""
+    parts = TargetParts(target)
+    net = MedusaHeads(MedusaConfig(parts.hidden_size, parts.vocab_size, 3))
+    return MedusaDrafter(random_weights(net) if random else net, parts, nodes)
+
+
+def feature_drafter(drafter: Any, net: Any, config: Any, target: LanguageModel) -> Drafter:
+    """A random network over the target's features."""
+    parts = TargetParts(target)
+    shape = dataclasses.asdict(LayerConfig.of_target(parts.config))
+    made: Drafter = drafter(FeatureModel(random_weights(net(config(**shape))), parts, target), nodes=5, depth=3)
+    return made
 
 
 @dataclass(frozen=True)
@@ -43,6 +92,17 @@ class Case:
     network: bool = False
 
 
+def letters(count: int) -> Vocabulary:
+    """Token i is the i-th letter."""
+    return Vocabulary([chr(97 + i).encode() for i in range(count)])
+
+
+def other_letters(count: int) -> Vocabulary:
+    """The same letters in another order, where every fourth one is joined with the next and missing by itself."""
+    order = [(3 * i + 1) % count for i in range(count)]
+    return Vocabulary([(chr(97 + i) + chr(98 + i) * (i % 4 == 2)).encode() for i in order])
+
+
 CASES: dict[str, list[Case]] = {
     "model": [
         Case("chain", lambda target, draft: ModelDrafter(draft, k=3)),
@@ -51,6 +111,34 @@ CASES: dict[str, list[Case]] = {
         Case("wor-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="without_replacement")),
         Case("greedy-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="greedy")),
         Case("itself", lambda target, draft: ModelDrafter(target, k=3)),
+    ],
+    "shared_vocab": [
+        Case(
+            label,
+            lambda target, draft, o=options: SharedVocabDrafter(  # type: ignore[misc]
+                draft, other_letters(draft.vocab_size), letters(target.vocab_size), **o
+            ),
+        )
+        for label, options in {
+            "chain": {"k": 3},
+            "iid-tree": {"tree": "3x2x1", "draw": "iid"},
+            "wor-tree": {"tree": "2x2x1"},
+            "greedy-tree": {"tree": "2x2x1", "draw": "greedy"},
+        }.items()
+    ],
+    "retokenize": [
+        Case(
+            "pairs",
+            lambda target, draft: RetokenizeDrafter(
+                draft, other_letters(draft.vocab_size), letters(target.vocab_size), k=3
+            ),
+        ),
+        Case(
+            "short-window",
+            lambda target, draft: RetokenizeDrafter(
+                draft, letters(draft.vocab_size), other_letters(target.vocab_size), k=4, lookbehind=1
+            ),
+        ),
     ],
     "ngram": [
         Case("recent", lambda target, draft: NgramDrafter(n=2, k=3)),
@@ -80,6 +168,109 @@ CASES: dict[str, list[Case]] = {
             "trie", lambda target, draft: RetrievalDrafter(Datastore.from_documents([[0, 1, 2, 3], [0, 1, 0]]), min_n=1)
         ),
     ],
+    "early_exit": [
+        Case("chain", lambda target, draft: EarlyExitDrafter(target, layer=1, k=3), network=True),
+        Case("wor-tree", lambda target, draft: EarlyExitDrafter(target, layer=1, tree="2x2x1"), network=True),
+    ],
+    "layer_skip": [
+        Case("chain", lambda target, draft: LayerSkipDrafter(target, attention="1", k=3), network=True),
+        Case("greedy-chain", lambda target, draft: LayerSkipDrafter(target, mlp="0", k=3, draw="greedy"), network=True),
+        Case("wor-tree", lambda target, draft: LayerSkipDrafter(target, mlp="0-1", tree="2x2x1"), network=True),
+    ],
+    "swift": [
+        Case(
+            "tree",
+            lambda target, draft: SwiftDrafter(target, k=3, threshold=0.3, nodes=8, keep=0, window=3, share=False),
+            network=True,
+        ),
+    ],
+    "ensemble": [
+        Case("chains", lambda target, draft: EnsembleDrafter([ModelDrafter(draft, k=2), ModelDrafter(target, k=2)])),
+        Case(
+            "iid-point",
+            lambda target, draft: EnsembleDrafter(
+                [ModelDrafter(draft, tree="2x1", draw="iid"), NgramDrafter(n=2, k=3), JacobiDrafter(m=2)]
+            ),
+        ),
+        Case(
+            "wor-iid-point",
+            lambda target, draft: EnsembleDrafter(
+                [NgramDrafter(n=2, k=2), ModelDrafter(draft, tree="2x1"), ModelDrafter(target, tree="2", draw="iid")]
+            ),
+        ),
+        Case(
+            "point",
+            lambda target, draft: EnsembleDrafter(
+                [LookaheadDrafter(w=3, n=3, g=2), RecyclingDrafter(nodes=4, share=False), NgramDrafter(n=2, k=3)]
+            ),
+        ),
+    ],
+    "router": [
+        Case(
+            "chains",
+            lambda target, draft: RouterDrafter([ModelDrafter(draft, k=3), NgramDrafter(n=2), JacobiDrafter()]),
+        ),
+        Case(
+            "trees",
+            lambda target, draft: RouterDrafter(
+                [
+                    ModelDrafter(draft, tree="2x2"),
+                    EnsembleDrafter([ModelDrafter(draft, k=2), RecyclingDrafter(nodes=4, share=False)]),
+                    LookaheadDrafter(w=3, n=3, g=2),
+                ],
+                explore=1.0,
+            ),
+        ),
+    ],
+    "cascade": [
+        Case("ngram", lambda target, draft: CascadeDrafter(draft, NgramDrafter(n=2, k=3), inner_rule, k=4)),
+        Case("model", lambda target, draft: CascadeDrafter(draft, ModelDrafter(target, k=2), inner_rule, k=4)),
+        Case("tree", lambda target, draft: CascadeDrafter(draft, ModelDrafter(target, tree="2x2"), inner_rule, k=4)),
+        Case(
+            "deep",
+            lambda target, draft: CascadeDrafter(
+                draft, CascadeDrafter(target, NgramDrafter(n=2, k=3), inner_rule, k=3), inner_rule, k=5
+            ),
+        ),
+        Case(
+            "late-ngram",
+            lambda target, draft: CascadeDrafter(
+                draft, NgramDrafter(n=2, k=3), inner_rule, k=5, early=2, late=NgramDrafter(n=3, k=4)
+            ),
+        ),
+        Case(
+            "late-model",
+            lambda target, draft: CascadeDrafter(
+                draft, NgramDrafter(n=2, k=3), inner_rule, k=4, early=2, late=ModelDrafter(target, k=4)
+            ),
+        ),
+        Case("lenient", lambda target, draft: CascadeDrafter(draft, NgramDrafter(), inner_rule, k=4, lenience=4.0)),
+    ],
+    "staged": [
+        Case("ngram", lambda target, draft: StagedDrafter(draft, NgramDrafter(n=2, k=3), inner_rule, k=3, width=2)),
+        Case("model", lambda target, draft: StagedDrafter(draft, ModelDrafter(target, k=2), inner_rule, k=2, width=3)),
+    ],
+    "sparse_kv": [
+        Case("whole", lambda target, draft: SparseKvDrafter(target, k=3), network=True),
+        Case(
+            "retrieval",
+            lambda target, draft: SparseKvDrafter(target, k=3, budget=6, chunk=2, rebuild=5),
+            network=True,
+        ),
+        Case(
+            "recent",
+            lambda target, draft: SparseKvDrafter(target, tree="2x2x1", budget=17, select="recent", rebuild=3),
+            network=True,
+        ),
+    ],
+    "medusa": [
+        Case("random", lambda target, draft: medusa(target, 6, random=True), network=True),
+        Case("fresh", lambda target, draft: medusa(target, 4, random=False), network=True),
+    ],
+    "eagle": [
+        Case("tree", lambda target, draft: feature_drafter(EagleDrafter, EagleNet, EagleConfig, target), network=True)
+    ],
+    "mtp": [Case("chain", lambda target, draft: feature_drafter(MtpDrafter, MtpNet, MtpConfig, target), network=True)],
     "scripted": [
         Case("chain", lambda target, draft: ScriptedDrafter("1 2 0")),
         Case(

@@ -14,7 +14,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
 from foretoken.sampling import SamplingParams
 from foretoken.verifiers.base import Verifier
-from foretoken.verifiers.pairing import right_verifiers
+from foretoken.verifiers.pairing import verifiers_for
 from toys import llamas, tables
 
 AUTO = "auto"
@@ -60,7 +60,7 @@ def pairs(greedy: bool) -> list[Pair]:
     found = []
     for name, case in rows():
         drafter: Drafter = case.build(*toy_models(case))
-        fitting = right_verifiers(drafter.kind, drafter.draws_trees, greedy=False)
+        fitting = verifiers_for(drafter.proposals, greedy=False)
         found += [Pair(name, case, verifier) for verifier in (AUTO, *fitting, *(["greedy"] if greedy else []))]
     return found
 

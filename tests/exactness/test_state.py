@@ -54,9 +54,9 @@ def check_cache(model: HuggingFaceModel, sequence: SequenceState, noise: float) 
 
 def check_draft_model(run: Running, drafter: Drafter, target: HuggingFaceModel) -> None:
     """A draft model keeps a prefix of the text, and what it keeps is right."""
-    if isinstance(drafter, ModelDrafter) and isinstance(drafter.model, HuggingFaceModel):
+    if isinstance(drafter, ModelDrafter) and type(drafter.model) is HuggingFaceModel:
         sequence = run.context.state[drafter]
-        assert run.context.tokens[: len(sequence.tokens)] == sequence.tokens
+        assert list(drafter.read(run.context)[: len(sequence.tokens)]) == sequence.tokens
         check_cache(drafter.model, sequence, 0.0 if drafter.model is target else 0.3)
 
 

@@ -120,7 +120,9 @@ def test_a_plain_causal_mask_is_clearly_off(subject: Subject, monkeypatch: pytes
     """The control: were the tree a chain to the mask, the tests above would fail."""
     real = huggingface.RowPlan
     monkeypatch.setattr(
-        huggingface, "RowPlan", lambda c, parents, depths, new: real(c, range(-1, len(parents) - 1), depths, new)
+        huggingface,
+        "RowPlan",
+        lambda c, parents, depths, *more: real(c, range(-1, len(parents) - 1), depths, *more),
     )
     prompt = prompt_of(LONG)
     sequence = subject.at(prompt)

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,28 @@ def test_a_draft_model_shares_the_tokenizer_and_the_corpus(data: Path, whole: Pa
 
 
 # -- resuming --------------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_from_another_models_weights(data: Path, whole: Path, tmp_path: Path) -> None:
+    """One step at a vanishing learning rate leaves the weights, the tokenizer and the loss where they were."""
+    report = train_lm([data], tmp_path / "more", replace(TINY, steps=1, lr=1e-9, seed=5), init_from=whole)
+    assert same(weights(tmp_path / "more"), weights(whole))
+    assert (tmp_path / "more/tokenizer.json").read_text() == (whole / "tokenizer.json").read_text()
+    before = json.loads((whole / "training.json").read_text())["held_loss_nats_per_token"]
+    assert report["held_loss_nats_per_token"] == pytest.approx(before, abs=2e-2)
+    assert "--init-from whole" in (tmp_path / "more/README.md").read_text()
+
+
+def test_weights_of_another_architecture(
+    data: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "lm", "--data", str(data), "--out", str(tmp_path / "x"), *OPTIONS]
+    assert main([*command, "--init-from", str(whole), "--layers", "2"]) == 2
+    error = capsys.readouterr().err
+    assert "another architecture" in error and "--layers" in error and error.count("error:") == 1
+    assert main([*command, "--init-from", str(tmp_path)]) == 2
+    assert "tokenizer.json" in capsys.readouterr().err
+    assert not (tmp_path / "x/model.safetensors").exists()
 
 
 @pytest.mark.parametrize("killed_at", [1, 2, 3, 5])

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from foretoken.trees.operations import first_nodes, from_paths, leaves, merge, path_table, select, truncate
+from foretoken.trees.operations import (
+    first_nodes,
+    from_paths,
+    leaves,
+    merge,
+    merge_with_places,
+    path_table,
+    select,
+    truncate,
+)
 from foretoken.types import Kind, TokenTree
 
 #        0
@@ -144,7 +154,8 @@ def test_paths_of_a_trie_come_back() -> None:
 
 
 def test_deterministic_trees_merge_into_a_trie() -> None:
-    assert merge([from_paths(9, [(1, 2)]), from_paths(9, [(1, 3), (4,)])]) == from_paths(9, [(1, 2), (1, 3), (4,)])
+    both = merge([from_paths(9, [(1, 2)]), from_paths(9, [(1, 3), (4,)])])
+    assert both == replace(from_paths(9, [(1, 2), (1, 3), (4,)]), drafters=(-1, 0, 0, 1, 1))
 
 
 def test_drawn_trees_keep_every_node_and_its_law() -> None:
@@ -162,6 +173,37 @@ def test_a_point_tree_beside_a_drawn_one() -> None:
     both = merge([TokenTree.chain(9, [2, 0]), drawn, TokenTree.root_only(9)])
     assert (both.tokens, both.parents, both.law_of) == ((9, 2, 0, 1), (-1, 0, 1, 0), (-1, -1, -1, 0))
     assert both.kind is Kind.IID and both.law(1) is None
+
+
+def test_places_lead_from_every_tree_to_the_merged_one() -> None:
+    trees = [from_paths(9, [(1, 2), (3,)]), from_paths(9, [(1, 3), (3, 1)]), TokenTree.root_only(9)]
+    both, places = merge_with_places(trees)
+    assert places == [[0, 1, 2, 3], [0, 1, 4, 3, 5], [0]]
+    for tree, place in zip(trees, places, strict=True):
+        assert [both.tokens[n] for n in place] == list(tree.tokens)
+        assert [both.parents[n] for n in place[1:]] == [place[p] for p in tree.parents[1:]]
+
+
+def test_probes_are_merged_with_nothing() -> None:
+    window = TokenTree((9, 1, 1, 2), (-1, 0, 0, 2), probes=(False, False, True, True))
+    both, places = merge_with_places([TokenTree.chain(9, [1, 2]), window, window])
+    assert both.tokens == (9, 1, 2, 1, 2, 1, 2) and both.parents == (-1, 0, 1, 0, 3, 0, 5)
+    assert both.probes == (False, False, False, True, True, True, True)
+    assert places == [[0, 1, 2], [0, 1, 3, 4], [0, 1, 5, 6]]
+    assert both.num_drafts == 2 and both.drafters == (-1, 0, 0, 1, 1, 2, 2)
+
+
+def test_independent_siblings_beside_draws_without_replacement_are_sequences_of_their_own() -> None:
+    law = torch.tensor([[0.5, 0.3, 0.2]])
+    iid = TokenTree((9, 1, 1), (-1, 0, 0), Kind.IID, law, (-1, 0, 0))
+    wor = TokenTree((9, 0, 1), (-1, 0, 0), Kind.WITHOUT_REPLACEMENT, law, (-1, 0, 0))
+    both = merge([iid, wor])
+    assert both.kind is Kind.WITHOUT_REPLACEMENT
+    assert both.law_of == (-1, 0, 1, 2, 2)
+    assert merge([iid, iid]).law_of == (-1, 0, 0, 1, 1)
+    assert merge([iid], Kind.WITHOUT_REPLACEMENT).law_of == (-1, 0, 1)
+    with pytest.raises(ValueError, match="draws without replacement cannot"):
+        merge([wor], Kind.IID)
 
 
 def test_trees_with_different_roots_do_not_merge() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from foretoken.cli import chat, datastore, doctor, generate, methods, parity, train
+from foretoken.cli import chat, datastore, doctor, generate, methods, parity, train, tune
 
 app = typer.Typer(
     name="foretoken",
@@ -23,6 +23,7 @@ app.command("methods")(methods.methods_command)
 app.command("parity")(parity.parity_command)
 app.command("doctor")(doctor.doctor_command)
 app.add_typer(train.app, name="train")
+app.add_typer(tune.app, name="tune")
 app.add_typer(datastore.app, name="datastore")
 
 USER_ERRORS = (ValueError, OSError, ArithmeticError, MemoryError)

@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from foretoken.cli.train_drafter import make_command
+from foretoken.registry import rows
+
 app = typer.Typer(help="Train a language model or a drafter.", no_args_is_help=True)
 
 
@@ -15,12 +18,20 @@ def _group() -> None:
     """Train a language model or a drafter."""
 
 
+for _row in rows("drafter"):
+    if _row.needs_training:
+        app.command(_row.name)(make_command(_row.name))
+
+
 @app.command("lm")
 def train_lm_command(
     data: Annotated[list[Path], typer.Option(help="Text folder or JSONL file; may be given several times.")],
     out: Annotated[Path, typer.Option(help="Folder for the model, its checkpoints and curves.")],
     tokenizer_from: Annotated[
         Path | None, typer.Option(help="Share the tokenizer (and encoded corpus) of this run.")
+    ] = None,
+    init_from: Annotated[
+        Path | None, typer.Option(help="Start from this model's weights and tokenizer (continued training).")
     ] = None,
     teacher: Annotated[
         Path | None, typer.Option(help="Learn this model's law (for a draft model, with --tokenizer-from it).")
@@ -81,6 +92,7 @@ def train_lm_command(
             out,
             config,
             tokenizer_from=tokenizer_from,
+            init_from=init_from,
             teacher=teacher,
             teacher_weight=teacher_weight,
             device=device,

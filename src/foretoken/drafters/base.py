@@ -24,6 +24,9 @@ class Drafter(ABC):
         shares_state: whether a request's drafts depend on other requests.  The target's law is kept all the same, but
             only a verifier whose draws do not look at the drafts (``match``) then lets a seed alone fix the output.
         counts_predictions: whether its draft tokens are the caller's prediction (for the statistics).
+        rewinds: whether its per-request state survives that the text is cut back; only such a drafter can work inside
+            another one, where rejected drafts take text away again.
+        runs_target: whether it drafts with parts of the target itself, on ``context.sequence``.
     """
 
     name: ClassVar[str]
@@ -32,6 +35,8 @@ class Drafter(ABC):
     max_nodes: int = 64
     shares_state: bool = False
     counts_predictions: ClassVar[bool] = False
+    rewinds: ClassVar[bool] = False
+    runs_target: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -42,6 +47,11 @@ class Drafter(ABC):
     def draws_trees(self) -> bool:
         """Whether proposals can branch."""
         return False
+
+    @property
+    def proposals(self) -> frozenset[tuple[Kind, bool]]:
+        """Every sort of proposal when sampling, as (kind, whether it can branch): a verifier must be right for all."""
+        return frozenset({(self.kind, self.draws_trees)})
 
     def start(self, context: Context) -> None:  # noqa: B027
         """A request joined: do what should count as prefill (``context.hidden`` holds the prompt's taps)."""
@@ -59,6 +69,9 @@ class Drafter(ABC):
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:  # noqa: B027
         """Learn from a verdict; ``context.tokens`` already contains the new tokens."""
+
+    def rewind(self, context: Context, length: int) -> None:  # noqa: B027
+        """The text was cut back to its first ``length`` tokens (``context.tokens`` already is); see ``rewinds``."""
 
     def finish(self, context: Context) -> None:  # noqa: B027
         """The request ended: free what was kept for it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from foretoken.drafters.base import Drafter
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.sampling import Sampler
 from foretoken.types import Budget, Context, Kind, TokenTree
 
@@ -32,6 +32,7 @@ class _Growing:
     maker: Sampler
     tokens: list[int]
     greedy: bool
+    text: Sequence[int]  # the committed tokens in the draft model's own ids
     parents: list[int] = field(default_factory=lambda: [-1])
     law_of: list[int] = field(default_factory=lambda: [-1])
     laws: list[Tensor] = field(default_factory=list)
@@ -60,12 +61,13 @@ class ModelDrafter(Drafter):
     """
 
     name = "model"
+    rewinds = True
 
     def __init__(
         self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "", target: LanguageModel | None = None
     ) -> None:
         if k < 1:
-            raise ValueError(f"model needs k >= 1, not {k}")
+            raise ValueError(f"{self.name} needs k >= 1, not {k}")
         self.widths = parse_widths(tree) if tree else (1,) * k
         is_tree = any(w > 1 for w in self.widths)
         draw = draw or ("without_replacement" if is_tree else "iid")
@@ -102,9 +104,16 @@ class ModelDrafter(Drafter):
 
     def start(self, context: Context) -> None:
         """Prefill the draft model's own cache."""
-        sequence = context.state[self] = self.model.open()
-        if len(context.tokens) <= self.model.context_length:  # a longer text cannot be drafted for
-            self.model.prefill(sequence, self._readable(context.tokens[:-1]))
+        sequence = context.state[self] = self.model.open_beside(context.sequence)
+        text = self.read(context)
+        if len(text) <= self.model.context_length:  # a longer text cannot be drafted for
+            self.model.prefill(sequence, text[:-1])
+
+    def rewind(self, context: Context, length: int) -> None:
+        """Take back committed tokens; the last token of a text is always fed again, so it is never one of them."""
+        sequence: SequenceState = context.state[self]
+        if len(sequence.tokens) >= length:
+            self.model.rewind(sequence, max(length - 1, 0))
 
     def finish(self, context: Context) -> None:
         """Free the draft model's row."""
@@ -122,7 +131,7 @@ class ModelDrafter(Drafter):
         growing = [t for t in trees if self._width(t, 0)]
         feeds = [Feed(t.sequence, self._unread(t), wanted=1) for t in growing]
         for depth in range(self.max_depth):
-            rows = self.model.forward(feeds) if feeds else []
+            rows = self._score(feeds) if feeds else []
             following, feeds = [], []
             for tree, row in zip(growing, rows, strict=True):
                 feed = self._expand(tree, self._widened(row.logits), depth)
@@ -132,29 +141,35 @@ class ModelDrafter(Drafter):
             growing = following
         return [self._finished(tree) for tree in trees]
 
+    def _score(self, feeds: Sequence[Feed]) -> list[Rows]:
+        """One draft forward."""
+        return self.model.forward(feeds)
+
     def _unread(self, tree: _Growing) -> Sequence[int]:
         """The tokens of the text that the draft model must be fed before it can go on."""
-        return self.model.catch_up(tree.sequence, self._readable(tree.context.tokens))
+        return self.model.catch_up(tree.sequence, tree.text)
+
+    def read(self, context: Context) -> Sequence[int]:
+        """The committed text in the draft model's own ids."""
+        return self._readable(context.tokens)
 
     def _readable(self, tokens: list[int]) -> list[int]:
-        """The text as the draft model can read it: token 0 stands for ids that only the target has."""
-        own = self.model.vocab_size
-        return tokens if own >= self.vocab_size else [token if token < own else 0 for token in tokens]
+        """Tokens as the draft model can read them: token 0 stands for ids that only the target has."""
+        return readable(tokens, self.model.vocab_size, self.vocab_size)
 
     def _widened(self, logits: Tensor) -> Tensor:
         """Draft logits [n, V'] over the target's vocabulary [n, V]: what only one of them has is impossible."""
-        missing = self.vocab_size - logits.shape[-1]
-        return logits if missing == 0 else functional.pad(logits, (0, missing), value=-torch.inf)
+        return widened(logits, self.vocab_size)
 
     def _begin(self, context: Context, budget: Budget) -> _Growing:
         sequence: SequenceState = context.state[self]
         greedy = context.maker.greedy or self.draw == "greedy"
-        return _Growing(context, budget, sequence, context.maker, [context.root], greedy)
+        return _Growing(context, budget, sequence, context.maker, [context.root], greedy, self.read(context))
 
     def _width(self, tree: _Growing, depth: int) -> int:
         """Children per node at this depth (0: stop)."""
-        context_room = self.model.context_length - len(tree.context.tokens)
-        if depth >= min(self.max_depth, tree.budget.max_depth) or depth > context_room:
+        context_room = self.model.context_length - len(tree.text)
+        if not tree.text or depth >= min(self.max_depth, tree.budget.max_depth) or depth > context_room:
             return 0
         room = tree.budget.max_nodes - (len(tree.tokens) - 1)
         return min(self.widths[depth], room)
@@ -175,15 +190,17 @@ class ModelDrafter(Drafter):
         scratch_parents = [
             tree.scratch_of[tree.parents[node]] if tree.parents[node] else first_level for node in tree.frontier
         ]
-        return Feed(tree.sequence, [tree.tokens[node] for node in tree.frontier], scratch_parents)
+        return Feed(tree.sequence, self._readable([tree.tokens[node] for node in tree.frontier]), scratch_parents)
 
     def _add_children(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> None:
         law: Tensor | None = None
-        if tree.greedy and width == 1 and tree.maker.context_free and not _asks_for_confidence(tree.budget):
+        if tree.greedy and width == 1 and tree.maker.context_free and not asks_for_confidence(tree.budget):
             chosen = [int(logits.argmax())]
         else:
             prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
-            law = tree.maker.law(logits, prefix)
+            law = self._law(tree, logits, prefix)
+            if law is None:
+                return
             # A one-hot law names the best token, penalties included, but ranks no others.
             ranking = logits if tree.maker.greedy and width > 1 else law
             chosen = self._choose(tree, ranking, law, width)
@@ -199,6 +216,10 @@ class ModelDrafter(Drafter):
             if law is None or not tree.budget.stops_after(*self._confidence(logits, law, token, tree)):
                 tree.frontier.append(node)
 
+    def _law(self, tree: _Growing, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
+        """[V] draft law by the request's own pipeline; ``None`` when there is nothing to draft."""
+        return tree.maker.law(logits, prefix)
+
     def _choose(self, tree: _Growing, ranking: Tensor, law: Tensor, width: int) -> list[int]:
         if tree.greedy:
             return ranking.topk(min(width, len(ranking))).indices.tolist()
@@ -212,7 +233,7 @@ class ModelDrafter(Drafter):
 
     def _confidence(self, logits: Tensor, law: Tensor, token: int, tree: _Growing) -> tuple[Tensor, float]:
         """The draft's own law and its probability of ``token``; for greedy drafts the untempered softmax."""
-        if not _asks_for_confidence(tree.budget):
+        if not asks_for_confidence(tree.budget):
             return law, 1.0
         if tree.maker.greedy:
             law = torch.softmax(logits.float(), -1)
@@ -225,7 +246,18 @@ class ModelDrafter(Drafter):
         return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.kind, laws, tuple(tree.law_of))
 
 
-def _asks_for_confidence(budget: Budget) -> bool:
+def readable(tokens: list[int], own: int, wide: int) -> list[int]:
+    """A text over ``wide`` ids for a model that has ``own``: token 0 stands for ids that it lacks."""
+    return tokens if own >= wide else [token if token < own else 0 for token in tokens]
+
+
+def widened(logits: Tensor, wide: int) -> Tensor:
+    """Logits [n, V'] over ``wide`` tokens: added ones are impossible, surplus ones go."""
+    missing = wide - logits.shape[-1]
+    return logits if missing == 0 else functional.pad(logits, (0, missing), value=-torch.inf)
+
+
+def asks_for_confidence(budget: Budget) -> bool:
     return budget.min_confidence > 0 or budget.stop is not None
 
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
 from foretoken.types import Budget, Context
 
-Places = dict[tuple[int, ...], int]
+Places = dict[tuple[int, ...], list[int]]
 
 
 class PromptSource(NgramSource):
-    """Where every n-gram of a text ended first, last, and before that.
+    """Where every n-gram of a text ended.
 
     The n-gram that ends the text is always its own last occurrence, so the one before is the match.
     """
@@ -23,30 +23,35 @@ class PromptSource(NgramSource):
     def __init__(self, sizes: range, match: str, most: int) -> None:
         super().__init__()
         self.sizes, self.match, self.most = sizes, match, most
-        self.last: list[Places] = [{} for _ in sizes]
-        self.earlier: list[Places] = [{} for _ in sizes]  # the first place, or the one before the last
+        self.places: list[Places] = [{} for _ in sizes]
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Index the n-grams that end in the new tokens."""
         start = len(self.text)
         self.text.extend(tokens)
         for end in range(start + 1, len(self.text) + 1):
-            for n, last, earlier in zip(self.sizes, self.last, self.earlier, strict=True):
+            for n, places in zip(self.sizes, self.places, strict=True):
                 if end >= n:
-                    self._note(tuple(self.text[end - n : end]), end, last, earlier)
+                    places.setdefault(tuple(self.text[end - n : end]), []).append(end)
 
-    def _note(self, key: tuple[int, ...], end: int, last: Places, earlier: Places) -> None:
-        before = last.get(key)
-        last[key] = end
-        if before is not None and (self.match == "recent" or key not in earlier):
-            earlier[key] = before
+    def rewind(self, length: int) -> None:
+        """Take the n-grams that end behind ``length`` out of the index."""
+        for end in range(len(self.text), length, -1):
+            for n, places in zip(self.sizes, self.places, strict=True):
+                if end >= n:
+                    key = tuple(self.text[end - n : end])
+                    places[key].pop()
+                    if not places[key]:
+                        del places[key]
+        super().rewind(length)
 
     def propose(self, budget: Budget) -> Guess:
         """The tokens after the match of the longest n-gram."""
         for i in range(len(self.sizes) - 1, -1, -1):
             n = self.sizes[i]
-            end = self.earlier[i].get(tuple(self.text[-n:])) if n < len(self.text) else None
-            if end is not None:
+            ends = self.places[i].get(tuple(self.text[-n:]), ()) if n < len(self.text) else ()
+            if len(ends) > 1:
+                end = ends[-2] if self.match == "recent" else ends[0]
                 most = min(self.most, budget.max_depth, budget.max_nodes)
                 return Guess.copied(self.text[end : end + most], n)
         return NOTHING
@@ -66,6 +71,7 @@ class NgramDrafter(SourceDrafter):
     """
 
     name = "ngram"
+    rewinds = True
 
     def __init__(self, n: int = 3, k: int = 8, min_n: int = 1, match: str = "recent") -> None:
         if not 1 <= min_n <= n:

@@ -34,6 +34,7 @@ class PredictionSource(NgramSource):
         super().__init__()
         self.prediction, self.prompt_length, self.most = list(prediction), prompt_length, most
         self.at = self.lost = 0
+        self._trail: list[tuple[int, int]] = []  # ``at`` and ``lost`` before every token of the answer
         self._places: dict[int, list[int]] = {}
         for place, token in enumerate(self.prediction):
             self._places.setdefault(token, []).append(place)
@@ -43,7 +44,16 @@ class PredictionSource(NgramSource):
         for token in tokens:
             self.text.append(token)
             if len(self.text) > self.prompt_length:
+                self._trail.append((self.at, self.lost))
                 self._follow(token)
+
+    def rewind(self, length: int) -> None:
+        """Go back to where the prediction stood then."""
+        answer = max(length - self.prompt_length, 0)
+        if answer < len(self._trail):
+            self.at, self.lost = self._trail[answer]
+            del self._trail[answer:]
+        super().rewind(length)
 
     def _follow(self, token: int) -> None:
         if not self.lost and self.at < len(self.prediction) and self.prediction[self.at] == token:
@@ -103,6 +113,7 @@ class PredictionDrafter(SourceDrafter):
     """
 
     name = "prediction"
+    rewinds: ClassVar[bool] = True
     counts_predictions: ClassVar[bool] = True
 
     def __init__(self, k: int = 16, default: Sequence[int] = ()) -> None:

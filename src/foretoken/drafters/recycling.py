@@ -144,6 +144,7 @@ class RecyclingDrafter(Drafter):
     """
 
     name = "recycling"
+    rewinds = True
 
     def __init__(self, nodes: int = 80, depth: int = 6, adapt: int = 0, share: bool = True) -> None:
         for name, value, least in (("nodes", nodes, 1), ("depth", depth, 1), ("adapt", adapt, 0)):

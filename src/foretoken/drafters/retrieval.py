@@ -85,6 +85,7 @@ class RetrievalDrafter(SourceDrafter):
     """
 
     name = "retrieval"
+    rewinds = True
 
     def __init__(
         self, datastore: Datastore, n: int = 16, min_n: int = 2, k: int = 10, nodes: int = 64, hits: int = 512

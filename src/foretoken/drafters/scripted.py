@@ -19,6 +19,7 @@ class ScriptedDrafter(Drafter):
     """
 
     name = "scripted"
+    rewinds = True
 
     def __init__(
         self,

@@ -99,6 +99,10 @@ class NgramSource(ABC):
     def propose(self, budget: Budget) -> Guess:
         """Guess what follows ``text``."""
 
+    def rewind(self, length: int) -> None:
+        """The text was cut back to its first ``length`` tokens (asked only where the drafter ``rewinds``)."""
+        del self.text[length:]
+
     def close(self) -> None:  # noqa: B027
         """The request ended."""
 
@@ -134,6 +138,12 @@ class SourceDrafter(Drafter):
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Read the new tokens."""
         self.source(context)
+
+    def rewind(self, context: Context, length: int) -> None:
+        """Forget the text behind its first ``length`` tokens."""
+        source: NgramSource | None = context.state.get(self)
+        if source is not None and len(source.text) > length:
+            source.rewind(length)
 
     def finish(self, context: Context) -> None:
         """Read the last tokens and forget the request."""

@@ -28,7 +28,7 @@ from foretoken.sampling import Sampler
 from foretoken.trees.operations import truncate
 from foretoken.types import Budget, Context, Kind, Rng, Scores, StepRecord, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
-from foretoken.verifiers.pairing import auto_verifier, check_pair
+from foretoken.verifiers.pairing import auto_verifier, check_pair, check_proposals
 
 NOTHING = Budget(max_depth=0, max_nodes=0)
 
@@ -83,7 +83,7 @@ class Engine:
         if drafter is None:
             check_pair(min(verifier.kinds), False, verifier, "none", self.allow_lossy, greedy)
         else:
-            check_pair(drafter.kind, drafter.draws_trees, verifier, drafter.name, self.allow_lossy, greedy)
+            check_proposals(drafter.proposals, verifier, drafter.name, self.allow_lossy, greedy)
 
     def _check_target(self, drafter: Drafter) -> None:
         offered = self.target.capabilities
@@ -92,6 +92,8 @@ class Engine:
             needed += ["tree_mask", "keep_path"]
         if drafter.taps:
             needed.append("taps")
+        if drafter.runs_target:
+            needed.append("layer_windows")
         for name in needed:
             if not getattr(offered, name):
                 reason = offered.missing.get(name, f"the target lacks {name}")
@@ -160,7 +162,8 @@ class Engine:
         tokens = list(request.prompt)
         sampler = Sampler(request.params, len(tokens))
         context = Context(request_id, tokens, len(tokens), sampler, Rng(request.seed), prediction=request.prediction)
-        run = Running(request, context, self.target.open(), self._stopper(request))
+        sequence = context.sequence = self.target.open()
+        run = Running(request, context, sequence, self._stopper(request))
         self.running.append(run)
         return run
 

@@ -8,6 +8,9 @@ not depend on slot order or on how many rows are scored together (``exact="bitwi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +20,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 FOLDED = "foretoken"
 EXACT = "foretoken_exact"
+
+_WATCHED: ContextVar[dict[int, Tensor] | None] = ContextVar("watched queries", default=None)
+
+
+@contextmanager
+def watching_queries() -> Iterator[dict[int, Tensor]]:
+    """Inside the block, attention leaves the query [Hq, D] of the last node of the first row there, by layer."""
+    found: dict[int, Tensor] = {}
+    token = _WATCHED.set(found)
+    try:
+        yield found
+    finally:
+        _WATCHED.reset(token)
+
+
+def _note(module: nn.Module, query: Tensor) -> None:
+    found = _WATCHED.get()
+    if found is not None:
+        found[int(module.layer_idx)] = query[0, :, -1]  # type: ignore[arg-type]
 
 
 def folded_attention(
@@ -36,6 +58,7 @@ def folded_attention(
     ``attention_mask`` [b, 1, n, S] is additive, ``softcap`` and ``s_aux`` (attention sinks [Hq]) as in the models that
     use them.
     """
+    _note(module, query)
     if softcap is not None or s_aux is not None:
         return _explicit(query, key, value, attention_mask, scaling, softcap, s_aux, torch.float32), None
     b, heads, n, dim = query.shape
@@ -62,6 +85,7 @@ def exact_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The same in float64 sums, rounded once."""
+    _note(module, query)
     return _explicit(query, key, value, attention_mask, scaling, softcap, s_aux, torch.float64), None
 
 

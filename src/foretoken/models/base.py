@@ -9,8 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from foretoken.models.layers import LayerPlan
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class SequenceState:
     Attributes:
         row: the cache row that holds it (a model's own business).
         tokens: committed token ids, exactly those whose KV is in the cache.
+        provisional: whether the scratch nodes were run by a part of the network only: they can be drafted from, but
+            not be kept, and the next whole forward states the tree anew.
+        exit_states: per scratch node its hidden state [D] at layer ``exit_layer``, from which a whole forward goes on.
+        exit_layer: how many leading layers the scratch nodes have behind them for good.
         scratch_tokens: token ids of the scratch nodes.
         scratch_parents: their parents; ``-1`` hangs from the last committed token.
         scratch_depths: their distance from the last committed token minus one.
@@ -55,6 +63,9 @@ class SequenceState:
     scratch_tokens: list[int] = field(default_factory=list)
     scratch_parents: list[int] = field(default_factory=list)
     scratch_depths: list[int] = field(default_factory=list)
+    provisional: bool = False
+    exit_states: list[Tensor] = field(default_factory=list)
+    exit_layer: int = 0
 
     def append(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
         """Add nodes to the scratch tree (parents index the whole scratch)."""
@@ -67,12 +78,15 @@ class SequenceState:
         """Take back the last ``count`` scratch nodes."""
         kept = len(self.scratch_tokens) - count
         del self.scratch_tokens[kept:], self.scratch_parents[kept:], self.scratch_depths[kept:]
+        del self.exit_states[kept:]
 
     def clear_scratch(self) -> None:
         """Drop every scratch node."""
         self.scratch_tokens.clear()
         self.scratch_parents.clear()
         self.scratch_depths.clear()
+        self.exit_states.clear()
+        self.provisional, self.exit_layer = False, 0
 
     def matching_path(self, tokens: Sequence[int]) -> list[int]:
         """The longest scratch path that spells a prefix of ``tokens`` (siblings may hold the same token)."""
@@ -101,12 +115,16 @@ class Feed:
         parents: n parents in scratch numbering (``-1``: the last committed token); ``None`` means a chain that hangs
             from the last scratch node, or from the last committed token if there is none.
         wanted: how many of the *last* rows need logits; ``None`` means all.
+        after: hang the nodes from this many committed tokens instead of from all of them (to look at a text again).
+        states: for a model that reads a hidden state with every token, those [n, D].
     """
 
     sequence: SequenceState
     tokens: Sequence[int]
     parents: Sequence[int] | None = None
     wanted: int | None = None
+    after: int | None = None
+    states: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -139,9 +157,22 @@ class LanguageModel(ABC):
     eos_token_ids: frozenset[int]
     capabilities: Capabilities
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory that the weights take; 0 for a model without any."""
+        module = getattr(self, "model", None)
+        return sum(p.nbytes for p in module.parameters()) if isinstance(module, nn.Module) else 0
+
     @abstractmethod
     def open(self) -> SequenceState:
         """A new, empty sequence."""
+
+    def open_beside(self, source: SequenceState | None) -> SequenceState:
+        """A new, empty sequence for a draft of the text that the target keeps in ``source``.
+
+        A model with a cache of its own does not look at it.
+        """
+        return self.open()
 
     @abstractmethod
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
@@ -151,9 +182,28 @@ class LanguageModel(ABC):
         ``"last"`` the output of the final norm.
         """
 
+    def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
+        """Append *provisional* nodes: scored by a part of the network, to draft from, never to keep.
+
+        A later :meth:`forward` of the sequence states its tree anew from the first node on.
+
+        Raises:
+            CapabilityError: the model has no layers to choose from.
+        """
+        reason = self.capabilities.missing.get("layer_windows", f"{type(self).__name__} has no layers")
+        raise CapabilityError(f"this model cannot run a part of its layers: {reason}")
+
     @abstractmethod
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Keep the scratch nodes of ``path`` (from the last committed token downwards), drop all others."""
+
+    def rewind(self, sequence: SequenceState, length: int) -> None:
+        """Keep the first ``length`` committed tokens, drop the later ones and every scratch node.
+
+        Raises:
+            CapabilityError: the model cannot give back what it has read.
+        """
+        raise CapabilityError(f"{type(self).__name__} cannot give back committed tokens")
 
     @abstractmethod
     def release(self, sequence: SequenceState) -> None:

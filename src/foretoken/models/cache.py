@@ -86,10 +86,7 @@ class TreeCache(Cache):
         )
 
     def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
-        buffer = store[layer]
-        if buffer is None:
-            shape = (self.num_rows, new.shape[1], self.num_slots, new.shape[3])
-            buffer = store[layer] = new.new_zeros(shape)
+        buffer = self._buffer(store, new, layer)
         view = buffer[self._low : self._high]
         if self._uniform:
             start = self._starts[0]
@@ -99,6 +96,22 @@ class TreeCache(Cache):
                 self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
             buffer[self._rows, :, self._slots] = new.transpose(1, 2)
         return view[:, :, : self._used]
+
+    def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
+        """The buffer of a layer, made for tensors ``like`` [..., H, n, D] when there is none."""
+        buffer = store[layer]
+        if buffer is None:
+            shape = (self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
+            buffer = store[layer] = like.new_zeros(shape)
+        return buffer
+
+    @torch.inference_mode()
+    def load(self, row: int, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fill the first m slots of a row with keys and values [H, m, D] from elsewhere."""
+        count = keys.shape[1]
+        self.reserve(row + 1, count)
+        self._buffer(self.keys, keys, layer)[row, :, :count] = keys
+        self._buffer(self.values, values, layer)[row, :, :count] = values
 
     @torch.inference_mode()
     def keep(self, row: int, start: int, path: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from foretoken.models.attention import EXACT, FOLDED
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache import TreeCache
 from foretoken.models.capabilities import detect
+from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
 from foretoken.models.masks import LayerMask, RowPlan, additive_mask
 from foretoken.models.packing import BlockedProducts
 from foretoken.models.taps import check_taps, decoder_layers, recording
@@ -59,8 +60,9 @@ class HuggingFaceModel(LanguageModel):
         self._attention = EXACT if exact == "bitwise" else FOLDED
         self._configs = _attention_configs(model)
         self._single_mask = set(self.layer_masks) == {""}
-        num_layers = len(decoder_layers(model))
-        self.cache = TreeCache(num_layers, self.context_length + SCRATCH_ROOM)
+        self.num_layers = len(decoder_layers(model))
+        self.num_layer_runs = 0.0
+        self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
         self._sequences: list[SequenceState] = []
         self._lean: Any = None
         if lean:
@@ -86,14 +88,29 @@ class HuggingFaceModel(LanguageModel):
         """Free a row; the last row takes its place, so that live rows stay contiguous."""
         last = self._sequences.pop()
         if last is not sequence:
-            self.cache.move_row(last.row, sequence.row, len(last.tokens) + len(last.scratch_tokens))
+            self.cache.move_row(last.row, sequence.row, self._slots(last) + len(last.scratch_tokens))
             last.row = sequence.row
             self._sequences[last.row] = last
 
+    def _slots(self, sequence: SequenceState) -> int:
+        """How many slots the committed tokens take."""
+        return len(sequence.tokens)
+
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep one scratch path (gathered to contiguous slots), drop the rest."""
-        self.cache.keep(sequence.row, len(sequence.tokens), path)
+        """Keep one scratch path (gathered to contiguous slots), drop the rest.
+
+        Raises:
+            ValueError: the path holds nodes that only a part of the network has seen.
+        """
+        if sequence.provisional and len(path):
+            raise ValueError("these nodes were run by a part of the layers: run all before keeping them")
+        self.cache.keep(sequence.row, self._slots(sequence), path)
         sequence.tokens.extend(sequence.scratch_tokens[node] for node in path)
+        sequence.clear_scratch()
+
+    def rewind(self, sequence: SequenceState, length: int) -> None:
+        """Keep the first ``length`` committed tokens: the slots behind them are written anew."""
+        del sequence.tokens[length:]
         sequence.clear_scratch()
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -113,27 +130,101 @@ class HuggingFaceModel(LanguageModel):
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         """Append nodes and score them: one padded [b, width] call over the rows that the feeds span.
 
-        When anything fails the scratch trees are as they were before.
+        Provisional nodes (see :meth:`forward_part`) that a feed restates go on from the layer that they have reached;
+        others are dropped.  When anything fails the scratch trees are as they were before, or empty where they were
+        provisional.
 
         Raises:
             ValueError: an unknown tap, or two feeds for one sequence.
         """
-        check_taps(taps, self.cache.num_layers)
-        if len({feed.sequence.row for feed in feeds}) < len(feeds):
-            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        self._check(feeds, taps)
+        if any(feed.sequence.provisional for feed in feeds):
+            return self._finish(feeds, taps)
+        return self._whole(feeds, taps)
+
+    def _whole(self, feeds: Sequence[Feed], taps: Sequence[str], plan: LayerPlan = WHOLE) -> list[Rows]:
         before = [len(feed.sequence.scratch_tokens) for feed in feeds]
         try:
-            return self._score(feeds, [self._append(feed) for feed in feeds], taps)
+            return self._score(feeds, [self._append(feed) for feed in feeds], taps, plan)
         except BaseException:
             for feed, size in zip(feeds, before, strict=True):
                 feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
             raise
 
-    def _score(self, feeds: Sequence[Feed], plans: Sequence[RowPlan], taps: Sequence[str]) -> list[Rows]:
-        """Run the network on the nodes that were just appended."""
-        by_row = {feed.sequence.row: plan for feed, plan in zip(feeds, plans, strict=True)}
+    def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
+        check_taps(taps, self.num_layers)
+        if len({feed.sequence.row for feed in feeds}) < len(feeds):
+            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+
+    @torch.inference_mode()
+    def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
+        """Append provisional nodes, run by a part of the network; remember where nodes can go on from.
+
+        Raises:
+            ValueError: a plan that does not fit the model or the nodes that are there, an unknown tap, or two feeds
+                for one sequence.
+            CapabilityError: a skipped sublayer is no module of its own.
+        """
+        self._check(feeds, taps)
+        plan.check(self.num_layers)
+        check_sublayers(self.model, plan)
+        end = plan.end(self.num_layers)
+        # Behind the last layer there is nothing to go on with: such nodes are stated anew, like those that skipped.
+        reached = 0 if plan.skip_attention or plan.skip_mlp or end == self.num_layers else end
+        for feed in feeds:
+            sequence = feed.sequence
+            if sequence.scratch_tokens and (not sequence.provisional or sequence.exit_layer != reached):
+                raise ValueError("the scratch nodes were run by other layers: commit or drop them first")
+            sequence.provisional, sequence.exit_layer = True, reached
+        exit_tap = f"layer:{reached}"
+        results = self._whole(feeds, (*taps, exit_tap) if reached and exit_tap not in taps else taps, plan)
+        if reached:
+            for feed, rows in zip(feeds, results, strict=True):
+                feed.sequence.exit_states.extend(rows.taps[exit_tap])
+        return results
+
+    def _finish(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
+        """A whole forward of trees whose leading nodes have run the first layers already."""
+        exits = {feed.sequence.exit_layer for feed in feeds if feed.sequence.exit_layer}
+        if len(exits) != 1 or any(_comes_before(name, min(exits)) for name in taps):
+            for feed in feeds:  # nothing to go on from, or hidden states of the first layers are asked for
+                feed.sequence.clear_scratch()
+            return self._whole(feeds, taps)
+        window = LayerPlan(stop=exits.pop())
+        try:
+            for feed in feeds:
+                _keep_common(feed)
+            rest = [_without_first(feed, len(feed.sequence.scratch_tokens)) for feed in feeds]
+            fresh = [feed for feed in rest if feed.tokens]
+            if fresh:
+                self.forward_part(fresh, window)
+            places = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
+            upper = LayerPlan(start=window.end(self.num_layers))
+            results = self._score(feeds, places, taps, upper, [feed.sequence.exit_states for feed in feeds])
+        except BaseException:
+            for feed in feeds:
+                feed.sequence.clear_scratch()
+            raise
+        for feed in feeds:
+            feed.sequence.provisional, feed.sequence.exit_layer = False, 0
+            feed.sequence.exit_states.clear()
+        return results
+
+    def _score(
+        self,
+        feeds: Sequence[Feed],
+        places: Sequence[RowPlan],
+        taps: Sequence[str],
+        plan: LayerPlan = WHOLE,
+        inputs: Sequence[Sequence[Tensor]] = (),
+    ) -> list[Rows]:
+        """Run the network, or the part of it that ``plan`` names, on the last nodes of the scratch trees.
+
+        ``inputs`` are, per feed, the hidden states [D] of its nodes at layer ``plan.start``.
+        """
+        by_row = {feed.sequence.row: place for feed, place in zip(feeds, places, strict=True)}
         low, high = min(by_row), max(by_row) + 1
-        width = max(plan.new for plan in plans)
+        width = max(place.new for place in places)
         rows = [by_row[r] if r in by_row else self._idle(r) for r in range(low, high)]
         starts = [row.committed + len(row.parents) - row.new for row in rows]
         used = max(starts) + width
@@ -143,18 +234,20 @@ class HuggingFaceModel(LanguageModel):
             name: additive_mask(rows, layer, width, used, self.dtype, self.device)
             for name, layer in self.layer_masks.items()
         }
-        wanted = [plan.new if feed.wanted is None else feed.wanted for feed, plan in zip(feeds, plans, strict=True)]
+        wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
         # Padded rows end at different places: keep from the earliest wanted row on.
-        first = min((plan.new - n for n, plan in zip(wanted, plans, strict=True) if n), default=width)
+        first = min((place.new - n for n, place in zip(wanted, places, strict=True) if n), default=width)
         run = self._lean.run if self._lean is not None else self._run_public
+        states = self._padded(inputs, feeds, low, ids) if inputs else None
         began = perf_counter()
-        logits, hidden = run(ids, positions, masks, first, taps)
+        logits, hidden = run(ids, positions, masks, first, taps, plan, states)
         self.run_s += perf_counter() - began
+        self.num_layer_runs += plan.count(self.num_layers)
         results = []
-        for feed, plan, n in zip(feeds, plans, wanted, strict=True):
+        for feed, place, n in zip(feeds, places, wanted, strict=True):
             i = feed.sequence.row - low
-            kept = logits[i, plan.new - n - first : plan.new - first] if n else logits[i, :0]
-            results.append(Rows(kept, {name: h[i, : plan.new] for name, h in hidden.items()}))
+            kept = logits[i, place.new - n - first : place.new - first] if n else logits[i, :0]
+            results.append(Rows(kept, {name: h[i, : place.new] for name, h in hidden.items()}))
         return results
 
     def _append(self, feed: Feed) -> RowPlan:
@@ -163,35 +256,55 @@ class HuggingFaceModel(LanguageModel):
         count = len(feed.tokens)
         parents = range(old - 1, old - 1 + count) if feed.parents is None else feed.parents
         sequence.append(feed.tokens, parents)
-        return RowPlan(len(sequence.tokens), sequence.scratch_parents, sequence.scratch_depths, count)
+        return self._row_plan(sequence, count, feed.after)
+
+    def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
+        """Where the last ``new`` scratch nodes of a sequence are."""
+        visible = -1 if after is None else after
+        return RowPlan(len(sequence.tokens), sequence.scratch_parents, sequence.scratch_depths, new, visible)
 
     def _idle(self, row: int) -> RowPlan:
         """A row between the fed ones that takes no part: its padding is written behind its own scratch."""
-        sequence = self._sequences[row]
-        return RowPlan(len(sequence.tokens), sequence.scratch_parents, sequence.scratch_depths, 0)
+        return self._row_plan(self._sequences[row], 0)
 
     def _inputs(self, rows: Sequence[RowPlan], low: int, feeds: Sequence[Feed], width: int) -> tuple[Tensor, Tensor]:
         """Token ids and positions [b, width]; padding repeats token 0 at a legal position."""
         ids = [[0] * width for _ in rows]
-        positions = [[min(row.committed, self.context_length - 1)] * width for row in rows]
+        positions = [[min(row.first_position, self.context_length - 1)] * width for row in rows]
         for feed in feeds:
             i = feed.sequence.row - low
             row = rows[i]
             ids[i][: row.new] = feed.tokens
-            positions[i][: row.new] = [row.committed + d for d in row.depths[len(row.depths) - row.new :]]
+            positions[i][: row.new] = [row.first_position + d for d in row.depths[len(row.depths) - row.new :]]
         both = torch.tensor([ids, positions], device=self.device)
         return both[0], both[1]
 
+    def _padded(self, inputs: Sequence[Sequence[Tensor]], feeds: Sequence[Feed], low: int, ids: Tensor) -> Tensor:
+        """Hidden states [b, width, D] of the fed nodes, zero elsewhere."""
+        size = next(len(state) for states in inputs for state in states)
+        padded = torch.zeros((*ids.shape, size), dtype=self.dtype, device=self.device)
+        for feed, states in zip(feeds, inputs, strict=True):
+            padded[feed.sequence.row - low, : len(states)] = torch.stack(list(states))
+        return padded
+
     def _run_public(
-        self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor | None], first: int, taps: Sequence[str]
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        masks: dict[str, Tensor | None],
+        first: int,
+        taps: Sequence[str],
+        plan: LayerPlan = WHOLE,
+        states: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits [b, width - first, V] and taps through the model's own forward."""
+        """Logits [b, width - first, V] and taps through the model's own forward; ``states`` [b, width, D]."""
         width = ids.shape[1]
         mask: Any = {k: self._at_least_zero(m, ids) for k, m in masks.items()}
         if self._single_mask:
             mask = mask[""]
         products = BlockedProducts() if self.exact == "bitwise" else nullcontext()
-        with self._switched_attention(), products, recording(self.model, taps) as hidden:
+        part = running(self.model, plan, states)
+        with self._switched_attention(), products, recording(self.model, taps) as hidden, part:
             out = self.model(
                 input_ids=ids,
                 position_ids=positions,
@@ -219,6 +332,34 @@ class HuggingFaceModel(LanguageModel):
         finally:
             for config, name in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = name
+
+
+def _comes_before(tap: str, layer: int) -> bool:
+    """Whether a tap is a hidden state of the first layers, which provisional nodes have not kept."""
+    kind, _, number = tap.partition(":")
+    return kind == "layer" and int(number) <= layer
+
+
+def _parents_of(feed: Feed) -> Sequence[int]:
+    return range(-1, len(feed.tokens) - 1) if feed.parents is None else feed.parents
+
+
+def _keep_common(feed: Feed) -> None:
+    """Drop provisional nodes from the first one on that the feed does not restate."""
+    sequence = feed.sequence
+    restated = zip(feed.tokens, _parents_of(feed), sequence.scratch_tokens, sequence.scratch_parents, strict=False)
+    same = 0
+    for token, parent, old_token, old_parent in restated:
+        if token != old_token or parent != old_parent:
+            break
+        same += 1
+    same = min(same, len(sequence.exit_states))
+    sequence.drop_last(len(sequence.scratch_tokens) - same)
+
+
+def _without_first(feed: Feed, count: int) -> Feed:
+    """The nodes behind the first ``count``; no logits wanted."""
+    return Feed(feed.sequence, feed.tokens[count:], _parents_of(feed)[count:], wanted=0)
 
 
 def eos_ids(model: Any) -> frozenset[int]:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from foretoken.models.attention import exact_attention
 from foretoken.models.cache import TreeCache
+from foretoken.models.layers import WHOLE, LayerPlan
 from foretoken.models.packing import Projection, can_pack
 
 if TYPE_CHECKING:
@@ -94,11 +95,18 @@ class LeanForward:
         self.rotary = torch.stack([cos[0], signed[0]]).to(owner.dtype)
 
     def run(
-        self, ids: Tensor, positions: Tensor, masks: dict[str, Tensor | None], first: int, taps: Sequence[str]
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        masks: dict[str, Tensor | None],
+        first: int,
+        taps: Sequence[str],
+        plan: LayerPlan = WHOLE,
+        states: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits [b, width - first, V] and taps from ids and positions [b, width]."""
+        """Logits [b, width - first, V] and taps from ids and positions [b, width], or from ``states`` [b, width, D]."""
         b, width = ids.shape
-        x = F.embedding(ids, self.embedding).view(b * width, -1)
+        x = (F.embedding(ids, self.embedding) if states is None else states).view(b * width, -1)
         cos, sin = self.rotary[:, positions][:, :, :, None]
         groups = self.heads // self.kv_heads
         folded = {
@@ -106,12 +114,18 @@ class LeanForward:
             for name, mask in masks.items()
         }
         hidden: dict[str, Tensor] = {}
-        for i, layer in enumerate(self.layers):
+        end = plan.end(len(self.layers))
+        for i in range(plan.start, end):
             if taps and f"layer:{i}" in taps:
                 hidden[f"layer:{i}"] = x.view(b, width, -1)
-            x = self._layer(i, layer, x, b, width, cos, sin, folded[layer.mask])
-        if taps and f"layer:{len(self.layers)}" in taps:
-            hidden[f"layer:{len(self.layers)}"] = x.view(b, width, -1)
+            layer = self.layers[i]
+            if i not in plan.skip_attention:
+                x = self._attend(i, layer, x, b, width, cos, sin, folded[layer.mask])
+            if i not in plan.skip_mlp:
+                gate, up = layer.gate_up(_norm(x, layer.norm_out)).chunk(2, -1)
+                x = layer.down.plus(F.silu(gate).mul_(up), x)
+        if taps and f"layer:{end}" in taps:
+            hidden[f"layer:{end}"] = x.view(b, width, -1)
         if "last" in taps:
             x = _norm(x, self.final_norm)
             hidden["last"] = x.view(b, width, -1)
@@ -123,10 +137,10 @@ class LeanForward:
         logits = self.head(kept.to(self.head_dtype)).to(self.owner.dtype)
         return logits.view(b, width - first, -1), hidden
 
-    def _layer(
+    def _attend(
         self, index: int, layer: _Layer, x: Tensor, b: int, width: int, cos: Tensor, sin: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """x [b*width, D] -> [b*width, D]; writes this layer's keys and values."""
+        """One attention with its residual, x [b*width, D] -> [b*width, D]; writes this layer's keys and values."""
         qkv = layer.qkv(_norm(x, layer.norm_in)).view(b, width, self.heads + 2 * self.kv_heads, self.head_dim)
         qk = qkv[:, :, : self.heads + self.kv_heads]
         if layer.q_norm is not None:
@@ -143,9 +157,7 @@ class LeanForward:
             folded = query.reshape(b, self.kv_heads, -1, self.head_dim)
             out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scaling)
             out = out.view(b, self.heads, width, self.head_dim).transpose(1, 2)
-        x = layer.out.plus(out.reshape(b * width, -1), x)
-        gate, up = layer.gate_up(_norm(x, layer.norm_out)).chunk(2, -1)
-        return layer.down.plus(F.silu(gate).mul_(up), x)
+        return layer.out.plus(out.reshape(b * width, -1), x)
 
 
 def build_lean(owner: HuggingFaceModel) -> LeanForward | None:

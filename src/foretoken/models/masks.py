@@ -38,12 +38,26 @@ class RowPlan:
         parents: parents of *all* scratch nodes, old and new; ``-1`` hangs from the last committed token.
         depths: their depths.
         new: how many of them are fed in this forward (the last ones).
+        visible: how many committed tokens the scratch hangs from and sees; -1: all.
+        base: the position of scratch depth 0; -1: right behind the visible tokens.
     """
 
     committed: int
     parents: Sequence[int]
     depths: Sequence[int]
     new: int
+    visible: int = -1
+    base: int = -1
+
+    @property
+    def seen(self) -> int:
+        """How many committed tokens the scratch sees."""
+        return self.committed if self.visible < 0 else self.visible
+
+    @property
+    def first_position(self) -> int:
+        """The position of scratch depth 0."""
+        return self.seen if self.base < 0 else self.base
 
     @property
     def is_chain(self) -> bool:
@@ -65,16 +79,16 @@ def row_allowed(row: RowPlan, layer: LayerMask, used: int) -> NDArray[np.bool_]:
     m, c = len(row.parents), row.committed
     old = m - row.new
     allowed = np.zeros((row.new, used), dtype=np.bool_)
-    allowed[:, :c] = True
+    allowed[:, : row.seen] = True
     if row.is_chain:
         allowed[:, c : c + m] = np.tri(row.new, m, old, dtype=np.bool_)
     else:
         allowed[:, c : c + m] = ancestor_matrix(row.parents)[old:]
     if layer.kind != "full":
         depths = np.asarray(row.depths)
-        query = c + depths[old:]
+        query = row.first_position + depths[old:]
         keys = np.arange(used)
-        keys[c : c + m] = c + depths
+        keys[c : c + m] = row.first_position + depths
         if layer.kind == "sliding":
             allowed &= query[:, None] - keys[None, :] < layer.size
         else:
@@ -90,7 +104,7 @@ def additive_mask(
     ``None`` when nothing is masked (one row, one node).  Padding nodes see the committed prefix and slot 0, so that no
     row is ever fully masked.
     """
-    if len(rows) == 1 and rows[0].new == width:
+    if len(rows) == 1 and rows[0].new == width and rows[0].visible < 0:
         row = rows[0]
         if width == 1 and len(row.parents) == 1 and used == row.committed + 1 and layer.kind == "full":
             return None

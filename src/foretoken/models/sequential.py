@@ -71,6 +71,16 @@ class SequentialModel(LanguageModel):
         sequence.tokens.extend(sequence.scratch_tokens[: len(path)])
         sequence.clear_scratch()
 
+    def rewind(self, sequence: SequenceState, length: int) -> None:
+        """Read the first ``length`` committed tokens again: what a layer has summed up cannot be taken apart."""
+        if length >= len(sequence.tokens) and not sequence.scratch_tokens:
+            return
+        kept = sequence.tokens[:length]
+        self.release(sequence)
+        sequence.tokens.clear()
+        sequence.clear_scratch()
+        self.prefill(sequence, kept)
+
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         """Feed each sequence's chain through the model's own forward and cache.

@@ -83,6 +83,11 @@ class TableModel(LanguageModel):
         sequence.tokens.extend(sequence.scratch_tokens[node] for node in path)
         sequence.clear_scratch()
 
+    def rewind(self, sequence: SequenceState, length: int) -> None:
+        """Keep the first ``length`` committed tokens."""
+        del sequence.tokens[length:]
+        sequence.clear_scratch()
+
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         """Look every node's prefix up in the table; logits are log-probabilities."""
         began = perf_counter()

@@ -81,6 +81,33 @@ def build_model(config: LmConfig, eos_token_id: int) -> Any:
     )
 
 
+def load_weights(model: Any, source: Path) -> None:
+    """Copy the weights of the model folder ``source`` into ``model``.
+
+    Raises:
+        ValueError: no safetensors file there, or tensors of another architecture.
+    """
+    from safetensors.torch import load_file
+
+    file = source / "model.safetensors"
+    if not file.exists():
+        raise ValueError(f"{source} holds no model.safetensors to start from")
+    stored, mine = load_file(file), model.state_dict()
+    if model.config.tie_word_embeddings:
+        mine.pop("lm_head.weight", None)
+        stored.pop("lm_head.weight", None)
+    other = [
+        n for n in mine.keys() | stored.keys() if n not in mine or n not in stored or mine[n].shape != stored[n].shape
+    ]
+    if other:
+        raise ValueError(
+            f"{source} is another architecture ({len(other)} tensors differ, {min(other)} among them): "
+            "give its --hidden, --layers, --heads, --kv-heads and --ffn"
+        )
+    for name, tensor in mine.items():
+        tensor.copy_(stored[name])
+
+
 def learning_rate_factor(step: int, config: LmConfig) -> float:
     """Warm-up, plateau, linear decay to zero; in (0, 1] for ``0 <= step < steps``."""
     warm = max(1, round(config.warmup * config.steps))
@@ -173,6 +200,7 @@ def train_lm(
     config: LmConfig,
     *,
     tokenizer_from: Path | None = None,
+    init_from: Path | None = None,
     teacher: Path | None = None,
     teacher_weight: float = 0.7,
     device: str = "cpu",
@@ -185,19 +213,24 @@ def train_lm(
     """Train, resuming from ``out/checkpoints`` when there is something to resume; return the final report.
 
     ``out`` receives the model in Hugging Face's layout (bfloat16 safetensors, tokenizer), ``losses.csv``,
-    ``losses.png`` and ``training.json``.  ``tokenizer_from`` shares another model's tokenizer.  With a ``teacher`` the
-    loss is mostly the divergence from that model's law, which is what a draft model needs.
+    ``losses.png`` and ``training.json``.  ``tokenizer_from`` shares another model's tokenizer; ``init_from`` starts
+    from another model's weights (and tokenizer) with fresh optimizers.  With a ``teacher`` the loss is mostly the
+    divergence from that model's law, which is what a draft model needs.
 
     Raises:
-        ValueError: empty or too short data, or a checkpoint of another architecture in ``out``.
+        ValueError: empty or too short data, a checkpoint of another architecture in ``out``, or weights of another
+            architecture in ``init_from``.
         FloatingPointError: the loss became NaN or infinite; the last checkpoint is intact.
     """
+    tokenizer_from = tokenizer_from or init_from
     tokenizer = _tokenizer(data, out, config, tokenizer_from)
     corpus_dir = out / "corpus"
     if tokenizer_from is not None and stored_corpus(data, tokenizer, tokenizer_from / "corpus") is not None:
         corpus_dir = tokenizer_from / "corpus"  # the same text in the same tokens
     corpus = build_corpus(data, tokenizer, corpus_dir)
     model = build_model(config, int(tokenizer.eos_token_id)).to(device)
+    if init_from is not None:
+        load_weights(model, init_from)
     optimizers = make_optimizers(model, config)
     sampler = BlockSampler(corpus_dir / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
     out.mkdir(parents=True, exist_ok=True)
@@ -244,7 +277,7 @@ def train_lm(
         if on_step is not None:
             on_step(Progress(done, config.steps, rows[-1][1], held, tokens_per_step / (time.perf_counter() - began)))
     report = _finish(model, tokenizer, out, config, corpus, corpus_dir, rows, spent_s + time.perf_counter() - clock)
-    others = {"tokenizer_from": tokenizer_from, "teacher": teacher}
+    others = {"tokenizer_from": None if init_from else tokenizer_from, "init_from": init_from, "teacher": teacher}
     write_card(out, report, data, command_line(asdict(config), asdict(LmConfig()), data, out, others), card)
     return report
 

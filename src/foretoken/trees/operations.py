@@ -75,28 +75,87 @@ def path_table(tree: TokenTree) -> list[list[int]]:
     return [row + [-1] * (width - len(row)) for row in rows]
 
 
-def merge(trees: Sequence[TokenTree]) -> TokenTree:
-    """The union of several drafters' trees under their common root.
+def merge(trees: Sequence[TokenTree], kind: Kind | None = None) -> TokenTree:
+    """The union of several drafters' trees under their common root; see :func:`merge_with_places`."""
+    return merge_with_places(trees, kind)[0]
 
-    Point trees are merged into a trie.  As soon as a tree was sampled, every node stays its own trial with its own law
-    (removing duplicates of independent draws is biased).
+
+def merge_with_places(trees: Sequence[TokenTree], kind: Kind | None = None) -> tuple[TokenTree, list[list[int]]]:
+    """The union of several drafters' trees, and per tree the merged node of each of its nodes.
+
+    Point masses that propose the same token at the same place become one node: the second trial of a point mass can
+    never stand.  A drawn node stays its own trial with its own law (removing duplicates of independent draws is
+    biased).  Probes stay, each for its own drafter.
+
+    Args:
+        trees: at least one; siblings of an earlier tree come first.
+        kind: what to call the result when anything was drawn; by default ``WITHOUT_REPLACEMENT`` if a tree is of that
+            kind, else ``IID``.  A tree of independent draws is right under either name, because every independent draw
+            then is a sequence of its own.
+
+    Returns:
+        the merged tree, with owners in ``drafters``, and the places.
+
+    Raises:
+        ValueError: different roots, or draws without replacement that are to be called independent.
     """
     if any(t.tokens[0] != trees[0].tokens[0] for t in trees):
         raise ValueError("trees with different roots cannot be merged")
-    if all(t.kind is Kind.POINT for t in trees):
-        return from_paths(
-            trees[0].tokens[0], [[t.tokens[n] for n in t.path(leaf)[1:]] for t in trees for leaf in leaves(t)]
-        )
-    tokens, parents, law_of, owners = [trees[0].tokens[0]], [-1], [-1], [-1]
+    kinds = {t.kind for t in trees if t.q is not None}
+    if not kinds:
+        kind = Kind.POINT
+    elif kind is None:
+        kind = Kind.WITHOUT_REPLACEMENT if Kind.WITHOUT_REPLACEMENT in kinds else Kind.IID
+    elif kind is not Kind.WITHOUT_REPLACEMENT and Kind.WITHOUT_REPLACEMENT in kinds:
+        raise ValueError("draws without replacement cannot be merged into a tree of independent draws")
+    return _union(
+        [_with_own_laws(t) if kind is Kind.WITHOUT_REPLACEMENT and t.kind is Kind.IID else t for t in trees], kind
+    )
+
+
+def _with_own_laws(tree: TokenTree) -> TokenTree:
+    """A row of ``q`` for every drawn node: nodes that share one would count as draws without replacement."""
+    drawn = [n for n in range(len(tree)) if tree.law(n) is not None]
+    if tree.q is None or len({tree.law_of[n] for n in drawn}) == len(drawn):
+        return tree
+    row_of = {node: row for row, node in enumerate(drawn)}
+    law_of = tuple(row_of.get(n, -1) for n in range(len(tree)))
+    return replace(tree, q=tree.q[[tree.law_of[n] for n in drawn]], law_of=law_of)
+
+
+def _union(trees: Sequence[TokenTree], kind: Kind) -> tuple[TokenTree, list[list[int]]]:
+    tokens, parents, law_of, probes, owners = [trees[0].tokens[0]], [-1], [-1], [False], [-1]
+    certain: dict[tuple[int, int], int] = {}  # (parent, token) -> the point mass there
     laws: list[Tensor] = []
+    places: list[list[int]] = []
     for owner, tree in enumerate(trees):
-        offset, shift = len(tokens) - 1, sum(map(len, laws))
+        place, shift = [0], sum(map(len, laws))
         for node in range(1, len(tree)):
-            tokens.append(tree.tokens[node])
-            parents.append(0 if tree.parents[node] == 0 else tree.parents[node] + offset)
             row = tree.law_of[node] if tree.law_of else -1
+            key = (place[tree.parents[node]], tree.tokens[node])
+            probe = bool(tree.probes and tree.probes[node])
+            found = certain.get(key) if row < 0 and not probe else None
+            place.append(len(tokens) if found is None else found)
+            if found is not None:
+                continue
+            if row < 0 and not probe:
+                certain[key] = len(tokens)
+            tokens.append(key[1])
+            parents.append(key[0])
             law_of.append(-1 if row < 0 else row + shift)
+            probes.append(probe)
             owners.append(owner)
+        places.append(place)
         if tree.q is not None:
             laws.append(tree.q)
-    return TokenTree(tuple(tokens), tuple(parents), Kind.IID, torch.cat(laws), tuple(law_of), drafters=tuple(owners))
+    drawn = kind is not Kind.POINT
+    merged = TokenTree(
+        tuple(tokens),
+        tuple(parents),
+        kind,
+        torch.cat(laws) if drawn else None,
+        tuple(law_of) if drawn else (),
+        tuple(probes) if any(probes) else (),
+        tuple(owners),
+    )
+    return merged, places

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cache
+
 from foretoken.registry import rows
-from foretoken.types import Kind
+from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.block import BlockVerifier
 from foretoken.verifiers.greedy import GreedyVerifier
@@ -15,11 +18,17 @@ from foretoken.verifiers.traversal import TraversalVerifier
 def check_pair(
     kind: Kind, is_tree: bool, verifier: Verifier, drafter_name: str, allow_lossy: bool, greedy: bool
 ) -> None:
+    """:func:`check_proposals` for proposals that are all of one sort."""
+    check_proposals([(kind, is_tree)], verifier, drafter_name, allow_lossy, greedy)
+
+
+def check_proposals(
+    proposals: Iterable[tuple[Kind, bool]], verifier: Verifier, drafter_name: str, allow_lossy: bool, greedy: bool
+) -> None:
     """Refuse a drafter-verifier pair that would not keep the target's law.
 
     Args:
-        kind: how the drafter's siblings are drawn.
-        is_tree: whether its proposals can branch.
+        proposals: what the drafter may propose: how siblings are drawn, and whether they can branch.
         verifier: the rule to check.
         drafter_name: for the message.
         allow_lossy: whether the user allows rules that are lossy by design; a lossless rule on proposals that it is
@@ -29,11 +38,13 @@ def check_pair(
     Raises:
         ValueError: the pair is not lossless; the message lists the verifiers that are right.
     """
-    problem = objection(kind, is_tree, type(verifier), greedy)
+    sorts = sorted(proposals)
+    objections = (objection(kind, is_tree, type(verifier), greedy) for kind, is_tree in sorts)
+    problem = next(filter(None, objections), None)
     if problem is None and not verifier.lossless and not allow_lossy:
         problem = "it is lossy by design and needs allow_lossy=True"
     if problem is not None:
-        right = ", ".join(right_verifiers(kind, is_tree, greedy))
+        right = ", ".join(verifiers_for(sorts, greedy))
         raise ValueError(f"verifier {verifier.name!r} cannot follow drafter {drafter_name!r}: {problem}. Use {right}.")
 
 
@@ -55,13 +66,31 @@ def objection(kind: Kind, is_tree: bool, rule: type[Verifier], greedy: bool) -> 
 
 
 def right_verifiers(kind: Kind, is_tree: bool, greedy: bool) -> list[str]:
-    """Registry names of the lossless verifiers for such proposals."""
-    found = []
+    """Registry names of the lossless verifiers for proposals of one sort."""
+    return verifiers_for([(kind, is_tree)], greedy)
+
+
+def verifiers_for(proposals: Iterable[tuple[Kind, bool]], greedy: bool) -> list[str]:
+    """Registry names of the lossless verifiers that are right for all sorts of proposals (kind, can branch)."""
+    sorts, found = list(proposals), []
     for row in rows("verifier"):
         rule: type[Verifier] = row.load()
-        if rule.lossless and objection(kind, is_tree, rule, greedy) is None:
+        if rule.lossless and all(objection(kind, is_tree, rule, greedy) is None for kind, is_tree in sorts):
             found.append(row.name)
     return found
+
+
+@cache
+def _inner_verifier(kind: Kind, is_tree: bool, greedy: bool) -> Verifier:
+    return auto_verifier(kind, is_tree, greedy, shared=True)
+
+
+def inner_rule(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
+    """Verify inside a drafter that runs a loop of its own (``cascade``): by the best lossless rule for this tree.
+
+    Deterministic drafts are verified by ``match``, so that they change the time but not the tokens.
+    """
+    return _inner_verifier(tree.kind, not tree.is_chain, scores.maker.greedy).verify(tree, scores, rng)
 
 
 def auto_verifier(kind: Kind, is_tree: bool, greedy: bool, shared: bool = False) -> Verifier:

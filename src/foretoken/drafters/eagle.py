@@ -1,0 +1,31 @@
+"""One decoder layer predicts the target's next feature; its drafts grow as a tree by their own confidence.
+
+EAGLE, Li et al. 2024 (arXiv 2401.15077), with the dynamic trees of EAGLE-2 (arXiv 2406.16858).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foretoken.drafters.features import FeatureDrafter, load_net
+from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.models.base import LanguageModel
+from foretoken.models.features import FeatureModel
+
+
+class EagleDrafter(FeatureDrafter):
+    """A dynamic tree of the head's guesses."""
+
+    name = "eagle"
+
+    @classmethod
+    def build(
+        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
+    ) -> EagleDrafter:
+        """From a spec ``eagle[:FOLDER]``.
+
+        Raises:
+            ValueError: no folder, one trained for another target, or damaged files.
+        """
+        net, parts = load_net(cls.name, path, target, target_source, EagleConfig, EagleNet)
+        return cls(FeatureModel(net, parts, target), **options)

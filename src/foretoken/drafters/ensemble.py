@@ -1,0 +1,97 @@
+"""Several drafters guess at once: their trees are verified as one.
+
+SpecInfer, Miao et al. 2023 (https://arxiv.org/abs/2305.09781): the merged token tree of several draft models, every
+node with the law that it was really drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
+from foretoken.models.base import LanguageModel
+from foretoken.trees.operations import merge_with_places
+from foretoken.types import Budget, Context, Kind, TokenTree
+
+
+class EnsembleDrafter(GroupDrafter):
+    """The union of its members' trees.
+
+    Each member guesses on the same text.  Nodes of deterministic members that say the same become one; a drawn node
+    stays a trial of its own, with its own law.  The nodes of the budget are shared evenly in the members' order, and
+    what one does not use is left to those after it.
+
+    Args:
+        drafters: the members, those that are tried first at every node first.  The members of an ensemble among them
+            become members of this one.
+
+    Raises:
+        ValueError: no member, one member twice, different vocabularies, or a member that drafts with the target itself.
+    """
+
+    name = "ensemble"
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        super().__init__([m for d in drafters for m in (d.drafters if isinstance(d, EnsembleDrafter) else (d,))])
+        for member in self.drafters:
+            if member.runs_target:
+                raise ValueError(
+                    f"drafter {member.name!r} drafts on the target's own cache, which must hold its tree alone: "
+                    "it cannot be in an ensemble, use it in a router"
+                )
+        self.max_nodes = sum(member.max_nodes for member in self.drafters)
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        *,
+        target: LanguageModel,
+        target_source: Any,
+        tokenizer: Any,
+        device: Any,
+        drafters: str = "",
+    ) -> EnsembleDrafter:
+        """From a spec ``ensemble[,drafters=(A|B|...)]``; by default the target's default drafter and a copying one.
+
+        Raises:
+            ValueError: a path, or members that are unknown or do not fit.
+        """
+        from foretoken.loading import build_members, default_members
+
+        if path is not None:
+            raise ValueError("drafter 'ensemble' takes no path: ensemble,drafters=(model:PATH|ngram)")
+        specs = drafters or default_members(target, target_source)[:2]
+        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
+        return cls(build_members(specs, target, **parts))
+
+    @property
+    def draws_trees(self) -> bool:
+        """Two members make two branches."""
+        return len(self.drafters) > 1 or any(member.draws_trees for member in self.drafters)
+
+    @property
+    def proposals(self) -> frozenset[tuple[Kind, bool]]:
+        """Drawn trees, and point trees in rounds in which no drawing member had anything to say."""
+        return frozenset({(self.kind, self.draws_trees), (Kind.POINT, self.draws_trees)})
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Every member's trees for all requests, one member after the other, merged per request."""
+        left = [budget.max_nodes for budget in budgets]
+        found: list[list[TokenTree]] = [[] for _ in contexts]
+        for waiting, member in zip(range(len(self.drafters), 0, -1), self.drafters, strict=True):
+            # Rounded up: a single node goes to the first member.
+            shares = [replace(b, max_nodes=-(-room // waiting)) for b, room in zip(budgets, left, strict=True)]
+            for i, tree in enumerate(ask(member, contexts, shares)):
+                found[i].append(tree)
+                left[i] -= tree.num_drafts
+        return [self._merged(context, trees) for context, trees in zip(contexts, found, strict=True)]
+
+    def _merged(self, context: Context, trees: Sequence[TokenTree]) -> TokenTree:
+        tree, places = merge_with_places(trees, self.kind)
+        parts = {i: Part(own, place) for i, (own, place) in enumerate(zip(trees, places, strict=True))}
+        context.state[self] = Proposal(tree, parts)
+        return tree

@@ -1,0 +1,139 @@
+"""The target drafts for itself with some of its attention and MLP sublayers left out.
+
+Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
+from foretoken.drafters.skip_sets import SkipSet, load_skips
+from foretoken.models.base import LanguageModel
+from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
+
+AIM = 0.9
+"""Acceptance rate that the threshold steers to."""
+STEP, RATE_SMOOTHING, SMOOTHING = 0.01, 0.5, 0.9
+
+
+@dataclass
+class Threshold:
+    """When a draft ends: after a token whose draft law had no probability as high as ``value``.
+
+    Attributes:
+        value: gamma.
+        rate: smoothed acceptance rate.
+        limit: how deep the draft under way may become; 0 when there is none.
+    """
+
+    value: float
+    rate: float = 0.0
+    limit: int = 0
+
+    def update(self, drafted: int, accepted: int) -> None:
+        """Learn from a round: stop earlier while too little is accepted, later when a stop was too careful."""
+        self.rate = RATE_SMOOTHING * self.rate + (1 - RATE_SMOOTHING) * accepted / drafted
+        if self.rate < AIM:
+            wanted = self.value + STEP
+        else:
+            wanted = self.value if drafted >= self.limit else self.value - STEP
+        self.value = SMOOTHING * self.value + (1 - SMOOTHING) * wanted
+
+
+class LayerSkipDrafter(OwnLayersDrafter):
+    """Drafts with all layers but the named attention and MLP sublayers.
+
+    Args:
+        target: the model that drafts for itself.
+        attention: layers whose attention is skipped, ``1+3+6-8`` or ``none``.
+        mlp: layers whose MLP is skipped.  When neither is given, both sublayers of all odd layers but the last are.
+        k: longest draft, when no tree is asked for.
+        adaptive: end a draft where its law is unsure; the threshold follows the acceptance rate of the request.
+        tree: children per level, as for the drafter ``model``.
+        draw: how siblings are drawn, as for the drafter ``model``.
+
+    Raises:
+        ValueError: an option outside its range, or a set that leaves nothing to run.
+        CapabilityError: the target's layers cannot be run one by one or in parts.
+    """
+
+    name = "layer_skip"
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        attention: str = "",
+        mlp: str = "",
+        k: int = 8,
+        adaptive: bool = True,
+        tree: str = "",
+        draw: str = "",
+    ) -> None:
+        layers = num_layers_of(target)
+        if attention or mlp:
+            skips = SkipSet.parse(attention, mlp, layers)
+        elif layers > 2:
+            skips = SkipSet.odd(layers)
+        else:
+            raise ValueError(f"with {layers} layers nothing is skipped by default: say what, for example attention=1")
+        skips.check(target)
+        super().__init__(target, skips.plan, k, tree, draw)
+        self.skips, self.adaptive = skips, adaptive
+
+    @classmethod
+    def build(
+        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
+    ) -> LayerSkipDrafter:
+        """From a spec; ``layer_skip:FILE`` takes the set from a file of ``foretoken tune layer-skip``.
+
+        Raises:
+            ValueError: a file that is damaged or for another target, or both a file and a set.
+            OSError: no such file.
+        """
+        if path is None:
+            return cls(target, **options)
+        if options.get("attention") or options.get("mlp"):
+            raise ValueError("give layer_skip a file or attention=... and mlp=..., not both")
+        skips = load_skips(Path(path).expanduser(), target)
+        return cls(target, **{**options, **skips.options})
+
+    def start(self, context: Context) -> None:
+        """A request begins with the threshold of its temperature."""
+        super().start(context)
+        context.state[self, "threshold"] = Threshold(0.8 if context.maker.greedy else 0.5)
+
+    def finish(self, context: Context) -> None:
+        """Forget the threshold."""
+        super().finish(context)
+        context.state.pop((self, "threshold"), None)
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Grow all trees level by level, each up to its own stop."""
+        if self.adaptive:
+            budgets = [self._stopping(c, b) for c, b in zip(contexts, budgets, strict=True)]
+        return super().propose_batch(contexts, budgets)
+
+    def _stopping(self, context: Context, budget: Budget) -> Budget:
+        """The budget with the request's threshold added to its own stop."""
+        threshold: Threshold = context.state[self, "threshold"]
+        threshold.limit = min(self.max_depth, budget.max_depth, budget.max_nodes)
+        gamma = threshold.value
+
+        def stop(law: Tensor | None, probability: float) -> bool:
+            unsure = law is not None and float(law.max()) < gamma
+            return unsure or (budget.stop is not None and budget.stop(law, probability))
+
+        return replace(budget, stop=stop)
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Move the threshold (rounds that this drafter had no part in say nothing)."""
+        threshold: Threshold = context.state[self, "threshold"]
+        if threshold.limit and tree.num_drafts:
+            threshold.update(max(tree.depths), len(verdict.path))
+        threshold.limit = 0

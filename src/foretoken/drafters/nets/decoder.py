@@ -1,0 +1,148 @@
+"""One Llama-style decoder layer, written plainly: what feature-level drafters are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Stores new keys and values [b, H, n, d] and returns all that may be looked at [b, H, m, d]."""
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """Shape of a layer, taken from the target.
+
+    Attributes:
+        hidden_size: D.
+        heads: attention heads.
+        kv_heads: key-value heads.
+        head_dim: width of a head.
+        ffn: width of the MLP.
+        rope_theta: base of the rotary embedding.
+        eps: of the norms.
+    """
+
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    rope_theta: float = 10000.0
+    eps: float = 1e-6
+
+    @classmethod
+    def of_target(cls, config: Any) -> LayerConfig:
+        """The shape of the target's own layers."""
+        rope = getattr(config, "rope_parameters", None) or {}
+        heads = int(config.num_attention_heads)
+        return cls(
+            hidden_size=int(config.hidden_size),
+            heads=heads,
+            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            ffn=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+            rope_theta=float(rope.get("rope_theta", None) or getattr(config, "rope_theta", None) or 10000.0),
+            eps=float(getattr(config, "rms_norm_eps", None) or 1e-6),
+        )
+
+
+class RmsNorm(nn.RMSNorm):
+    """In the input's dtype: under autocast the input is bfloat16 and the weight is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D]."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and a gated MLP with residuals.
+
+    Args:
+        config: the shape.
+        input_norm: whether the attention's input is normalised (EAGLE-1 leaves that out).
+        wide: whether queries, keys and values read two states side by side (EAGLE-3).
+    """
+
+    def __init__(self, config: LayerConfig, input_norm: bool = True, wide: bool = False) -> None:
+        super().__init__()
+        size, width = config.hidden_size, config.hidden_size * (2 if wide else 1)
+        self.config = config
+        self.q_proj = nn.Linear(width, config.heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.heads * config.head_dim, size, bias=False)
+        self.gate_proj = nn.Linear(size, config.ffn, bias=False)
+        self.up_proj = nn.Linear(size, config.ffn, bias=False)
+        self.down_proj = nn.Linear(config.ffn, size, bias=False)
+        self.input_layernorm = RmsNorm(size, config.eps) if input_norm else None
+        self.post_attention_layernorm = RmsNorm(size, config.eps)
+        for linear in (self.o_proj, self.down_proj):
+            nn.init.normal_(linear.weight, std=0.02 / 2**0.5)
+
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: Tensor | None, keep: Keep | None = None, beside: Tensor | None = None
+    ) -> Tensor:
+        """x [b, n, D] -> [b, n, D].
+
+        Args:
+            x: the residual stream.
+            positions: [b, n].
+            mask: additive, broadcast to [b, 1, n, m]; ``None`` with ``keep`` means that everything may be seen, and
+                without it that attention is causal.
+            keep: a cache.
+            beside: for a wide layer, the already normalised attention input [b, n, 2 D].
+        """
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        query, key, value = self.heads_of(normed if beside is None else beside, positions)
+        if keep is not None:
+            key, value = keep(key, value)
+        x = x + self.attend(query, key, value, mask, causal=keep is None and mask is None)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def heads_of(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [b, H, n, d] and keys [b, H', n, d], and values, of inputs [b, n, width]."""
+        b, n, _ = inputs.shape
+        dim = self.config.head_dim
+        query = self.q_proj(inputs).view(b, n, -1, dim).transpose(1, 2)
+        key = self.k_proj(inputs).view(b, n, -1, dim).transpose(1, 2)
+        value = self.v_proj(inputs).view(b, n, -1, dim).transpose(1, 2)
+        cos, sin = rotary(positions, dim, self.config.rope_theta, query)
+        return turned(query, cos, sin), turned(key, cos, sin), value
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        """[b, n, D]: attention and its output projection."""
+        out = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if mask is None else mask.to(query.dtype),
+            is_causal=causal,
+            enable_gqa=self.config.heads != self.config.kv_heads,
+        )
+        found: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return found
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """[b, n, D], without the residual."""
+        found: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return found
+
+
+def rotary(positions: Tensor, dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [b, 1, n, dim] of positions [b, n]."""
+    exponents = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim
+    angles = positions[..., None].float() * theta**-exponents
+    both = torch.cat([angles, angles], -1)[:, None]
+    return both.cos().to(like.dtype), both.sin().to(like.dtype)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [b, H, n, d] (halves, as Transformers stores them)."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin

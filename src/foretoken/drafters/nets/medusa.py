@@ -1,0 +1,60 @@
+"""Medusa's heads: residual blocks on the target's last hidden state.  Cai et al. 2024 (arXiv 2401.10774)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    """Shape of the heads.
+
+    Attributes:
+        hidden_size: D of the target.
+        vocab_size: V of the target.
+        heads: K; head i (from 0) guesses the token i + 2 places behind the one whose state it sees.
+        layers: residual blocks per head.
+        own_projection: whether every head owns a vocabulary projection, as in the paper; else the target's is shared.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    heads: int = 4
+    layers: int = 1
+    own_projection: bool = False
+
+    def __post_init__(self) -> None:
+        if self.heads < 1 or self.layers < 1:
+            raise ValueError(f"medusa needs heads >= 1 and layers >= 1, not {self.heads} and {self.layers}")
+
+
+class MedusaHeads(nn.Module):
+    """K heads; zero-initialised, so that each starts as the target's own projection of the state."""
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(nn.Linear(size, size) for _ in range(config.layers)) for _ in range(config.heads)
+        )
+        for linear in self.modules():
+            if isinstance(linear, nn.Linear):
+                nn.init.zeros_(linear.weight)
+                nn.init.zeros_(linear.bias)
+        self.projections = nn.ModuleList(
+            nn.Linear(size, config.vocab_size, bias=False) for _ in range(config.heads if config.own_projection else 0)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """States [n, D] behind the final norm -> states [K, n, D] for the vocabulary projection."""
+        states = []
+        for head in self.blocks:
+            x = hidden
+            for block in head.children():
+                x = x + F.silu(block(x))
+            states.append(x)
+        return torch.stack(states)

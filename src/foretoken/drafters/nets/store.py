@@ -1,0 +1,111 @@
+"""A trained drafter on disk: one folder with ``drafter.json``, ``model.safetensors`` and a card; never a pickle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from foretoken.models.parts import Fingerprint
+
+CONFIG = "drafter.json"
+WEIGHTS = "model.safetensors"
+VERSION = 1
+
+
+def save_drafter(
+    folder: Path,
+    method: str,
+    config: Mapping[str, Any],
+    net: nn.Module,
+    target: Fingerprint,
+    measured: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a drafter's weights (bfloat16) and what they belong to; every file appears whole or not at all.
+
+    Args:
+        folder: created when it is missing.
+        method: registry name.
+        config: the arguments of the network.
+        net: the network.
+        target: what it was trained for.
+        measured: what training measured, for the drafter to start from (acceptance tables).
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: value.detach().to(torch.bfloat16 if value.is_floating_point() else value.dtype).contiguous().cpu()
+        for name, value in net.state_dict().items()
+    }
+    description = {
+        "format": VERSION,
+        "method": method,
+        "config": dict(config),
+        "target": asdict(target),
+        "measured": dict(measured or {}),
+    }
+    try:
+        save_file(tensors, folder / f".tmp-{WEIGHTS}")
+        (folder / f".tmp-{CONFIG}").write_text(json.dumps(description, indent=1), encoding="utf-8")
+        for name in (WEIGHTS, CONFIG):
+            (folder / f".tmp-{name}").replace(folder / name)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from None
+    finally:
+        for name in (WEIGHTS, CONFIG):
+            (folder / f".tmp-{name}").unlink(missing_ok=True)
+
+
+def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str, Any]:
+    """The stored description, checked against the method and the target.
+
+    Raises:
+        ValueError: no drafter there, another method, another target, or a damaged file.
+    """
+    file = folder / CONFIG
+    if not file.exists():
+        raise ValueError(f"{folder} holds no trained drafter ({CONFIG}): give the --out of `foretoken train {method}`")
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        version, stored, for_target = found["format"], found["method"], Fingerprint(**found["target"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} is damaged: copy the folder again") from None
+    if version != VERSION:
+        raise ValueError(f"{file} has format {version}, and this version reads {VERSION}: train it again")
+    if stored != method:
+        raise ValueError(f"{folder} was trained as {stored!r}: use drafter {stored}:{folder}")
+    difference = for_target.difference(target)
+    if difference:
+        raise ValueError(f"{folder} was trained for another target: {difference}")
+    return found
+
+
+def load_weights(folder: Path, net: nn.Module) -> None:
+    """Fill ``net`` with the stored weights.
+
+    Raises:
+        ValueError: a damaged file, or missing, superfluous or misshapen tensors.
+    """
+    file = folder / WEIGHTS
+    try:
+        stored = load_file(file)
+    except (SafetensorError, FileNotFoundError):
+        raise ValueError(f"{file} is missing, damaged or half-written: copy the folder again") from None
+    wanted = net.state_dict()
+    for name in sorted(wanted.keys() | stored.keys()):
+        if name not in stored:
+            raise ValueError(f"{file} lacks the tensor {name}: the checkpoint is incomplete")
+        if name not in wanted:
+            raise ValueError(f"{file} holds a tensor {name} that this drafter does not know")
+        if wanted[name].shape != stored[name].shape:
+            raise ValueError(f"{name} in {file} is {list(stored[name].shape)} and must be {list(wanted[name].shape)}")
+    net.load_state_dict({name: value.to(wanted[name].dtype) for name, value in stored.items()})

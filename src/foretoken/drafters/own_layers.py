@@ -1,0 +1,73 @@
+"""What all drafters share that draft with a part of the target's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from foretoken.drafters.model import ModelDrafter, _Growing
+from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
+from foretoken.models.layers import LayerPlan
+from foretoken.types import Context
+
+
+def num_layers_of(target: LanguageModel) -> int:
+    """How many decoder layers the target has.
+
+    Raises:
+        CapabilityError: it has none that can be run one by one.
+    """
+    offered: Capabilities = target.capabilities
+    layers: Any = getattr(target, "num_layers", 0)
+    if not offered.layer_windows or not layers:
+        reason = offered.missing.get("layer_windows", offered.missing.get("tree_mask", "it has no layers"))
+        raise CapabilityError(f"self-speculation needs a target whose layers can be run one by one: {reason}")
+    return int(layers)
+
+
+class OwnLayersDrafter(ModelDrafter):
+    """Grows a chain or a tree on the target's own sequence, with the layers that ``plan`` names.
+
+    There is no second cache and nothing to prefill: draft nodes are provisional scratch nodes of the target, which
+    its whole forward then states anew.
+    """
+
+    runs_target = True
+
+    def __init__(self, target: LanguageModel, plan: LayerPlan, k: int, tree: str, draw: str) -> None:
+        plan.check(num_layers_of(target))
+        super().__init__(target, k, tree, draw)
+        self.plan = plan
+
+    @classmethod
+    def build(
+        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
+    ) -> OwnLayersDrafter:
+        """From a spec: the target itself is all that is needed.
+
+        Raises:
+            ValueError: a path was given.
+        """
+        if path is not None:
+            raise ValueError(f"drafter {cls.name!r} takes no path: it drafts with the target's own layers")
+        return cls(target, **options)
+
+    @property
+    def relative_cost(self) -> float:
+        """What a draft token costs in target steps: the share of the layers that runs (for ``router``)."""
+        layers = num_layers_of(self.model)
+        return self.plan.count(layers) / layers
+
+    def start(self, context: Context) -> None:
+        """The request's sequence of the target is where drafts grow."""
+        context.state[self] = context.sequence
+
+    def finish(self, context: Context) -> None:
+        """The sequence belongs to the engine."""
+        context.state.pop(self, None)
+
+    def _score(self, feeds: Sequence[Feed]) -> list[Rows]:
+        return self.model.forward_part(feeds, self.plan)
+
+    def _unread(self, tree: _Growing) -> Sequence[int]:
+        return (tree.context.root,)

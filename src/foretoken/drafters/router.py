@@ -1,0 +1,209 @@
+"""One of several drafters guesses in each round: the one that has been writing most tokens for its cost.
+
+A bandit over drafters, as BanditSpec (https://arxiv.org/abs/2505.15141) plays it with UCB; here old rounds count less
+(discounted UCB, https://arxiv.org/abs/0805.3415), because text changes, and what drafting costs is counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
+from foretoken.models.base import LanguageModel
+from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict
+
+UNKNOWN_COST = 0.1
+"""Cost of a draft token of a model whose size is not known, in target steps."""
+
+
+@dataclass
+class Record:
+    """What a member has done for one request; a round counts less the older it is.
+
+    Attributes:
+        rounds: rounds that it drafted for.
+        drafted: draft tokens in them.
+        accepted: those that stood.
+    """
+
+    rounds: float = 0.0
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+    def fade(self, keep: float) -> None:
+        """A round has passed."""
+        self.rounds, self.drafted, self.accepted = self.rounds * keep, self.drafted * keep, self.accepted * keep
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A round that it drafted for."""
+        self.rounds, self.drafted, self.accepted = self.rounds + 1, self.drafted + drafted, self.accepted + accepted
+
+
+class RouterDrafter(GroupDrafter):
+    """Lets the member draft that promises most tokens per target step; when it has nothing to say, the next best.
+
+    The choice looks at nothing but the request's own past, so a seed fixes the output.
+
+    Args:
+        drafters: the members, those that are tried first first.
+        costs: per member what one draft token costs, in target steps; by default :func:`cost_of`.
+        explore: how much uncertainty is worth, in tokens; 0 never goes back to a member out of curiosity.
+        prior: accepted tokens that a member is credited with for one round before its first.
+        memory: rounds after which a round counts 1/e.
+        target: the model that is drafted for, whose size the default costs need.
+
+    Raises:
+        ValueError: an option outside its range, no member, one member twice, or different vocabularies.
+    """
+
+    name = "router"
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        costs: Sequence[float] = (),
+        explore: float = 0.5,
+        prior: float = 1.0,
+        memory: float = 5.0,
+        target: LanguageModel | None = None,
+    ) -> None:
+        super().__init__(drafters)
+        if costs and len(costs) != len(drafters):
+            raise ValueError(f"router has {len(costs)} costs for {len(drafters)} drafters: give one per drafter")
+        if not all(math.isfinite(c) and c >= 0 for c in (*costs, explore, prior)):
+            raise ValueError("router needs costs >= 0, explore >= 0 and prior >= 0")
+        if not memory >= 1:
+            raise ValueError(f"router needs memory >= 1, not {memory}")
+        self.costs = tuple(costs) or tuple(cost_of(member, target) for member in drafters)
+        self.explore, self.prior, self.keep = explore, prior, math.exp(-1.0 / memory)
+        self.max_nodes = max(member.max_nodes for member in drafters)
+        self.runs_target = any(member.runs_target for member in drafters)
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        *,
+        target: LanguageModel,
+        target_source: Any,
+        tokenizer: Any,
+        device: Any,
+        drafters: str = "",
+        costs: str = "",
+        **options: Any,
+    ) -> RouterDrafter:
+        """From a spec ``router[,drafters=(A|B|...)][,costs=0.1|0]``; by default all that need no training.
+
+        Raises:
+            ValueError: a path, costs that are no numbers, or members that are unknown or do not fit.
+        """
+        from foretoken.loading import build_members, default_members
+
+        if path is not None:
+            raise ValueError("drafter 'router' takes no path: router,drafters=(model:PATH|ngram)")
+        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
+        members = build_members(drafters or default_members(target, target_source), target, **parts)
+        return cls(members, parse_costs(costs), target=target, **options)
+
+    @property
+    def draws_trees(self) -> bool:
+        """Whether any member's proposals can branch."""
+        return any(member.draws_trees for member in self.drafters)
+
+    @property
+    def proposals(self) -> frozenset[tuple[Kind, bool]]:
+        """All that any member proposes: a verifier must be right for whichever is chosen."""
+        return frozenset().union(*(member.proposals for member in self.drafters))
+
+    def records(self, context: Context) -> list[Record]:
+        """What every member has done for a request."""
+        found: list[Record] = context.state.setdefault((self, "records"), [Record() for _ in self.drafters])
+        return found
+
+    def ranking(self, context: Context) -> list[int]:
+        """The members, the most promising first; those that never drafted come before all others."""
+        records = self.records(context)
+        curious = self.explore * math.sqrt(math.log(1.0 + sum(record.rounds for record in records)))
+
+        def promise(index: int) -> float:
+            record = records[index]
+            if record.rounds == 0.0:
+                return math.inf
+            known = record.rounds + 1.0  # the prior counts as a round
+            tokens = 1.0 + (record.accepted + self.prior) / known + curious / math.sqrt(known)
+            return tokens / (1.0 + self.costs[index] * record.drafted / record.rounds)
+
+        return sorted(range(len(self.drafters)), key=promise, reverse=True)
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Ask every request's best member; where it guesses nothing, the next one."""
+        trees = [TokenTree.root_only(context.root) for context in contexts]
+        rankings = [self.ranking(context) for context in contexts]
+        waiting = list(range(len(contexts)))
+        for place in range(len(self.drafters)):
+            for index, member in enumerate(self.drafters):
+                asked = [i for i in waiting if rankings[i][place] == index]
+                found = ask(member, [contexts[i] for i in asked], [budgets[i] for i in asked])
+                for i, tree in zip(asked, found, strict=True):
+                    if len(tree) > 1:
+                        waiting.remove(i)
+                        trees[i] = self._owned(contexts[i], index, tree)
+        return trees
+
+    def _owned(self, context: Context, index: int, tree: TokenTree) -> TokenTree:
+        """A member's tree with its name on it."""
+        owned = replace(tree, drafters=(-1, *[index] * (len(tree) - 1)))
+        context.state[self] = Proposal(owned, {index: Part(tree, range(len(tree)))})
+        return owned
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Credit the member that drafted, and show the round to all."""
+        last: Proposal | None = context.state.get(self)
+        if last is not None and last.tree is tree:
+            records = self.records(context)
+            for record in records:
+                record.fade(self.keep)
+            (index,) = last.parts
+            records[index].add(tree.num_drafts, len(verdict.path))
+        super().observe(context, tree, scores, verdict)
+
+    def finish(self, context: Context) -> None:
+        """Forget the records too."""
+        super().finish(context)
+        context.state.pop((self, "records"), None)
+
+
+def cost_of(drafter: Drafter, target: LanguageModel | None) -> float:
+    """What one draft token costs, in target steps.
+
+    A drafter may say so itself (``relative_cost``).  A draft model costs its share of the target's bytes, because
+    reading weights is what a step takes; a drafter that runs no model costs nothing, a group as much as its dearest
+    member.
+    """
+    stated: float | None = getattr(drafter, "relative_cost", None)
+    if stated is not None:
+        return stated
+    if isinstance(drafter, GroupDrafter):
+        return max(cost_of(member, target) for member in drafter.drafters)
+    model = getattr(drafter, "model", None)
+    if not isinstance(model, LanguageModel):
+        return 0.0
+    if target is None or not model.weight_bytes or not target.weight_bytes:
+        return UNKNOWN_COST
+    return model.weight_bytes / target.weight_bytes
+
+
+def parse_costs(text: str) -> tuple[float, ...]:
+    """``"0.1|0"`` -> ``(0.1, 0.0)``.
+
+    Raises:
+        ValueError: not numbers joined by ``|``.
+    """
+    try:
+        return tuple(float(part) for part in text.split("|")) if text else ()
+    except ValueError:
+        raise ValueError(f"costs={text!r} must be one number per drafter joined by |, for example 0.1|0") from None

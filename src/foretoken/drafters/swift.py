@@ -1,0 +1,178 @@
+"""The target drafts with some sublayers left out, and finds out which ones while it writes.
+
+SWIFT, Xia et al. 2024 (arXiv 2410.06916).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from foretoken.drafters.model import _Growing
+from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
+from foretoken.drafters.skip_search import SkipSearch
+from foretoken.drafters.skip_sets import SkipSet
+from foretoken.models.base import Feed, LanguageModel
+from foretoken.types import Budget, Context, TokenTree
+
+GREEDY_WIDTHS, SAMPLED_WIDTHS = (3, 5, 8, 10), (1, 3, 5, 10)
+"""Children of a chain node when its best one has more than .95, more than .8, more than .5, or less."""
+LONGEST_WINDOW = 512
+
+
+def num_children(confidence: float, greedy: bool) -> int:
+    """How many tokens are tried at a place whose best one has this probability."""
+    level = sum(confidence <= bound for bound in (0.95, 0.8, 0.5))
+    return (GREEDY_WIDTHS if greedy else SAMPLED_WIDTHS)[level]
+
+
+class SwiftDrafter(OwnLayersDrafter):
+    """Drafts a chain of most likely tokens with siblings; measures another set of skipped sublayers before rounds.
+
+    A set is measured by how many of the last ``window`` generated tokens it would have predicted, in one parallel pass
+    over them; the better set stays.
+
+    Args:
+        target: the model that drafts for itself.
+        k: longest chain.
+        threshold: the chain ends after a token that the draft gives less than this.
+        nodes: most draft nodes; the chain comes first, then the likeliest siblings.
+        skip_ratio: share of all sublayers that a set leaves out.
+        window: generated tokens that a measurement looks at.
+        every: rounds between measurements.
+        goal: share of the window above which the search ends.
+        keep: layers at each end that always run.
+        share: one search for all requests; else every request begins anew.
+
+    Raises:
+        ValueError: an option outside its range, or a target with no layer between those that are kept.
+        CapabilityError: the target's layers cannot be run one by one or in parts.
+    """
+
+    name = "swift"
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        k: int = 25,
+        threshold: float = 0.8,
+        nodes: int = 64,
+        skip_ratio: float = 0.45,
+        window: int = 32,
+        every: int = 1,
+        goal: float = 0.95,
+        keep: int = 1,
+        share: bool = True,
+    ) -> None:
+        layers = num_layers_of(target)
+        for name, value, least, most in (
+            ("threshold", threshold, 0.0, 1.0),
+            ("nodes", nodes, 1, None),
+            ("skip_ratio", skip_ratio, 0.0, 1.0),
+            ("window", window, 1, LONGEST_WINDOW),
+            ("every", every, 1, None),
+            ("goal", goal, 0.0, 1.0),
+            ("keep", keep, 0, None),
+        ):
+            if not value >= least or (most is not None and value > most):
+                wanted = f">= {least}" if most is None else f"from {least} to {most}"
+                raise ValueError(f"swift needs {name} {wanted}, not {value}")
+        middle = frozenset(range(keep, layers - keep))
+        if not middle:
+            raise ValueError(f"with keep={keep} no layer of {layers} can be skipped: swift needs more than {2 * keep}")
+        for skips in (SkipSet(attention=middle), SkipSet(mlp=middle)):
+            skips.check(target)
+        self._new_search = partial(SkipSearch, layers, skip_ratio, keep, goal)
+        self._shared = self._new_search()
+        super().__init__(target, self._shared.best.plan, k, "", "greedy")
+        self.threshold, self.max_nodes, self.window, self.every = threshold, nodes, window, every
+        self.shares_state = share
+
+    @property
+    def draws_trees(self) -> bool:
+        """Siblings branch off the chain."""
+        return True
+
+    def search(self, context: Context) -> SkipSearch:
+        """The search that a request takes part in."""
+        if self.shares_state:
+            return self._shared
+        own: SkipSearch = context.state[self, "search"]
+        return own
+
+    def start(self, context: Context) -> None:
+        """Begin a search of the request's own, unless one is shared."""
+        super().start(context)
+        if not self.shares_state:
+            context.state[self, "search"] = self._new_search()
+
+    def finish(self, context: Context) -> None:
+        """Forget the request's own search."""
+        super().finish(context)
+        context.state.pop((self, "search"), None)
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Measure a candidate, then draft with the best set so far."""
+        if self.shares_state:
+            return self._drafted(self._shared, contexts, budgets)
+        each = zip(contexts, budgets, strict=True)
+        return [tree for c, b in each for tree in self._drafted(self.search(c), [c], [b])]
+
+    def _drafted(self, search: SkipSearch, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        search.rounds += 1
+        if not search.done and search.rounds % self.every == 0:
+            ready = (c for c in contexts if len(c.tokens) - c.prompt_length >= self.window)
+            context = next(ready, None)
+            if context is not None:
+                candidate = search.candidate()
+                search.record(candidate, self.matchness(context, candidate))
+        self.plan = search.best.plan
+        return super().propose_batch(contexts, budgets)
+
+    def matchness(self, context: Context, skips: SkipSet) -> float:
+        """The share of the last ``window`` tokens that are most likely with these sublayers left out."""
+        sequence, window = context.sequence, context.tokens[-self.window - 1 :]
+        feed = Feed(sequence, window[:-1], after=len(context.tokens) - len(window))
+        rows = self.model.forward_part([feed], skips.plan)[0]
+        self.model.commit(sequence, ())  # they were looked at, no more
+        predicted = rows.logits.argmax(-1).tolist()
+        return sum(a == b for a, b in zip(predicted, window[1:], strict=True)) / self.window
+
+    # -- growing -----------------------------------------------------------------------------------------------------
+
+    def _add_children(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> None:
+        """The best token is the next of the chain; the law is kept for siblings."""
+        prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
+        law = tree.maker.law(logits, prefix)
+        # A one-hot law names the best token, penalties included, but ranks no others.
+        ranking = torch.softmax(logits.float(), -1) if tree.maker.greedy else law
+        token = int(law.argmax())
+        node = len(tree.tokens)
+        tree.tokens.append(token)
+        tree.parents.append(parent)
+        tree.laws.append(ranking)
+        tree.path_of[node] = (*tree.path_of[parent], token)
+        confidence = float(ranking[token])
+        if confidence >= self.threshold and not tree.budget.stops_after(ranking, confidence):
+            tree.frontier.append(node)
+
+    def _finished(self, tree: _Growing) -> TokenTree:
+        """The chain, and in what room is left the likeliest siblings."""
+        spare: list[tuple[float, int, int]] = []  # (chance of the path, parent, token)
+        chance = 1.0
+        for parent, ranking in enumerate(tree.laws):
+            token = tree.tokens[parent + 1]
+            confidence = float(ranking[token])
+            count = num_children(confidence, tree.maker.greedy) - 1
+            best = ranking.topk(min(count + 1, len(ranking)))
+            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+            spare += [(chance * p, parent, t) for p, t in pairs if t != token and p > 0][:count]
+            chance *= confidence
+        spare.sort(key=lambda sibling: -sibling[0])
+        room = tree.budget.max_nodes - (len(tree.tokens) - 1)
+        siblings = spare[:room]
+        tokens = (*tree.tokens, *(token for _, _, token in siblings))
+        return TokenTree(tokens, (*tree.parents, *(parent for _, parent, _ in siblings)))

@@ -1,0 +1,104 @@
+"""A small network that reads a token and a hidden state at every place, as a :class:`LanguageModel`.
+
+EAGLE's head, MTP modules and their kin are language models of one layer over pairs of a token's embedding and a
+feature.  Run this way they have the library's cache, masks, ragged batches and trees without a line of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
+from foretoken.models.cache import TreeCache
+from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
+from foretoken.models.layers import WHOLE, LayerPlan
+from foretoken.models.masks import LayerMask
+from foretoken.models.parts import TargetParts
+
+
+class FeatureNet(Protocol):
+    """What such a network offers."""
+
+    def __call__(
+        self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None, keep: Any
+    ) -> Tensor:
+        """Outputs [b, n, D] from embeddings and features [b, n, D] (see :mod:`foretoken.drafters.nets`)."""
+
+    def head_state(self, output: Tensor) -> Tensor:
+        """What the vocabulary projection reads."""
+
+
+class FeatureModel(HuggingFaceModel):
+    """Feeds carry ``states``; the tap ``"state"`` is the network's output, the feature of the following place.
+
+    Args:
+        net: the network; it is run in float32, which is the fastest for one small layer on CPU.
+        parts: the target's embedding and vocabulary projection.
+        target: the model that is drafted for (its context length and end-of-text ids).
+        project: logits [m, V] of states [m, D]; the target's projection by default.
+    """
+
+    def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
+        self.model = net.eval()
+        self.parts = parts
+        self.project = project or parts.draft_logits
+        self.capabilities = Capabilities(layer_windows=False)
+        self.vocab_size = target.vocab_size
+        self.context_length = target.context_length
+        self.eos_token_ids = target.eos_token_ids
+        self.device = parts.device
+        self.dtype = torch.float32
+        self.exact = "distribution"
+        self.layer_masks = {"": LayerMask()}
+        self.num_layers = 1
+        self.num_layer_runs = 0.0
+        self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
+        self._sequences = []
+        self._lean = self  # the one way to run it
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
+        """Append places and score them; every feed brings its ``states`` [n, D].
+
+        Raises:
+            ValueError: a feed without states, or two feeds for one sequence.
+        """
+        if any(feed.states is None or len(feed.states) != len(feed.tokens) for feed in feeds):
+            raise ValueError("every token of a feed needs a hidden state")
+        if len({feed.sequence.row for feed in feeds}) < len(feeds):
+            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        before = [len(feed.sequence.scratch_tokens) for feed in feeds]
+        try:
+            states = [feed.states for feed in feeds if feed.states is not None]
+            return self._score(feeds, [self._append(feed) for feed in feeds], taps, WHOLE, states)  # type: ignore[arg-type]
+        except BaseException:
+            for feed, size in zip(feeds, before, strict=True):
+                feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
+            raise
+
+    def run(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        masks: dict[str, Tensor | None],
+        first: int,
+        taps: Sequence[str],
+        plan: LayerPlan,
+        states: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits [b, width - first, V] and the output [b, width, D] from ids, positions and states [b, width, D]."""
+        b, width = ids.shape
+
+        def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            return self.cache.update(key, value, 0)
+
+        output = self.model(self.parts.embedding(ids).float(), states, positions, masks[""], keep)
+        kept = self.model.head_state(output[:, first:]).reshape(b * (width - first), -1)
+        logits = (
+            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
+        )
+        return logits, {"state": output}

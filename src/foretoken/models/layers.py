@@ -1,0 +1,170 @@
+"""Running a part of the network: layer windows and skipped sublayers on a Transformers model's own modules.
+
+Nothing is copied or rewritten: for the time of one forward, the ``forward`` of single modules is replaced on the
+instance (a layer outside the window hands its input on, a skipped attention or MLP adds zero to the residual stream)
+and then put back, whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.base import CapabilityError
+from foretoken.models.taps import decoder_layers
+
+ATTENTION_NAMES = ("self_attn", "attention", "attn")
+MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe")
+"""What Transformers' decoder layers call their two sublayers."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Which part of the network a forward runs; the final norm and the head always follow.
+
+    Attributes:
+        start: first layer that runs; above 0 its input are hidden states that are handed in.
+        stop: the layer before which it ends (``None``: behind the last one).
+        skip_attention: layers whose attention is left out.
+        skip_mlp: layers whose MLP is left out.
+    """
+
+    start: int = 0
+    stop: int | None = None
+    skip_attention: frozenset[int] = frozenset()
+    skip_mlp: frozenset[int] = frozenset()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every sublayer of every layer runs."""
+        return self == WHOLE
+
+    def end(self, num_layers: int) -> int:
+        """One past the last layer that runs."""
+        return num_layers if self.stop is None else self.stop
+
+    def check(self, num_layers: int) -> None:
+        """Refuse a plan that does not fit a model of ``num_layers``.
+
+        Raises:
+            ValueError: a layer that does not exist, or nothing left to run.
+        """
+        if not 0 <= self.start < self.end(num_layers) <= num_layers:
+            raise ValueError(f"layers {self.start} to {self.stop} are out of range: the model has {num_layers} layers")
+        for what, skipped in (("attention", self.skip_attention), ("mlp", self.skip_mlp)):
+            wrong = [layer for layer in sorted(skipped) if not 0 <= layer < num_layers]
+            if wrong:
+                raise ValueError(
+                    f"cannot skip the {what} of layer {wrong[0]}: the model has layers 0 to {num_layers - 1}"
+                )
+        if len(self.skip_attention) == len(self.skip_mlp) == num_layers:
+            raise ValueError("the skip set leaves no sublayer: keep at least one attention or MLP")
+
+    def count(self, num_layers: int) -> float:
+        """How many layers run; a sublayer counts half."""
+        window = range(self.start, self.end(num_layers))
+        skipped = sum(layer in self.skip_attention for layer in window) + sum(
+            layer in self.skip_mlp for layer in window
+        )
+        return len(window) - skipped / 2
+
+
+WHOLE = LayerPlan()
+"""All layers."""
+
+
+def sublayer(layer: nn.Module, names: tuple[str, ...], what: str) -> nn.Module:
+    """The attention or MLP module of a decoder layer.
+
+    Raises:
+        CapabilityError: the layer has none by any known name; names the layer type.
+    """
+    for name in names:
+        module = getattr(layer, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    raise CapabilityError(f"{type(layer).__name__} layers have no separate {what} module, so that it cannot be skipped")
+
+
+def check_sublayers(model: nn.Module, plan: LayerPlan) -> None:
+    """Find every module that the plan skips.
+
+    Raises:
+        CapabilityError: one of them is no module of its own.
+    """
+    layers = decoder_layers(model)
+    for index in plan.skip_attention:
+        sublayer(layers[index], ATTENTION_NAMES, "attention")
+    for index in plan.skip_mlp:
+        sublayer(layers[index], MLP_NAMES, "MLP")
+
+
+@contextmanager
+def running(model: nn.Module, plan: LayerPlan, hidden: Tensor | None = None) -> Iterator[None]:
+    """Forwards inside the block run only what ``plan`` says.
+
+    ``hidden`` [b, n, D] replaces the input of layer ``plan.start``.
+    """
+    restores: list[Callable[[], None]] = []
+    try:
+        if not plan.is_whole:
+            layers = decoder_layers(model)
+            for index, layer in enumerate(layers):
+                inside = plan.start <= index < plan.end(len(layers))
+                if not inside:
+                    restores.append(_replace(layer, _first_input))
+                elif index == plan.start and hidden is not None:
+                    restores.append(_replace(layer, _with_input(layer.forward, hidden)))
+                if inside and index in plan.skip_attention:
+                    restores.append(_replace(sublayer(layer, ATTENTION_NAMES, "attention"), _no_attention))
+                if inside and index in plan.skip_mlp:
+                    restores.append(_replace(sublayer(layer, MLP_NAMES, "MLP"), _nothing))
+        yield
+    finally:
+        for restore in reversed(restores):
+            restore()
+
+
+def _replace(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Set ``module.forward`` on the instance; the result puts back what was there."""
+    own = module.__dict__.get("forward")
+
+    def restore() -> None:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+    module.__dict__["forward"] = forward
+    return restore
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    found: Tensor = args[0] if args else kwargs["hidden_states"]
+    return found
+
+
+def _first_input(*args: Any, **kwargs: Any) -> Tensor:
+    return _hidden(args, kwargs)
+
+
+def _with_input(forward: Callable[..., Any], hidden: Tensor) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            return forward(hidden, *args[1:], **kwargs)
+        return forward(**{**kwargs, "hidden_states": hidden})
+
+    return run
+
+
+def _nothing(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.zeros_like(_hidden(args, kwargs))
+
+
+def _no_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return torch.zeros_like(_hidden(args, kwargs)), None

@@ -1,0 +1,117 @@
+"""What trained drafters borrow from their target: token embedding, vocabulary projection, hidden states.
+
+All of it is frozen, and stays the target's.  The fingerprint ties a trained drafter to the target that it learned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.packing import Projection, can_pack
+from foretoken.models.taps import recording
+
+SAMPLED_ROWS = 64
+"""Embedding rows that go into a fingerprint."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a trained drafter must find again in its target.
+
+    Attributes:
+        hidden_size: D.
+        vocab_size: V.
+        num_layers: decoder layers.
+        weights: a hash over rows of the token embedding, rounded to bfloat16 (so that the dtype does not matter).
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    weights: str
+
+    def difference(self, other: Fingerprint) -> str:
+        """What is different in words; empty when nothing is."""
+        for name in ("hidden_size", "vocab_size", "num_layers"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} is {mine} there and {theirs} here"
+        return "" if self.weights == other.weights else "the shapes agree, but the weights are others"
+
+
+class TargetParts:
+    """The pieces of a target that a trained drafter uses.
+
+    Args:
+        model: the target.
+
+    Raises:
+        CapabilityError: it is no network that hands out hidden states.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        network: Any = getattr(model, "model", None)
+        if network is None or not model.capabilities.taps or network.get_output_embeddings() is None:
+            raise CapabilityError(f"a trained drafter needs a target with hidden states, not {type(model).__name__}")
+        self.network = network
+        config = network.config.get_text_config()
+        self.config = config
+        self.embed: Any = network.get_input_embeddings()
+        self.head: Any = network.get_output_embeddings()
+        self.hidden_size = int(self.head.weight.shape[1])
+        self.vocab_size = model.vocab_size
+        self.num_layers = int(config.num_hidden_layers)
+        self.device: torch.device = network.device
+        # Families scale or cap their logits behind the projection.
+        self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        self._cap = getattr(config, "final_logit_softcapping", None)
+        self._packed: Projection | None = None
+
+    def fingerprint(self) -> Fingerprint:
+        """Shapes and a hash of the weights."""
+        weight = self.embed.weight.detach()
+        rows = weight[:: max(1, len(weight) // SAMPLED_ROWS)][:SAMPLED_ROWS].to(torch.bfloat16).contiguous()
+        digest = hashlib.blake2b(rows.cpu().view(torch.int16).numpy().tobytes(), digest_size=8).hexdigest()
+        return Fingerprint(self.hidden_size, self.vocab_size, self.num_layers, digest)
+
+    def embedding(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """[n, D] embeddings of token ids, without gradient."""
+        ids = tokens if isinstance(tokens, Tensor) else torch.tensor(list(tokens), device=self.device)
+        with torch.no_grad():
+            found: Tensor = self.embed(ids)
+        return found
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Target logits [..., V] of states behind the final norm [..., D]; gradients flow through."""
+        return self._behind(torch.nn.functional.linear(hidden, self.head.weight.to(hidden.dtype), self.head.bias))
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """The same for [n, D] while drafting, float32 [n, V]: in packed bfloat16 where that is the fastest way."""
+        if self._packed is None:
+            half = self.head.weight.detach().to(torch.bfloat16)
+            weight = half if can_pack(half) else self.head.weight.detach()
+            bias = None if self.head.bias is None else self.head.bias.detach().to(weight.dtype)
+            self._packed = Projection(weight, bias)
+            self._packed_dtype = weight.dtype
+        return self._behind(self._packed(hidden.to(self._packed_dtype)).float())
+
+    def _behind(self, logits: Tensor) -> Tensor:
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor, taps: Sequence[str]) -> dict[str, Tensor]:
+        """Hidden states [b, n, D] by tap name of whole texts [b, n], read without a cache."""
+        with recording(self.network, taps) as found:
+            self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return dict(found)

@@ -1,0 +1,26 @@
+"""One recipe per trained drafter: its network, its loss, and how a drafter is made from it."""
+
+from __future__ import annotations
+
+import importlib
+
+from foretoken.training.recipes.base import Recipe
+
+RECIPES = {
+    "medusa": "MedusaRecipe",
+    "eagle": "EagleRecipe",
+    "mtp": "MtpRecipe",
+}
+"""Method -> class in the module of the same name."""
+
+
+def find_recipe(method: str) -> type[Recipe]:
+    """The recipe of a method.
+
+    Raises:
+        ValueError: unknown method; the message lists the valid ones.
+    """
+    if method not in RECIPES:
+        raise ValueError(f"nothing is trained for {method!r}: choose one of {', '.join(RECIPES)}")
+    found: type[Recipe] = getattr(importlib.import_module(f"foretoken.training.recipes.{method}"), RECIPES[method])
+    return found

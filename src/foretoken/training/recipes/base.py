@@ -1,0 +1,135 @@
+"""What the trainer needs of a method."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretoken.drafters.base import Drafter
+from foretoken.models.base import LanguageModel
+from foretoken.models.parts import TargetParts
+
+
+class Batch:
+    """Texts and what the target says of them.
+
+    Attributes:
+        tokens: int64 [b, n + 1].
+        taps: hidden states by name, each [b, n, D], of the first n tokens.
+        parts: the target's pieces.
+    """
+
+    def __init__(self, tokens: Tensor, taps: Mapping[str, Tensor], parts: TargetParts) -> None:
+        self.tokens, self.taps, self.parts = tokens, taps, parts
+
+    @property
+    def length(self) -> int:
+        """n: how many tokens have hidden states."""
+        return self.tokens.shape[1] - 1
+
+    @torch.no_grad()
+    def teacher(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """The target's laws [m, V] after the tokens at (row, column), float32."""
+        return torch.softmax(self.parts.logits(self.taps["last"][rows, columns]).float(), -1)
+
+
+class Recipe(ABC):
+    """How one method is trained on a frozen target.
+
+    Attributes:
+        method: registry name of the drafter.
+        config_class: dataclass of the network's shape; its fields are the options of ``--set``.
+        lr: learning rate that suits the method.
+        weight_decay: for the matrices.
+    """
+
+    method: ClassVar[str]
+    config_class: ClassVar[type[Any]]
+    lr: ClassVar[float] = 5e-3
+    weight_decay: ClassVar[float] = 0.0
+    fixed: ClassVar[tuple[str, ...]] = ("hidden_size", "vocab_size")
+    """Fields that the target decides."""
+
+    def __init__(self, target: LanguageModel, parts: TargetParts, settings: Mapping[str, str], seed: int = 0) -> None:
+        self.target, self.parts = target, parts
+        self.config = self.configure(settings)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.net = self.build()
+
+    @property
+    def taps(self) -> Sequence[str]:
+        """Hidden states that the loss needs; ``"last"`` must be among them when it asks for the teacher's law."""
+        return ("last",)
+
+    def configure(self, settings: Mapping[str, str]) -> Any:
+        """The network's shape from the target and from ``key=value`` settings.
+
+        Raises:
+            ValueError: an unknown key (lists the valid ones) or a value of the wrong type.
+        """
+        known = {f.name: f for f in fields(self.config_class) if f.name not in self.fixed}
+        values: dict[str, Any] = self.from_target()
+        for key, text in settings.items():
+            if key not in known:
+                raise ValueError(f"unknown setting {key!r} of {self.method!r}: valid ones: {', '.join(known)}")
+            values[key] = _convert(key, text, type(known[key].default))
+        return self.config_class(**values)
+
+    def from_target(self) -> dict[str, Any]:
+        """The fields that the target decides."""
+        return {"hidden_size": self.parts.hidden_size, "vocab_size": self.parts.vocab_size}
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """A new network."""
+
+    @abstractmethod
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """The loss of one batch, a scalar."""
+
+    @abstractmethod
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """A drafter over the network as it is now."""
+
+    def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """What drafting should know of held-out text, stored beside the weights."""
+        return {}
+
+    def stored_config(self) -> dict[str, Any]:
+        """The network's shape as it is written to disk."""
+        return asdict(self.config)
+
+
+def _convert(key: str, text: str, kind: type[Any]) -> Any:
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        return kind(text)
+    except (ValueError, KeyError):
+        raise ValueError(f"setting {key}={text!r} must be of type {kind.__name__}") from None
+
+
+def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
+    """-sum law log softmax(logits), mean over rows, float32; logits and law [m, V]."""
+    return -(law * torch.log_softmax(logits.float(), -1)).sum(-1).mean()
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross-entropy in nats; logits [m, V], labels [m]."""
+    return F.cross_entropy(logits.float(), labels)
+
+
+def some_places(batch: Batch, count: int, margin: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows and columns [count] of random places with ``margin`` tokens behind them: logits of all would be too many."""
+    b, n = batch.tokens.shape[0], batch.length - margin
+    if n < 1:
+        raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
+    picked = torch.randint(b * n, (count,), generator=generator)
+    return (picked // n).to(batch.tokens.device), (picked % n).to(batch.tokens.device)

@@ -1,0 +1,58 @@
+"""EAGLE-1's training: regress the next feature, and agree with the target's law (arXiv 2401.15077, section 4.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foretoken.drafters.eagle import EagleDrafter
+from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.training.recipes.base import Batch
+from foretoken.training.recipes.features import FeatureRecipe
+
+
+@dataclass(frozen=True)
+class EagleSettings(EagleConfig):
+    """The head's shape and its loss.
+
+    Attributes:
+        regression: weight of the smooth L1 distance between features.
+        agreement: weight of the cross-entropy with the target's law.
+        noise: width of the uniform noise on input features, for texts of 512 tokens.
+        unroll: steps on the head's own features (1: the paper's; more as in HASS, arXiv 2408.15766).
+    """
+
+    regression: float = 1.0
+    agreement: float = 0.1
+    noise: float = 0.2
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        if self.unroll < 1:
+            raise ValueError(f"eagle needs unroll >= 1, not {self.unroll}")
+
+
+class EagleRecipe(FeatureRecipe):
+    """One step per place from true features, with a little noise in place of the errors that drafting makes."""
+
+    method = "eagle"
+    config_class: ClassVar[type[Any]] = EagleSettings
+    net_config = EagleConfig
+    net_class = EagleNet
+    drafter_class = EagleDrafter
+    config: EagleSettings
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Weighted sum of the two distances, mean over steps."""
+        truth = batch.taps["last"].float()
+        noise = torch.rand(truth.shape, generator=generator).to(truth.device) - 0.5
+        features = truth + noise * (self.config.noise * 512 / batch.length)
+        total = truth.new_zeros(())
+        for step, output in enumerate(self.unrolled(batch, features, self.config.unroll)):
+            total = total + self.config.agreement * self.agreement(batch, output, step, generator)
+            total = total + self.config.regression * F.smooth_l1_loss(output[:, :-1].float(), truth[:, 1 + step :])
+        return total / self.config.unroll

@@ -1,0 +1,51 @@
+"""Training of a multi-token prediction module that is used recursively (the recipe of FastMTP)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foretoken.drafters.mtp import MtpDrafter
+from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
+from foretoken.training.recipes.base import Batch
+from foretoken.training.recipes.features import FeatureRecipe
+
+
+@dataclass(frozen=True)
+class MtpSettings(MtpConfig):
+    """The module's shape and its loss.
+
+    Attributes:
+        unroll: steps on the module's own states.
+        beta: a step's weight is ``beta`` times that of the step before it.
+    """
+
+    unroll: int = 3
+    beta: float = 0.6
+
+    def __post_init__(self) -> None:
+        if self.unroll < 1 or self.beta <= 0:
+            raise ValueError(f"mtp needs unroll >= 1 and beta > 0, not {self.unroll} and {self.beta}")
+
+
+class MtpRecipe(FeatureRecipe):
+    """Teacher-forced tokens, own states fed back; every step learns the target's law at its place."""
+
+    method = "mtp"
+    config_class: ClassVar[type[Any]] = MtpSettings
+    net_config = MtpConfig
+    net_class = MtpNet
+    drafter_class = MtpDrafter
+    config: MtpSettings
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Weighted mean over steps of the cross-entropy with the target's law."""
+        features = batch.taps["last"].float()
+        weights = [self.config.beta**step for step in range(self.config.unroll)]
+        total = features.new_zeros(())
+        for step, output in enumerate(self.unrolled(batch, features, self.config.unroll)):
+            total = total + weights[step] / sum(weights) * self.agreement(batch, output, step, generator)
+        return total

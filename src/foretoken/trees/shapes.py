@@ -1,0 +1,58 @@
+"""Static tree shapes: which ranks to try below which, from measured accuracies.
+
+A shape is a list of nodes, each a tuple of ranks from the root downwards: ``(0, 2)`` is the third candidate of depth 2
+below the first one of depth 1.  Parents come before children, and any first n nodes are a tree themselves.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+Choice = tuple[int, ...]
+
+
+def medusa_choices(accuracies: Sequence[Sequence[float]], nodes: int) -> list[Choice]:
+    """The ``nodes`` best rank paths when head i's candidate of rank r is right with chance ``accuracies[i][r]``.
+
+    The value of a node is the product along its path (heads guess independently of each other); the best node whose
+    parent is in the tree is added until there are enough (Medusa, arXiv 2401.10774, section 2.3.3).
+
+    Args:
+        accuracies: [K][R] chance per head and rank.
+        nodes: how many (fewer when all ranks are used up).
+
+    Raises:
+        ValueError: no accuracies, or fewer than one node.
+    """
+    if nodes < 1 or not accuracies or not accuracies[0]:
+        raise ValueError(f"a tree needs at least one node and one head, not {nodes} and {len(accuracies)}")
+    # Ties are broken by the shallower and then the earlier path, so that the shape is one and the same everywhere.
+    waiting: list[tuple[float, int, Choice]] = [(-accuracies[0][0], 1, (0,))]
+    chosen: list[Choice] = []
+    while waiting and len(chosen) < nodes:
+        value, depth, path = heapq.heappop(waiting)
+        chosen.append(path)
+        if depth < len(accuracies):
+            heapq.heappush(waiting, (value * accuracies[depth][0], depth + 1, (*path, 0)))
+        rank, row = path[-1] + 1, accuracies[depth - 1]
+        if rank < len(row):
+            parent = value / row[path[-1]] if row[path[-1]] > 0 else 0.0
+            heapq.heappush(waiting, (parent * row[rank], depth, (*path[:-1], rank)))
+    return chosen
+
+
+def choice_parents(choices: Sequence[Choice]) -> list[int]:
+    """Parent index of every choice in the tree whose node 0 is the root (choice i is node i + 1).
+
+    Raises:
+        ValueError: a choice whose parent does not come before it.
+    """
+    place: dict[Choice, int] = {(): 0}
+    parents = []
+    for node, choice in enumerate(choices, 1):
+        if choice[:-1] not in place:
+            raise ValueError(f"the tree lacks the parent of {choice}: list parents before children")
+        parents.append(place[choice[:-1]])
+        place[choice] = node
+    return parents

@@ -1,0 +1,210 @@
+"""``foretoken tune layer-skip``: the search, its result, an interrupt, going on, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import CONTEXT
+from transformers import BloomConfig, BloomForCausalLM
+
+from foretoken.analysis import layer_skip
+from foretoken.analysis.layer_skip import Speed, Workload, first_sets, tune
+from foretoken.drafters.skip_sets import SkipSet, load_skips
+from foretoken.models.huggingface import HuggingFaceModel
+from models.checkpoints import new_model
+from toys import llama
+
+SHORT = ("--trials", "3", "--new-tokens", "4", "--max-prompts", "2", "--seed", "0")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """Three prompts."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("for item in", "def add(a,", "print(")))
+    return str(file)
+
+
+def check(result: Any, *words: str) -> None:
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.splitlines()[-1].startswith("error: ") and "Traceback" not in result.err
+    for word in words:
+        assert word in result.err.splitlines()[-1], result.err
+
+
+def test_the_result_loads_as_a_drafter(run: Any, target: str, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "skips.json"
+    result = run("tune", "layer-skip", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT, "--json")
+    assert result.code == 0, result.err
+    found = result.json
+    assert set(found) == {"trials", "chosen", "plain", "default", "best", "out"}
+    assert (found["trials"], found["out"]) == (3, str(out)) and found["chosen"] in ("default", "best")
+    for name in ("default", "best"):
+        assert found[name]["speedup"] == pytest.approx(found[name]["tokens_per_s"] / found["plain"]["tokens_per_s"])
+    saved = json.loads(out.read_text())
+    chosen = found[found["chosen"]]
+    assert {key: saved[key] for key in ("attention", "mlp", "tokens_per_s", "speedup")} == {
+        key: chosen[key] for key in ("attention", "mlp", "tokens_per_s", "speedup")
+    }
+    assert saved["target"]["layers"] == 2 and (saved["new_tokens"], saved["k"]) == (4, 8)
+    outputs = [
+        run("generate", "for", "--target", target, "--drafter", spec, "--max-new-tokens", "12", "--json").json
+        for spec in ("none", f"layer_skip:{out},k=3")
+    ]
+    assert outputs[0]["token_ids"] == outputs[1]["token_ids"]
+    assert outputs[1]["stats"]["num_draft_tokens"] > 0
+
+
+def test_the_table_and_going_on(run: Any, target: str, prompts: str, tmp_path: Path) -> None:
+    out = tmp_path / "skips.json"
+    command = ("tune", "layer-skip", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
+    result = run(*command)
+    assert result.code == 0, result.err
+    for word in ("plain", "default", "best", "tokens/s", "speed-up", f"layer_skip:{out}"):
+        assert word in result.out
+    check(run(*command), "holds 3 trials", "--resume")
+    assert "4/4" in run(*command, "--trials", "4", "--resume").err
+    more = run(*command, "--trials", "5", "--resume", "--json")
+    assert more.json["trials"] == 5
+    assert run(*command, "--resume", "--json").json["trials"] == 5  # nothing left to try: the comparison alone
+    check(run(*command, "--new-tokens", "5", "--resume"), "other prompts or other options")
+    study = Path(f"{out}.study")
+    study.write_text("{]\n")
+    check(run(*command, "--resume"), "damaged", "delete it")
+
+
+def test_ctrl_c_keeps_the_best_so_far(
+    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, calls = tmp_path / "skips.json", []
+    original = Workload.measure
+
+    def interrupted(self: Workload, skips: SkipSet | None) -> Speed:
+        calls.append(skips)
+        if len(calls) == 5:  # two warm-ups, two trials
+            raise KeyboardInterrupt
+        return original(self, skips)
+
+    command = ("tune", "layer-skip", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
+    with monkeypatch.context() as patch:
+        patch.setattr(Workload, "measure", interrupted)
+        result = run(*command)
+    assert (result.code, result.out) == (130, "")
+    assert str(out) in result.err and "--resume" in result.err and result.err.endswith("interrupted\n")
+    saved = json.loads(out.read_text())
+    assert SkipSet(frozenset(saved["attention"]), frozenset(saved["mlp"])) in calls[2:4]
+    assert not list(tmp_path.glob(".*.tmp"))
+    assert run(*command, "--resume", "--json").json["trials"] == 3
+
+
+def test_built_in_prompts(run: Any, target: str, tmp_path: Path) -> None:
+    out = str(tmp_path / "skips.json")
+    short = ("--trials", "1", "--new-tokens", "2", "--max-prompts", "1")
+    result = run("tune", "layer-skip", "--target", target, "--out", out, *short)
+    assert result.code == 0, result.err
+    assert "1 trials, 1 prompts of 2 new tokens" in result.out
+
+
+# -- the search itself -----------------------------------------------------------------------------------------------
+
+
+def test_the_search_finds_a_planted_optimum(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a made-up clock that likes one of 4096 sets, 80 trials find it or a neighbour (80 random ones: 22 %)."""
+    workload = Workload(HuggingFaceModel(new_model("llama", num_hidden_layers=6)), [[1, 2, 3]])
+    wanted = {("attention", 2), ("attention", 4), ("attention", 5), ("mlp", 0), ("mlp", 4)}
+    measured: list[SkipSet | None] = []
+
+    def distance(skips: SkipSet) -> int:
+        return len({(kind, layer) for kind in ("attention", "mlp") for layer in getattr(skips, kind)} ^ wanted)
+
+    def speed(self: Workload, skips: SkipSet | None) -> Speed:
+        measured.append(skips)
+        return Speed(10.0 if skips is None else 20.0 - distance(skips))
+
+    monkeypatch.setattr(Workload, "measure", speed)
+    seen: list[tuple[int, float]] = []
+    file = tmp_path / "skips.json"
+    outcome = tune(workload, file, 80, on_trial=lambda number, last, search: seen.append((number, search.best_speed)))
+    assert measured[2:6] == first_sets(6)  # before anything random
+    assert [number for number, _ in seen] == list(range(81))
+    best = [speed for _, speed in seen]
+    assert best == sorted(best) and best[-1] >= 19.0
+    assert outcome.chosen == "best" and outcome.speedup("best") >= 1.9
+    assert load_skips(file, workload.target) == outcome.sets["best"]
+
+
+def test_luck_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A set that was fast once and is slow in the last comparison is not written; ties go to the default set."""
+    workload = Workload(HuggingFaceModel(llama()), [[1, 2, 3]])
+    lucky = SkipSet(attention=frozenset({0, 1}))
+    monkeypatch.setattr(layer_skip, "first_sets", lambda layers: [SkipSet.odd(layers), lucky])
+    clock = iter(range(100))
+
+    def speed(self: Workload, skips: SkipSet | None) -> Speed:
+        return Speed(50.0 if skips == lucky and next(clock) == 0 else 10.0)
+
+    monkeypatch.setattr(Workload, "measure", speed)
+    outcome = tune(workload, tmp_path / "skips.json", 2)
+    assert outcome.sets["best"] == lucky and outcome.chosen == "default"
+    assert json.loads((tmp_path / "skips.json").read_text())["attention"] == []
+
+
+def test_what_is_tried_first() -> None:
+    sets = first_sets(8)
+    assert sets[0] == SkipSet.odd(8) and len(sets) == len(set(sets)) == 4
+    assert sets[3].options == {"attention": "1+2+3+4+5+6", "mlp": "none"}
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--trials", "0"), ("--trials",)),
+        (("--new-tokens", "1"), ("--new-tokens",)),
+        (("--prompts", "no/such/prompts.txt"), ("no/such/prompts.txt",)),
+        (("--temperature", "-1"), ("temperature",)),
+        (("--target", "./no/such/folder"), ("no/such/folder",)),
+        (("--new-tokens", str(CONTEXT)), ("no prompt leaves room",)),
+        (("--no-such-option",), ("--no-such-option",)),
+    ],
+)
+def test_bad_options(run: Any, target: str, tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    out = tmp_path / "skips.json"
+    check(run("tune", "layer-skip", "--target", target, "--out", str(out), *arguments), *words)
+    assert not out.exists()
+
+
+def test_bad_files(run: Any, target: str, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    command = ("tune", "layer-skip", "--target", target, "--out")
+    check(run(*command, str(tmp_path / "x.json"), "--prompts", str(empty)), "empty.txt")
+    check(run(*command, str(tmp_path)), "is a folder")
+    check(run("tune", "layer-skip"), "--out")
+
+
+def test_a_target_that_cannot(run: Any, tokenizer: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=320, hidden_size=16, n_layer=2, n_head=2))
+    bloom.save_pretrained(tmp_path / "bloom")
+    tokenizer.save_pretrained(tmp_path / "bloom")
+    command = ("tune", "layer-skip", "--target", str(tmp_path / "bloom"), "--out", str(tmp_path / "x.json"))
+    check(run(*command), "self-speculation", "ALiBi")
+
+
+def test_without_optuna(run: Any, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "optuna", None)
+    command = ("tune", "layer-skip", "--target", target, "--out", str(tmp_path / "x.json"), *SHORT)
+    check(run(*command), "foretoken[tune]")
+
+
+def test_the_group_shows_its_commands(run: Any) -> None:
+    result = run("tune", "--help")
+    assert result.code == 0 and "layer-skip" in result.out

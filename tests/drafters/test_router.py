@@ -1,0 +1,301 @@
+"""The router: which member drafts, what that costs, and that those left out follow the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from foretoken import registry
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.ensemble import EnsembleDrafter
+from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.drafters.recycling import RecyclingDrafter
+from foretoken.drafters.router import UNKNOWN_COST, Record, RouterDrafter, cost_of, parse_costs
+from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.engine.loop import Engine
+from foretoken.engine.request import Request
+from foretoken.loading import build_drafter
+from foretoken.models.base import LanguageModel
+from foretoken.sampling import SamplingParams
+from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict
+from toys import MarkovTable, engine, llamas, outputs, serve, tables
+
+PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+
+
+def cycle(length: int = 4) -> MarkovTable:
+    """A target that repeats 0 1 2 ... for ever: n-grams are always right."""
+    laws = [
+        [0.97 if t == (last + 1) % length else 0.03 / (length - 1) for t in range(length)] for last in range(length)
+    ]
+    return MarkovTable(lambda prefix: laws[prefix[-1]], length)
+
+
+class Logged(RouterDrafter):
+    """Notes which member drafted in every round (``None`` for nobody)."""
+
+    def __init__(self, drafters: Sequence[Drafter], **options: object) -> None:
+        super().__init__(drafters, **options)  # type: ignore[arg-type]
+        self.chosen: list[int | None] = []
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        self.chosen.append(tree.drafters[1] if len(tree) > 1 else None)
+        super().observe(context, tree, scores, verdict)
+
+
+def wrong(target: LanguageModel, prompt: Sequence[int], depth: int = 4) -> ScriptedDrafter:
+    """A chain whose first token is never the target's choice."""
+    truth = outputs(engine(target), [Request(list(prompt), max_new_tokens=200)])[0]
+
+    def propose(context: Context, budget: Budget) -> TokenTree:
+        at = len(context.tokens) - context.prompt_length
+        bad = (truth[at] + 1) % target.vocab_size
+        return TokenTree.chain(context.root, [bad] * min(depth, budget.max_depth))
+
+    return ScriptedDrafter(propose=propose)
+
+
+def rounds(router: Logged, target: LanguageModel, tokens: int = 120, **more: object) -> list[int | None]:
+    (run,) = serve(engine(target, router), [Request(PROMPT, max_new_tokens=tokens, **more)])  # type: ignore[arg-type]
+    assert run.output == outputs(engine(target), [Request(PROMPT, max_new_tokens=tokens)])[0]
+    return router.chosen
+
+
+# -- choice ----------------------------------------------------------------------------------------------------------
+
+
+def test_where_n_grams_are_always_right_it_settles_on_them() -> None:
+    target = cycle()
+    chosen = rounds(Logged([ModelDrafter(target, k=4), NgramDrafter(n=3, k=4)], costs=(0.2, 0.0)), target)
+    assert set(chosen[:2]) == {0, 1} and chosen[2:] == [1] * len(chosen[2:])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_where_they_are_always_wrong_it_settles_on_the_model(first: bool) -> None:
+    target, _ = tables()
+    members = [wrong(target, PROMPT), ModelDrafter(target, k=4)]
+    router = Logged(members if first else members[::-1], costs=(0.0, 0.1) if first else (0.1, 0.0))
+    chosen = rounds(router, target, tokens=150)
+    useless = chosen.count(0 if first else 1)
+    assert 1 <= useless <= 4 and len(chosen) >= 30
+
+
+def test_every_member_is_tried_once_in_order() -> None:
+    target, draft = tables()
+    members = [wrong(target, PROMPT), ModelDrafter(draft, k=2), wrong(target, PROMPT), ModelDrafter(target, k=2)]
+    assert rounds(Logged(members), target)[:4] == [0, 1, 2, 3]
+
+
+def test_a_member_with_nothing_to_say_passes_and_is_not_blamed() -> None:
+    target, _ = tables()
+
+    def seldom(context: Context, budget: Budget) -> TokenTree:
+        says = len(context.tokens) % 7 == 0
+        truth = outputs(engine(target), [Request(context.tokens, max_new_tokens=4)])[0] if says else []
+        return TokenTree.chain(context.root, truth[: budget.max_depth])
+
+    router = Logged([ScriptedDrafter(propose=seldom), ModelDrafter(target, k=1)], costs=(0.0, 0.1))
+    chosen = rounds(router, target, tokens=100)
+    at = len(PROMPT)
+    for index in chosen:
+        assert index == (0 if at % 7 == 0 else 1) or at > len(PROMPT) + 95
+        at += 5 if index == 0 else 2
+
+
+def test_nobody_has_anything_to_say() -> None:
+    target, _ = tables()
+    silent = [ScriptedDrafter(), ScriptedDrafter()]
+    assert set(rounds(Logged(silent), target, tokens=10)) == {None}
+
+
+def test_costs_decide_between_equals() -> None:
+    target, _ = tables()
+    for costs, dear in (((0.5, 0.0), 0), ((0.0, 0.5), 1)):
+        chosen = rounds(Logged([ModelDrafter(target, k=2), ModelDrafter(target, k=2)], costs=costs), target)
+        assert chosen.count(dear) == 1
+
+
+def context_with(router: RouterDrafter, records: Sequence[Record]) -> Context:
+    return Context(1, [0], 1, None, None, state={(router, "records"): list(records)})  # type: ignore[arg-type]
+
+
+def test_the_worked_example() -> None:
+    """The numbers of docs/methods/router.md."""
+    router = RouterDrafter([NgramDrafter(), NgramDrafter()], costs=(0.1, 0.0), explore=0.0)
+    model, ngram = Record(rounds=5, drafted=20, accepted=13), Record(rounds=5, drafted=30, accepted=9)
+    # (1 + 14 / 6) / (1 + 4 * 0.1) = 2.38 against 1 + 10 / 6 = 2.67
+    assert router.ranking(context_with(router, [model, ngram])) == [1, 0]
+    model.accepted = 16  # (1 + 17 / 6) / 1.4 = 2.74
+    assert router.ranking(context_with(router, [model, ngram])) == [0, 1]
+
+
+def test_what_was_long_ago_is_tried_again() -> None:
+    """After the text has changed, a member that was useless gets another chance."""
+    target, _ = tables()
+    switch = 60
+
+    def late(context: Context, budget: Budget) -> TokenTree:
+        at = len(context.tokens) - context.prompt_length
+        truth = outputs(engine(target), [Request(context.tokens, max_new_tokens=4)])[0]
+        return TokenTree.chain(context.root, [t if at > switch else (t + 1) % 4 for t in truth][: budget.max_depth])
+
+    router = Logged([ScriptedDrafter(propose=late), ModelDrafter(target, k=1)], costs=(0.0, 0.1))
+    chosen = rounds(router, target, tokens=190)
+    before = chosen[: switch // 2]
+    assert before.count(0) <= 8 and chosen[-10:].count(0) == 10
+
+
+# -- determinism -----------------------------------------------------------------------------------------------------
+
+
+def build(target: LanguageModel, draft: LanguageModel) -> RouterDrafter:
+    return RouterDrafter([ModelDrafter(draft, k=3), NgramDrafter(n=2), JacobiDrafter(m=4)])
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_same_seed_gives_the_same_output_in_any_company(batch: int) -> None:
+    target, draft = llamas()
+    params = SamplingParams(temperature=1.0)
+    requests = [Request(PROMPT, params, 40, seed=seed) for seed in (3, 4, 5)]
+    first = outputs(engine(target, build(target, draft), max_batch=batch), requests)
+    again = build(target, draft)
+    assert [outputs(engine(target, again), [request])[0] for request in requests] == first
+    assert len(set(map(tuple, first))) == 3
+
+
+# -- those left out --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_was_left_out_for_long_catches_up() -> None:
+    """Hundreds of tokens later it drafts as if it had never paused: it is the target itself, so all is accepted."""
+    target, _ = llamas()
+    long_away = 90
+
+    class Turns(RouterDrafter):
+        def ranking(self, context: Context) -> list[int]:
+            return [1, 0] if len(context.tokens) < long_away else [0, 1]
+
+    router = Turns([ModelDrafter(target, k=3), NgramDrafter(n=2, k=2)])
+    speculative: Engine = engine(target, router)
+    speculative.add(Request(PROMPT, SamplingParams(), 110, ignore_eos=True))
+    accepted = drafted = 0
+    while speculative.busy:
+        (run,) = speculative.running or [None]  # type: ignore[list-item]
+        start = len(run.context.tokens) if run else 0
+        ((run, _),) = speculative.step()
+        if start >= long_away:
+            drafted += 1
+            accepted += len(run.context.tokens) - start - 1
+    assert drafted > 5 and accepted >= 3 * (drafted - 1)
+
+
+@pytest.mark.parametrize(
+    "member", [lambda: RecyclingDrafter(nodes=8, share=False), lambda: JacobiDrafter(m=4), lambda: NgramDrafter()]
+)
+def test_learners_see_the_rounds_of_others(member: Callable[[], Drafter]) -> None:
+    """Every written token is shown to a member that did not draft, with the target's row before it."""
+    target, draft = llamas()
+    seen: list[int] = []
+
+    class Seeing(type(member())):  # type: ignore[misc]
+        def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+            assert len(scores.logits) == len(tree)
+            seen.extend([*(tree.tokens[node] for node in verdict.path), verdict.next_token])
+            super().observe(context, tree, scores, verdict)
+
+    learner = member()
+    learner.__class__ = Seeing
+    router = RouterDrafter([learner, ModelDrafter(draft, k=3)], costs=(0.0, 0.0))
+    (run,) = serve(engine(target, router), [Request(PROMPT, SamplingParams(), 60)])
+    assert seen == run.output[: len(seen)] and len(seen) >= 50
+
+
+def test_nothing_is_left_behind() -> None:
+    target, draft = llamas()
+    speculative = engine(target, build(target, draft))
+    speculative.add(Request(PROMPT, SamplingParams(temperature=1.0), 30, seed=0))
+    state = None
+    while speculative.busy:
+        speculative.step()
+        state = speculative.running[0].context.state if speculative.running else state
+    assert state == {} and not draft._sequences
+
+
+# -- verifiers and costs ---------------------------------------------------------------------------------------------
+
+
+def test_verifiers_are_right_for_every_member() -> None:
+    target, draft = tables()
+    chains = RouterDrafter([ModelDrafter(draft, k=2), NgramDrafter()])
+    assert chains.proposals == {(Kind.IID, False), (Kind.POINT, False)} and not chains.draws_trees
+    mixed = RouterDrafter([ModelDrafter(draft, k=2), ModelDrafter(draft, tree="2x1"), NgramDrafter()])
+    assert (mixed.kind, mixed.draws_trees) == (Kind.WITHOUT_REPLACEMENT, True)
+    for router, right in (
+        (chains, ["match", "rejection", "block", "multi_round", "without_replacement", "traversal"]),
+        (mixed, ["match", "without_replacement", "traversal"]),
+    ):
+        for row in registry.rows("verifier"):
+            if not row.lossless or row.name == "greedy":
+                continue
+            verifier = registry.make("verifier", row.name)
+            if row.name in right:
+                params = SamplingParams(temperature=1.0)
+                serve(engine(target, router, verifier), [Request(PROMPT, params, 40, seed=1)])
+            else:
+                with pytest.raises(ValueError, match=f"Use {', '.join(right)}\\."):
+                    engine(target, router, verifier)
+
+
+def test_default_costs_come_from_the_weights() -> None:
+    target, draft = llamas()
+    assert draft.weight_bytes == target.weight_bytes > 1000
+    router = RouterDrafter([ModelDrafter(draft), NgramDrafter()], target=target)
+    assert router.costs == (1.0, 0.0)
+    table, other = tables()
+    assert cost_of(ModelDrafter(other), table) == UNKNOWN_COST
+    assert cost_of(ModelDrafter(draft), None) == UNKNOWN_COST
+    assert cost_of(EnsembleDrafter([ModelDrafter(draft), NgramDrafter()]), target) == 1.0
+    stated = NgramDrafter()
+    stated.relative_cost = 0.25  # type: ignore[attr-defined]
+    assert cost_of(stated, target) == 0.25
+
+
+def test_costs_of_a_spec() -> None:
+    assert parse_costs("0.1|0") == (0.1, 0.0) and parse_costs("") == ()
+    target, _ = tables()
+    built = build_drafter("router,drafters=(ngram|suffix,share=false),costs=0.1|0,explore=0,prior=2", target)
+    assert isinstance(built, RouterDrafter)
+    assert (built.costs, built.explore, built.prior) == ((0.1, 0.0), 0.0, 2.0)
+    plain = build_drafter("router", target, target_source=target)
+    assert isinstance(plain, RouterDrafter) and [m.name for m in plain.drafters] == ["ngram", "suffix"]
+    assert not plain.shares_state
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("router,drafters=(ngram|suffix),costs=0.1", "1 costs for 2 drafters"),
+        ("router,drafters=(ngram|suffix),costs=a|b", "one number per drafter joined by"),
+        ("router,drafters=(ngram|suffix),costs=-1|0", "costs >= 0"),
+        ("router,drafters=(ngram|suffix),costs=nan|0", "costs >= 0"),
+        ("router,explore=-1", "explore >= 0"),
+        ("router,prior=-1", "prior >= 0"),
+        ("router,memory=0", "memory >= 1"),
+        ("router,drafters=(ngram|nonsense)", "unknown drafter 'nonsense': choose one of"),
+        ("router,k=4", "unknown option 'k' of drafter 'router': valid ones: explore, prior, memory, drafters, costs"),
+        ("router:./path", "takes no path"),
+    ],
+)
+def test_bad_specs(spec: str, words: str) -> None:
+    target, _ = tables()
+    with pytest.raises(ValueError, match=words) as error:
+        build_drafter(spec, target, target_source=target)
+    assert "\n" not in str(error.value)
+
+
+def test_no_members() -> None:
+    with pytest.raises(ValueError, match="drafter 'router' needs at least one member"):
+        RouterDrafter([])

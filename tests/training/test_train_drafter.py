@@ -1,0 +1,180 @@
+"""``foretoken train METHOD``: from text to a drafter that loads, for every recipe, and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+import foretoken as ft
+from foretoken.cli.main import main
+from foretoken.loading import build_drafter, load_model
+from foretoken.models.parts import TargetParts
+from foretoken.registry import rows
+from foretoken.training import trainer
+from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.recipes import RECIPES, find_recipe
+from foretoken.training.trainer import Progress, TrainConfig, Trainer
+
+TARGET = LmConfig(
+    hidden=32, layers=4, heads=2, kv_heads=1, ffn=48, context=64, vocab=300, batch_size=2, steps=80, lr=1e-2
+)
+RUN = {"batch_size": 2, "context": 48, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Regular text: what comes next is easy to guess."""
+    folder = tmp_path_factory.mktemp("data")
+    rows_ = [{"text": f"one two three four five {i % 7} six seven eight nine ten\n" * 6} for i in range(150)]
+    (folder / "a.jsonl").write_text(
+        "\n".join(json.dumps(row | {"text": row["text"] + f"line {i}"}) for i, row in enumerate(rows_))
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small target that knows that text."""
+    out = tmp_path_factory.mktemp("target") / "target"
+    train_lm([data], out, TARGET)
+    return out
+
+
+def new_trainer(method: str, target: Path, data: Path, out: Path, steps: int = 6, **run: Any) -> Trainer:
+    model = load_model(target)
+    kind = find_recipe(method)
+    recipe = kind(model, TargetParts(model), {}, RUN["seed"])
+    config = TrainConfig(**{"lr": kind.lr, "steps": steps, **RUN, **run})
+    return Trainer(recipe, [data], out, config, AutoTokenizer.from_pretrained(target))
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(out / "model.safetensors")
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_every_trained_row_has_a_recipe() -> None:
+    assert {row.name for row in rows("drafter") if row.needs_training} == set(RECIPES)
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_from_text_to_a_drafter(
+    method: str, data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "head"
+    command = ["train", method, "--target", str(target), "--data", str(data), "--out", str(out), "--steps", "4"]
+    assert main([*command, "--batch-size", "2", "--context", "48", "--eval-every", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out.splitlines()[-1])
+    assert report["method"] == method and report["acceptance"]["mean_acceptance_length"] >= 1
+    assert "held-out text" in captured.err
+    assert {p.name for p in out.iterdir()} >= {
+        "drafter.json",
+        "model.safetensors",
+        "losses.csv",
+        "losses.png",
+        "README.md",
+    }
+    card = (out / "README.md").read_text()
+    assert f"foretoken train {method}" in card and "position 1" in card and str(tmp_path) not in card
+    llm = ft.load(str(target), drafter=f"{method}:{out}", dtype="float32")
+    plain = llm.plain.generate("one two three", max_new_tokens=24)
+    spec = llm.generate("one two three", max_new_tokens=24)
+    assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_training_lowers_the_loss_and_guesses_better(method: str, data: Path, target: Path, tmp_path: Path) -> None:
+    losses: list[float] = []
+    run = new_trainer(method, target, data, tmp_path / "x", steps=60, lr=1e-2)
+    run.run(on_step=lambda p: losses.append(p.loss))
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_a_killed_run_resumes_to_the_same_bits(method: str, data: Path, target: Path, tmp_path: Path) -> None:
+    def kill_after(step: int) -> Callable[[Progress], None]:
+        def on_step(progress: Progress) -> None:
+            if progress.step == step:
+                raise KeyboardInterrupt
+
+        return on_step
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    new_trainer(method, target, data, whole).run(save_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        new_trainer(method, target, data, cut).run(save_every=2, on_step=kill_after(3))
+    assert not (cut / "model.safetensors").exists()
+    new_trainer(method, target, data, cut).run(save_every=2)
+    assert same(weights(whole), weights(cut))
+    assert (whole / "losses.csv").read_text() == (cut / "losses.csv").read_text()
+
+
+def test_a_loss_of_nan_stops_and_the_checkpoint_is_intact(data: Path, target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "nan"
+    run = new_trainer("medusa", target, data, out)
+    loss = run.recipe.loss
+
+    def broken(batch: Any, generator: torch.Generator) -> torch.Tensor:
+        found = loss(batch, generator)
+        return found * float("nan") if (out / "checkpoints/step-0000004").exists() else found
+
+    run.recipe.loss = broken  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError, match="step 4; the last checkpoint is intact"):
+        run.run(save_every=2)
+    report = new_trainer("medusa", target, data, out).run(save_every=2)
+    whole = new_trainer("medusa", target, data, tmp_path / "whole")
+    whole.run(save_every=2)
+    assert report["run"]["steps"] == 6 and same(weights(out), weights(tmp_path / "whole"))
+
+
+def test_other_settings_on_resume(data: Path, target: Path, tmp_path: Path) -> None:
+    new_trainer("medusa", target, data, tmp_path / "x", steps=2).run()
+    with pytest.raises(ValueError, match="other settings"):
+        new_trainer("medusa", target, data, tmp_path / "x", steps=4, seed=9).run()
+    new_trainer("medusa", target, data, tmp_path / "x", steps=3).run()
+
+
+def test_a_drafter_of_another_target_is_refused(data: Path, target: Path, tmp_path: Path) -> None:
+    new_trainer("medusa", target, data, tmp_path / "x", steps=1).run()
+    with pytest.raises(ValueError, match="another target"):
+        build_drafter(f"medusa:{tmp_path / 'x'}", load_model("builtin"))
+
+
+def test_bad_input(data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short/a.txt").write_text("a few words")
+    base = ["train", "medusa", "--target", str(target), "--out", str(tmp_path / "out")]
+    for more, words in (
+        (["--data", str(tmp_path / "none")], "no such file"),
+        (["--data", str(tmp_path / "empty")], "no text found"),
+        (["--data", str(tmp_path / "short")], "too short"),
+        (["--data", str(data), "--set", "layer=2"], "valid ones: heads, layers"),
+        (["--data", str(data), "--set", "heads=many"], "of type int"),
+        (["--data", str(data), "--set", "heads"], "not key=value"),
+        (["--data", str(data), "--set", "labels=none"], "labels must be"),
+        (["--data", str(data), "--target", str(tmp_path / "none")], "not a folder"),
+    ):
+        assert main([*base, *more]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("error:") == 1
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
+def test_nothing_held_out_is_no_error(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three four five\n" * 200)
+    report = new_trainer("medusa", target, tmp_path / "a.txt", tmp_path / "x", steps=2).run()
+    assert report["acceptance"] == {}
+    assert trainer.HELD_BLOCKS > 0
