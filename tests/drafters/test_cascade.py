@@ -385,7 +385,7 @@ def test_the_target_may_be_padded_wider_than_its_drafts(params: SamplingParams) 
         ({"inner": SuffixDrafter()}, "cannot use 'suffix' inside"),
         ({"inner": JacobiDrafter()}, "cannot use 'jacobi' inside.*use for example ngram or model"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_wrong_options(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:

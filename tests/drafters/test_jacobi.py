@@ -25,11 +25,11 @@ class Recording(JacobiDrafter):
 
     def __init__(self, m: int = 8, init: str = "repeat") -> None:
         super().__init__(m, init)
-        self.proposals: list[tuple[int, ...]] = []
+        self.drafted: list[tuple[int, ...]] = []
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         tree = super().propose(context, budget)
-        self.proposals.append(tuple(tree.tokens[1:]))
+        self.drafted.append(tuple(tree.tokens[1:]))
         return tree
 
 
@@ -60,7 +60,7 @@ def test_the_worked_example_of_the_docs() -> None:
     drafter = Recording(m=4)
     run = serve(engine(counting(), drafter), [Request([1, 2], max_new_tokens=10)])[0]
     assert run.output == list(range(3, 13))
-    assert drafter.proposals[:4] == [(2, 2, 2, 2), (4, 4, 4, 4), (6, 6, 6, 6), (8, 8, 8, 8)]
+    assert drafter.drafted[:4] == [(2, 2, 2, 2), (4, 4, 4, 4), (6, 6, 6, 6), (8, 8, 8, 8)]
     assert run.stats.num_drafts == 6  # 3 | 4 5 | 6 7 | 8 9 | 10 11 | 12
 
 
@@ -83,8 +83,8 @@ def test_the_iteration_is_the_one_of_the_paper(init: str) -> None:
     drafter = Recording(m, init)
     run = serve(engine(target, drafter), [Request(prompt, max_new_tokens=60)])[0]
     assert run.output == text[3:63]
-    whole = sum(len(p) == m for p in drafter.proposals)  # near the end they are cut to the room that is left
-    assert drafter.proposals[:whole] == wanted[:whole]
+    whole = sum(len(p) == m for p in drafter.drafted)  # near the end they are cut to the room that is left
+    assert drafter.drafted[:whole] == wanted[:whole]
     assert run.stats.num_accepted_tokens > 5
 
 
@@ -115,7 +115,7 @@ def test_budgets_that_change_and_rounds_without_a_draft() -> None:
 def test_no_more_than_the_budget(k: int, nodes: int, wanted: int) -> None:
     drafter = Recording(m=5)
     serve(engine(counting(), drafter, controller=ConstantController(k, nodes)), [Request([1, 2], max_new_tokens=20)])
-    assert {len(p) for p in drafter.proposals[:5]} == {wanted}
+    assert {len(p) for p in drafter.drafted[:5]} == {wanted}
 
 
 def test_the_default_budget_holds_the_window() -> None:

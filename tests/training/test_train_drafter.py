@@ -88,6 +88,9 @@ def test_from_text_to_a_drafter(
     }
     card = (out / "README.md").read_text()
     assert f"foretoken train {method}" in card and "position 1" in card and str(tmp_path) not in card
+    stated = dict(word.split("=") for word in card.split("```")[1].split() if "=" in word)
+    model = load_model(target)
+    assert vars(find_recipe(method)(model, TargetParts(model), stated).config) == report["net"]  # the command works
     llm = ft.load(str(target), drafter=f"{method}:{out}", dtype="float32")
     plain = llm.plain.generate("one two three", max_new_tokens=24)
     spec = llm.generate("one two three", max_new_tokens=24)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.vocabulary import (
     Vocabulary,
     character_decoder,
@@ -203,7 +204,7 @@ class RetokenizeDrafter(Drafter):
 
 def _stops(budget: Budget, logits: Tensor, token: int) -> bool:
     """Whether the draft ends behind a token that was drawn from logits [V']."""
-    if budget.min_confidence <= 0 and budget.stop is None:
+    if not asks_for_confidence(budget):
         return False
     law = torch.softmax(logits.float(), -1)
     return budget.stops_after(law, float(law[token]))

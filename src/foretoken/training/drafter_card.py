@@ -21,7 +21,7 @@ def write_drafter_card(
     run, net, acceptance = report["run"], report["net"], report["acceptance"]
     method = report["method"]
     name = Path(target).name
-    settings = " ".join(f"--set {k}={v}" for k, v in net.items() if k not in ("hidden_size", "vocab_size"))
+    settings = " ".join(f"--set {k}={v}" for k, v in report["settings"].items())
     options = " ".join(f"--{k.replace('_', '-')} {run[k]}" for k in ("steps", "batch_size", "context", "lr", "seed"))
     command = " ".join(
         [f"foretoken train {method} --target {name}", *(f"--data {Path(p).name}" for p in data), f"--out {out.name}"]

@@ -213,6 +213,7 @@ class Trainer:
             "parameters": sum(p.numel() for p in recipe.net.parameters()),
             "run": asdict(self.config),
             "net": asdict(recipe.config),
+            "settings": {k: v for k, v in asdict(recipe.config).items() if k not in recipe.fixed},
             "tokens": self.config.steps * self.config.batch_size * self.config.context,
             "corpus": {split: self.corpus[split] for split in ("train", "held")},
             "acceptance": acceptance,
