@@ -62,13 +62,15 @@ def _text(message: object) -> str:
     return str(message)
 
 
-def measure(arms: list[Arm], plain: Llm, kind: str, prompts: list[list[int]], options: dict[str, float]) -> None:
-    """Arms take turns on every prompt; the faster of two runs counts, and its counts with it."""
+def measure(
+    arms: list[Arm], plain: Llm, kind: str, prompts: list[list[int]], options: dict[str, float], repeat: int
+) -> None:
+    """Arms take turns on every prompt; the fastest of ``repeat`` runs counts, and its counts with it."""
     for index, prompt in enumerate(prompts):
         asked = {**options, "seed": index, "ignore_eos": True}
-        base, base_s = fastest(plain, prompt, asked)
+        base, base_s = fastest(plain, prompt, asked, repeat)
         for arm in arms:
-            out, seconds = fastest(arm.llm, prompt, asked)
+            out, seconds = fastest(arm.llm, prompt, asked, repeat)
             arm.ratios.setdefault(kind, []).append(base_s / len(base.token_ids) * len(out.token_ids) / seconds)
             arm.stats.setdefault(kind, SpecStats()).merge(out.stats)
             arm.same[kind] = arm.same.get(kind, 0) + (out.token_ids == base.token_ids)
@@ -76,10 +78,10 @@ def measure(arms: list[Arm], plain: Llm, kind: str, prompts: list[list[int]], op
     print(file=sys.stderr)
 
 
-def fastest(llm: Llm, prompt: list[int], options: dict[str, float]) -> tuple[Output, float]:
-    """The faster of two runs."""
+def fastest(llm: Llm, prompt: list[int], options: dict[str, float], repeat: int) -> tuple[Output, float]:
+    """The fastest of some runs."""
     best: tuple[Output, float] | None = None
-    for _ in range(2):
+    for _ in range(repeat):
         began = time.perf_counter()
         out = llm.generate(prompt, **options)
         seconds = time.perf_counter() - began - out.stats.prefill_s
@@ -97,7 +99,7 @@ def table(arms: list[Arm], kinds: list[str], greedy: bool) -> None:
         head.append("same text")
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
     for arm in arms:
-        cells = [f"`{arm.name}`"]
+        cells = ["`" + arm.name.replace("|", r"\|") + "`"]
         total = SpecStats()
         for kind in kinds:
             stats = arm.stats[kind]
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--target", default="builtin")
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--prompts", type=int, default=20, help="how many of each kind")
+    parser.add_argument("--repeat", type=int, default=2, help="runs per arm and prompt")
     options = parser.parse_args()
     print(environment(), f"foretoken {ft.__version__}", f"{options.new_tokens} new tokens", sep=", ")
     tokenizer = load_tokenizer(options.target)
@@ -141,7 +144,7 @@ def main() -> None:
         ]
         asked = {"max_new_tokens": options.new_tokens, "temperature": temperature}
         for kind, texts in prompts.items():
-            measure(arms, plain, kind, texts, asked)
+            measure(arms, plain, kind, texts, asked, options.repeat)
         print(f"\n{'Greedy' if temperature == 0 else f'T={temperature}'}:\n")
         table(arms, list(prompts), temperature == 0)
 
