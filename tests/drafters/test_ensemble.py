@@ -272,6 +272,7 @@ def test_verifiers_are_right_for_all_that_members_propose() -> None:
     [
         ("ensemble,drafters=(ngram|nonsense)", "unknown drafter 'nonsense': choose one of"),
         ("ensemble,drafters=(ngram|)", "empty place in its list"),
+        ("ensemble,drafters=()", "empty place in its list"),
         ("ensemble,drafters=(ngram|none)", "cannot hold 'none'"),
         ("ensemble,drafters=(ngram,x=1)", "unknown option 'x' of drafter 'ngram'"),
         ("ensemble,drafters=ngram,n=3", "unknown option 'n' of drafter 'ensemble': valid ones: drafters"),

@@ -62,6 +62,9 @@ def _report(error: Exception) -> int:
         raise error
     if os.environ.get("FORETOKEN_DEBUG", "") not in ("", "0"):
         raise error
-    message = " ".join(str(describe() if describe else error).split()) or kind
+    text = str(describe() if describe else error)
+    if isinstance(error, OSError) and error.strerror and error.filename:  # without the number in front
+        text = f"{error.strerror}: {error.filename}"
+    message = " ".join(text.split()) or kind
     print(f"error: {message}", file=sys.stderr)
     return BAD_INPUT

@@ -41,21 +41,20 @@ def _print_tables(found: list[dict[str, Any]]) -> None:
             continue
         table = Table(title=f"{role}s", title_justify="left", title_style="bold", expand=False)
         table.add_column("name", style="bold cyan", no_wrap=True)
-        if role == "drafter":
-            table.add_column("example", no_wrap=True)
-        table.add_column("what it does", ratio=2)
+        table.add_column("what it does", ratio=3)
         table.add_column("drafts" if role == "drafter" else "for drafts" if role == "verifier" else "paper", ratio=1)
         table.add_column("lossless", no_wrap=True)
         for row in mine:
             lossless = "yes" if row["lossless"] else "no: --allow-lossy"
-            example = [row["example"]] if role == "drafter" else []
+            # The example stands in the text: a column of its own would leave an 80 character terminal no room.
+            example = f"\nexample: {row['example']}" if role == "drafter" else ""
             third = row["paper"] if role == "controller" else row["kind"]
-            table.add_row(row["name"], *example, _summary(row), third, lossless)
+            table.add_row(row["name"], _summary(row) + example, third, lossless)
         console.print(table)
 
 
 def _summary(row: dict[str, Any]) -> str:
     needs = "needs training" if row["needs_training"] else ""
-    needs = ", ".join(part for part in (needs, row["needs"] and f"needs a {row['needs']}") if part)
+    needs = ", ".join(part for part in (needs, row["needs"] and f"needs {row['needs']}") if part)
     text = row["summary"] + (f" ({needs})" if needs else "")
     return text if row["role"] == "controller" or not row["paper"] else f"{text} {row['paper']}"

@@ -53,7 +53,7 @@ class EnsembleDrafter(GroupDrafter):
         target_source: Any,
         tokenizer: Any,
         device: Any,
-        drafters: str = "",
+        drafters: str | None = None,
     ) -> EnsembleDrafter:
         """From a spec ``ensemble[,drafters=(A|B|...)]``; by default the target's default drafter and a copying one.
 
@@ -64,7 +64,7 @@ class EnsembleDrafter(GroupDrafter):
 
         if path is not None:
             raise ValueError("drafter 'ensemble' takes no path: ensemble,drafters=(model:PATH|ngram)")
-        specs = drafters or default_members(target, target_source)[:2]
+        specs = default_members(target, target_source)[:2] if drafters is None else drafters
         parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
         return cls(build_members(specs, target, **parts))
 

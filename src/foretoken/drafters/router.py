@@ -92,7 +92,7 @@ class RouterDrafter(GroupDrafter):
         target_source: Any,
         tokenizer: Any,
         device: Any,
-        drafters: str = "",
+        drafters: str | None = None,
         costs: str = "",
         **options: Any,
     ) -> RouterDrafter:
@@ -106,7 +106,8 @@ class RouterDrafter(GroupDrafter):
         if path is not None:
             raise ValueError("drafter 'router' takes no path: router,drafters=(model:PATH|ngram)")
         parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
-        members = build_members(drafters or default_members(target, target_source), target, **parts)
+        chosen = default_members(target, target_source) if drafters is None else drafters
+        members = build_members(chosen, target, **parts)
         return cls(members, parse_costs(costs), target=target, **options)
 
     @property
