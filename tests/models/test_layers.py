@@ -166,6 +166,19 @@ def test_modules_are_restored_after_an_error() -> None:
     assert all("forward" not in m.__dict__ for layer in layers for m in layer.modules() if m is not layers[0])
 
 
+def test_layers_that_return_more_than_a_state_are_refused() -> None:
+    """A passed-over layer could not hand on what the decoder expects: an error, not a wrong text."""
+    model = new_model("llama")
+    for layer in decoder_layers(model):
+        inner = layer.forward
+        layer.__dict__["forward"] = lambda *args, run=inner, **kwargs: (run(*args, **kwargs), None)
+    with (
+        running(model, LayerPlan(stop=1)),
+        pytest.raises(CapabilityError, match="LlamaDecoderLayer layers return more"),
+    ):
+        model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
 def test_a_failed_forward_leaves_no_provisional_nodes(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     model = subject("llama", True)
     sequence = opened(model)

@@ -16,6 +16,7 @@ from torch import Tensor
 from foretoken.drafters.base import Drafter
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.features import FeatureModel
+from foretoken.models.huggingface import PREFILL_CHUNK
 from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
 
 
@@ -104,24 +105,33 @@ class FeatureDrafter(Drafter):
 
         The pair at place t is the token at t + 1 and the feature of t; the last pair holds the root.
         """
-        feeds = []
+        found: dict[int, Rows] = {}
+        unread: dict[int, Tensor] = {}
         for context in contexts:
-            sequence: SequenceState = context.state[self]
-            if sequence.scratch_tokens:
-                self.model.commit(sequence, ())
+            if context.state[self].scratch_tokens:
+                self.model.commit(context.state[self], ())
             self._collect(context)
-            pending: list[Tensor] = context.state[self, "pending"]
-            if pending:
-                states = torch.cat(pending)
-                first = len(sequence.tokens) + 1
-                feeds.append((context, Feed(sequence, context.tokens[first:], wanted=1, states=states)))
-                pending.clear()
-        rows = self.model.forward([feed for _, feed in feeds]) if feeds else []
-        found = {}
-        for (context, feed), row in zip(feeds, rows, strict=True):
-            self.model.commit(feed.sequence, range(len(feed.tokens)))
-            found[id(context)] = row
+            if context.state[self, "pending"]:
+                unread[id(context)] = torch.cat(context.state[self, "pending"])
+                context.state[self, "pending"].clear()
+        while unread:  # more than once for a long prompt only
+            reading = [context for context in contexts if id(context) in unread]
+            rows = self.model.forward([self._next_piece(context, unread) for context in reading])
+            for context, row in zip(reading, rows, strict=True):
+                sequence: SequenceState = context.state[self]
+                self.model.commit(sequence, range(len(sequence.scratch_tokens)))
+                found[id(context)] = row
         return found
+
+    def _next_piece(self, context: Context, unread: dict[int, Tensor]) -> Feed:
+        """At most a chunk of the pairs that have not been read; what is left stays in ``unread``."""
+        sequence: SequenceState = context.state[self]
+        states = unread.pop(id(context))
+        if len(states) > PREFILL_CHUNK:
+            unread[id(context)] = states[PREFILL_CHUNK:]
+            states = states[:PREFILL_CHUNK]
+        first = len(sequence.tokens) + 1
+        return Feed(sequence, context.tokens[first : first + len(states)], wanted=1, states=states)
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 

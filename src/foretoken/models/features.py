@@ -7,7 +7,7 @@ feature.  Run this way they have the library's cache, masks, ragged batches and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,23 +20,12 @@ from foretoken.models.masks import LayerMask
 from foretoken.models.parts import TargetParts
 
 
-class FeatureNet(Protocol):
-    """What such a network offers."""
-
-    def __call__(
-        self, embeddings: Tensor, features: Tensor, positions: Tensor, mask: Tensor | None, keep: Any
-    ) -> Tensor:
-        """Outputs [b, n, D] from embeddings and features [b, n, D] (see :mod:`foretoken.drafters.nets`)."""
-
-    def head_state(self, output: Tensor) -> Tensor:
-        """What the vocabulary projection reads."""
-
-
 class FeatureModel(HuggingFaceModel):
     """Feeds carry ``states``; the tap ``"state"`` is the network's output, the feature of the following place.
 
     Args:
-        net: the network; it is run in float32, which is the fastest for one small layer on CPU.
+        net: one of :mod:`foretoken.drafters.nets` over embeddings and features, with ``head_state``; it is run in
+            float32, which is the fastest for one small layer on CPU.
         parts: the target's embedding and vocabulary projection.
         target: the model that is drafted for (its context length and end-of-text ids).
         project: logits [m, V] of states [m, D]; the target's projection by default.

@@ -62,6 +62,7 @@ class HuggingFaceModel(LanguageModel):
         self._single_mask = set(self.layer_masks) == {""}
         self.num_layers = len(decoder_layers(model))
         self.num_layer_runs = 0.0
+        self._checked_plans: set[LayerPlan] = set()
         self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
         self._sequences: list[SequenceState] = []
         self._lean: Any = None
@@ -166,8 +167,10 @@ class HuggingFaceModel(LanguageModel):
             CapabilityError: a skipped sublayer is no module of its own.
         """
         self._check(feeds, taps)
-        plan.check(self.num_layers)
-        check_sublayers(self.model, plan)
+        if plan not in self._checked_plans:  # a draft runs the same plan at every step
+            plan.check(self.num_layers)
+            check_sublayers(self.model, plan)
+            self._checked_plans.add(plan)
         end = plan.end(self.num_layers)
         # Behind the last layer there is nothing to go on with: such nodes are stated anew, like those that skipped.
         reached = 0 if plan.skip_attention or plan.skip_mlp or end == self.num_layers else end
@@ -284,7 +287,8 @@ class HuggingFaceModel(LanguageModel):
         size = next(len(state) for states in inputs for state in states)
         padded = torch.zeros((*ids.shape, size), dtype=self.dtype, device=self.device)
         for feed, states in zip(feeds, inputs, strict=True):
-            padded[feed.sequence.row - low, : len(states)] = torch.stack(list(states))
+            rows = states if isinstance(states, Tensor) else torch.stack(list(states))
+            padded[feed.sequence.row - low, : len(rows)] = rows
         return padded
 
     def _run_public(

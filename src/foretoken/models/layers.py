@@ -114,6 +114,7 @@ def running(model: nn.Module, plan: LayerPlan, hidden: Tensor | None = None) -> 
     try:
         if not plan.is_whole:
             layers = decoder_layers(model)
+            restores.append(layers[plan.start].register_forward_hook(_check_output).remove)
             for index, layer in enumerate(layers):
                 inside = plan.start <= index < plan.end(len(layers))
                 if not inside:
@@ -147,6 +148,14 @@ def _replace(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Non
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     found: Tensor = args[0] if args else kwargs["hidden_states"]
     return found
+
+
+def _check_output(layer: nn.Module, args: Any, output: Any) -> None:
+    """A layer that is passed over hands a tensor on: where layers return more than that, it would be misread."""
+    if not isinstance(output, Tensor):
+        raise CapabilityError(
+            f"{type(layer).__name__} layers return more than hidden states, so that none can be left out"
+        )
 
 
 def _first_input(*args: Any, **kwargs: Any) -> Tensor:
