@@ -324,8 +324,11 @@ def build_draft_model(
     tokenizer: Any | None,
     device: Any,
     drafter: str = "model",
+    packed: bool = True,
 ) -> LanguageModel:
     """The draft model of a ``model:PATH`` spec (or of another ``drafter`` with one), checked against the target.
+
+    Unless it is ``packed``, its weights stay where they can be trained.
 
     Raises:
         ValueError: no path and no built-in draft for this target, or another tokenizer.
@@ -335,7 +338,7 @@ def build_draft_model(
             f"drafter {drafter!r} needs a path for this target: {drafter}:PATH (a draft LM of the same tokenizer)"
         )
     path = BUILTIN if path is None else path
-    draft = _load_draft_model(path, device)
+    draft = _load_draft_model(path, device, packed)
     check_vocabularies(target, draft, path)
     if tokenizer is not None and path != BUILTIN:
         check_same_tokenizer(tokenizer, load_tokenizer(path), path)
@@ -364,7 +367,7 @@ def build_foreign_draft_model(
     return draft, own
 
 
-def _load_draft_model(path: str, device: Any) -> LanguageModel:
+def _load_draft_model(path: str, device: Any, packed: bool = True) -> LanguageModel:
     # A draft model's law may be anything: small ones are fastest in float32 on CPU (docs/log.md).
     on_cpu = device is None or str(device) == "cpu"
     small = on_cpu and _is_small(path)
@@ -373,7 +376,7 @@ def _load_draft_model(path: str, device: Any) -> LanguageModel:
         role="draft",
         dtype="float32" if small else None,
         device=device,
-        exact="approximate" if small else "distribution",
+        exact="approximate" if small or not packed else "distribution",
     )
 
 

@@ -30,6 +30,7 @@ class Row:
         kind: how a drafter's siblings are drawn, or which kinds a verifier takes.
         lossless: whether the target's law is kept.
         needs_training: whether weights must be trained first.
+        improves_by_training: whether it runs on any target, and better on one that was trained for it.
         needs: what it needs beyond the target's logits, in words.
         example: for a drafter, a spec string that runs on the built-in target as shipped.
     """
@@ -42,6 +43,7 @@ class Row:
     kind: str = ""
     lossless: bool = True
     needs_training: bool = False
+    improves_by_training: bool = False
     needs: str = ""
     example: str = ""
 
@@ -75,6 +77,9 @@ ROWS: tuple[Row, ...] = (
     _drafter("model", "ModelDrafter", "Leviathan et al. 2023, arXiv 2211.17192; SpecInfer, arXiv 2305.09781",
              "A smaller language model of the same tokenizer drafts a chain or a tree.",
              kind="iid, without_replacement or point", needs="draft model", example="model,k=4"),
+    _drafter("online", "OnlineDrafter", "Online speculative decoding, arXiv 2310.07177",
+             "A draft model that is trained while it serves, on the positions where the target rejected it.",
+             kind="iid, without_replacement or point", needs="draft model", example="online,k=4"),
     _drafter("shared_vocab", "SharedVocabDrafter", "TLI, Timor et al. 2025, arXiv 2502.05202",
              "A draft model of another tokenizer drafts the tokens that both vocabularies have.",
              kind="iid, without_replacement or point", needs="draft model and its tokenizer",
@@ -109,7 +114,7 @@ ROWS: tuple[Row, ...] = (
              needs="tree attention; datastore (a small one of Python sources by default)"),
     _drafter("early_exit", "EarlyExitDrafter", "LayerSkip, arXiv 2404.16710",
              "The target's first layers draft; verification goes on from their keys, values and hidden states.",
-             kind="iid, without_replacement or point", needs="layer windows"),
+             kind="iid, without_replacement or point", needs="layer windows", improves_by_training=True),
     _drafter("layer_skip", "LayerSkipDrafter", "Draft & Verify, arXiv 2309.08168",
              "The target drafts with a set of its attention and MLP sublayers left out.",
              kind="iid, without_replacement or point", needs="layer windows"),
@@ -138,12 +143,28 @@ ROWS: tuple[Row, ...] = (
     _drafter("medusa", "MedusaDrafter", "Medusa, arXiv 2401.10774",
              "Extra heads on the last hidden state guess several places at once; their best products form a tree.",
              kind="point", needs="hidden states; tree attention; trained heads", needs_training=True),
+    _drafter("hydra", "HydraDrafter", "Hydra, arXiv 2402.05109",
+             "Extra heads that also read the tokens drafted before theirs fill a tree of fixed shape level by level.",
+             kind="point", needs="hidden states; tree attention; trained heads", needs_training=True),
+    _drafter("bpd", "BpdDrafter", "Stern et al. 2018, arXiv 1811.03115",
+             "Extra heads on the last hidden state guess the rest of a block, which the target checks as it goes on.",
+             kind="point", needs="hidden states; trained heads", needs_training=True),
     _drafter("eagle", "EagleDrafter", "EAGLE, arXiv 2401.15077; EAGLE-2, arXiv 2406.16858",
              "One decoder layer predicts the target's next feature; drafts grow as a tree by their own confidence.",
              kind="point", needs="hidden states; tree attention; trained head", needs_training=True),
+    _drafter("eagle3", "Eagle3Drafter", "EAGLE-3, arXiv 2503.01840",
+             "A layer over three depths of the target, trained on its own outputs, guesses from a small vocabulary.",
+             kind="point", needs="hidden states; tree attention; trained network", needs_training=True),
     _drafter("mtp", "MtpDrafter", "DeepSeek-V3, arXiv 2412.19437",
              "A multi-token prediction module, fed its own output again and again.",
              kind="point", needs="hidden states; trained module", needs_training=True),
+    _drafter("kangaroo", "KangarooDrafter", "Kangaroo, arXiv 2404.18911",
+             "The target's first layers and one trained attention block draft; verification goes on from those layers.",
+             kind="iid, without_replacement or point", needs="layer windows; hidden states; trained adapter",
+             needs_training=True),
+    _drafter("pass_tokens", "PassTokensDrafter", "PaSS, arXiv 2311.13581",
+             "Learned look-ahead tokens behind every draft: the call that verifies a chain also guesses the next one.",
+             kind="iid or point", needs="tree attention; trained token embeddings", needs_training=True),
     _drafter("scripted", "ScriptedDrafter", "", "Proposes given tokens: for tests and demonstrations.", kind="point",
              example="scripted,tokens=32 262 13"),
     # Verifiers: lossless.

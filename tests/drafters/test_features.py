@@ -162,7 +162,7 @@ def test_a_long_prompt_is_read_in_pieces(family: Any, monkeypatch: pytest.Monkey
     target = HuggingFaceModel(llama())
     heads, calls = [], []
     for chunk in (512, 3):
-        monkeypatch.setattr("foretoken.drafters.features.PREFILL_CHUNK", chunk)
+        monkeypatch.setattr("foretoken.drafters.reading.PREFILL_CHUNK", chunk)
         drafter = new_drafter(family, target)
         forward = drafter.model.forward
         drafter.model.forward = lambda feeds, run=forward: calls.append(len(feeds[0].tokens)) or run(feeds)  # type: ignore

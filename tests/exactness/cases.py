@@ -16,23 +16,34 @@ from typing import Any
 import torch
 
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.bpd import BpdDrafter
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.datastore import Datastore
 from foretoken.drafters.eagle import EagleDrafter
+from foretoken.drafters.eagle3 import Eagle3Drafter
 from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.drafters.ensemble import EnsembleDrafter
+from foretoken.drafters.hydra import HydraDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.kangaroo import KangarooDrafter
 from foretoken.drafters.layer_skip import LayerSkipDrafter
 from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.medusa import MedusaDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.mtp import MtpDrafter
+from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
 from foretoken.drafters.nets.decoder import LayerConfig
 from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
+from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
+from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.ngram_cache import NgramCacheDrafter
+from foretoken.drafters.online import OnlineDrafter
+from foretoken.drafters.pass_tokens import PassTokensDrafter
 from foretoken.drafters.prediction import PredictionDrafter
 from foretoken.drafters.recycling import RecyclingDrafter
 from foretoken.drafters.retokenize import RetokenizeDrafter
@@ -69,12 +80,51 @@ def medusa(target: LanguageModel, nodes: int, random: bool) -> MedusaDrafter:
     return MedusaDrafter(random_weights(net) if random else net, parts, nodes)
 
 
+def bpd(target: LanguageModel, random: bool, norm: str = "rms") -> BpdDrafter:
+    """Heads with random weights, or fresh ones, which say what the target says of the token before."""
+    parts = TargetParts(target)
+    net = BpdHeads(BpdConfig(parts.hidden_size, k=4, width=6, norm=norm))
+    return BpdDrafter(random_weights(net) if random else net, parts)
+
+
+def kangaroo(target: LanguageModel, **options: Any) -> KangarooDrafter:
+    """A random adapter behind the target's first layer."""
+    parts = TargetParts(target)
+    net = random_weights(KangarooNet(KangarooConfig(**dataclasses.asdict(LayerConfig.of_target(parts.config)))))
+    return KangarooDrafter(target, FeatureModel(net, parts, target), **options)
+
+
+def hydra(target: LanguageModel, nodes: int, random: bool, prefix: bool = False) -> HydraDrafter:
+    """Dependent heads with random weights, or fresh ones, which say what the target says of the token before."""
+    parts = TargetParts(target)
+    layer = dataclasses.asdict(LayerConfig.of_target(parts.config))
+    net = HydraHeads(HydraConfig(parts.hidden_size, parts.vocab_size, 3, prefix=prefix, layer=layer))
+    return HydraDrafter(random_weights(net) if random else net, parts, nodes, target=target)
+
+
 def feature_drafter(drafter: Any, net: Any, config: Any, target: LanguageModel) -> Drafter:
     """A random network over the target's features."""
     parts = TargetParts(target)
     shape = dataclasses.asdict(LayerConfig.of_target(parts.config))
     made: Drafter = drafter(FeatureModel(random_weights(net(config(**shape))), parts, target), nodes=5, depth=3)
     return made
+
+
+def eagle3(target: LanguageModel, share_head: bool) -> Eagle3Drafter:
+    """A random network that can guess every second token, from depths that the target has."""
+    parts = TargetParts(target)
+    shape = dataclasses.asdict(LayerConfig.of_target(parts.config))
+    config = Eagle3Config(**shape, vocab_size=parts.vocab_size, draft_vocab=parts.vocab_size // 2, layers="0,1,2",
+                          share_head=share_head)  # fmt: skip
+    net = random_weights(Eagle3Net(config))
+    net.choose(torch.arange(config.draft_vocab) * 2 + 1)
+    return Eagle3Drafter.of(net, parts, target, nodes=5, depth=3)
+
+
+def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassTokensDrafter:
+    """Random look-ahead tokens."""
+    net = PassTokens(PassTokensConfig(TargetParts(target).hidden_size, learned))
+    return PassTokensDrafter(random_weights(net), target, **options)
 
 
 @dataclass(frozen=True)
@@ -111,6 +161,20 @@ CASES: dict[str, list[Case]] = {
         Case("wor-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="without_replacement")),
         Case("greedy-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="greedy")),
         Case("itself", lambda target, draft: ModelDrafter(target, k=3)),
+    ],
+    "online": [
+        Case(
+            label,
+            lambda target, draft, o=options: OnlineDrafter(  # type: ignore[misc]
+                draft, target=target, every=1, lr=1e-2, budget=1.0, **o
+            ),
+            network=True,
+        )
+        for label, options in {
+            "chain": {"k": 3},
+            "greedy-chain": {"k": 3, "draw": "greedy", "loss": "rkl"},
+            "wor-tree": {"tree": "2x2x1", "loss": "tvd"},
+        }.items()
     ],
     "shared_vocab": [
         Case(
@@ -267,10 +331,32 @@ CASES: dict[str, list[Case]] = {
         Case("random", lambda target, draft: medusa(target, 6, random=True), network=True),
         Case("fresh", lambda target, draft: medusa(target, 4, random=False), network=True),
     ],
+    "hydra": [
+        Case("random", lambda target, draft: hydra(target, 6, random=True), network=True),
+        Case("fresh", lambda target, draft: hydra(target, 4, random=False), network=True),
+        Case("prefix", lambda target, draft: hydra(target, 6, random=True, prefix=True), network=True),
+    ],
+    "bpd": [
+        Case("random", lambda target, draft: bpd(target, random=True, norm="layer"), network=True),
+        Case("fresh", lambda target, draft: bpd(target, random=False), network=True),
+    ],
     "eagle": [
         Case("tree", lambda target, draft: feature_drafter(EagleDrafter, EagleNet, EagleConfig, target), network=True)
     ],
+    "eagle3": [
+        Case("own-head", lambda target, draft: eagle3(target, share_head=False), network=True),
+        Case("target-head", lambda target, draft: eagle3(target, share_head=True), network=True),
+    ],
     "mtp": [Case("chain", lambda target, draft: feature_drafter(MtpDrafter, MtpNet, MtpConfig, target), network=True)],
+    "kangaroo": [
+        Case("chain", lambda target, draft: kangaroo(target, k=3, eta=0.2), network=True),
+        Case("wor-tree", lambda target, draft: kangaroo(target, tree="2x2x1"), network=True),
+    ],
+    "pass_tokens": [
+        Case("iid", lambda target, draft: pass_tokens(target, 3), network=True),
+        Case("greedy", lambda target, draft: pass_tokens(target, 2, draw="greedy"), network=True),
+        Case("two-groups", lambda target, draft: pass_tokens(target, 4, k=3, groups=2), network=True),
+    ],
     "scripted": [
         Case("chain", lambda target, draft: ScriptedDrafter("1 2 0")),
         Case(

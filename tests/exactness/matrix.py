@@ -13,6 +13,7 @@ from foretoken import registry
 from foretoken.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
 from foretoken.sampling import SamplingParams
+from foretoken.types import Kind
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.pairing import verifiers_for
 from toys import llamas, tables
@@ -22,11 +23,16 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Pair:
-    """A drafter case and the verifier that follows it (``auto`` lets the engine choose)."""
+    """A drafter case and the verifier that follows it (``auto`` lets the engine choose).
+
+    ``seeded`` says whether a seed fixes a sampled output whatever else is served.  When drafts depend on other
+    requests, that takes a rule whose draws do not look at the drafts, and drafts that take no draws themselves.
+    """
 
     drafter: str
     case: Case
     verifier: str
+    seeded: bool = True
 
     @property
     def id(self) -> str:
@@ -61,8 +67,17 @@ def pairs(greedy: bool) -> list[Pair]:
     for name, case in rows():
         drafter: Drafter = case.build(*toy_models(case))
         fitting = verifiers_for(drafter.proposals, greedy=False)
-        found += [Pair(name, case, verifier) for verifier in (AUTO, *fitting, *(["greedy"] if greedy else []))]
+        found += [
+            Pair(name, case, verifier, is_seeded(drafter, verifier))
+            for verifier in (AUTO, *fitting, *(["greedy"] if greedy else []))
+        ]
     return found
+
+
+def is_seeded(drafter: Drafter, verifier: str = AUTO) -> bool:
+    """Whether a seed fixes a sampled output whatever else is served."""
+    points = all(kind is Kind.POINT for kind, _ in drafter.proposals)
+    return not drafter.shares_state or (points and verifier in (AUTO, "match"))
 
 
 def ban(input_ids: Tensor, scores: Tensor) -> Tensor:

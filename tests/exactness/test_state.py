@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 from cases import Case
-from matrix import SAMPLED_MODES, rows
+from matrix import SAMPLED_MODES, is_seeded, rows
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
@@ -57,6 +57,8 @@ def check_draft_model(run: Running, drafter: Drafter, target: HuggingFaceModel) 
     if isinstance(drafter, ModelDrafter) and type(drafter.model) is HuggingFaceModel:
         sequence = run.context.state[drafter]
         assert list(drafter.read(run.context)[: len(sequence.tokens)]) == sequence.tokens
+        if drafter.name == "online" and drafter.shares_state:
+            return  # keys and values of weights that have changed since
         check_cache(drafter.model, sequence, 0.0 if drafter.model is target else 0.3)
 
 
@@ -96,11 +98,15 @@ def test_the_cache_check_sees_a_wrong_path(monkeypatch: pytest.MonkeyPatch) -> N
 
 @each_case
 def test_joining_and_leaving_requests_change_nothing(name: str, case: Case) -> None:
-    """Requests come and go between rounds, one is cancelled; each of the others gives what it gives alone."""
+    """Requests come and go between rounds, one is cancelled; each of the others gives what it gives alone.
+
+    Where a seed does not fix sampled outputs, all are greedy.
+    """
     target, draft = llamas()
+    sampled = SAMPLED_MODES if is_seeded(case.build(target, draft)) else dict.fromkeys(SAMPLED_MODES, SamplingParams())
     requests = [
         Request(prompt, params, 10 + 2 * seed, seed=seed)
-        for seed, (prompt, params) in enumerate(zip(PROMPTS, [SamplingParams(), *SAMPLED_MODES.values()], strict=True))
+        for seed, (prompt, params) in enumerate(zip(PROMPTS, [SamplingParams(), *sampled.values()], strict=True))
     ]
     alone = [outputs(engine(target, case.build(target, draft)), [request])[0] for request in requests]
     shared = engine(target, case.build(target, draft))

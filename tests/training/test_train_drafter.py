@@ -17,6 +17,7 @@ from foretoken.cli.main import main
 from foretoken.loading import build_drafter, load_model
 from foretoken.models.parts import TargetParts
 from foretoken.registry import rows
+from foretoken.training.joint import load_trainable
 from foretoken.training.lm import LmConfig, train_lm
 from foretoken.training.recipes import RECIPES, find_recipe
 from foretoken.training.trainer import Progress, TrainConfig, Trainer
@@ -24,6 +25,7 @@ from foretoken.training.trainer import Progress, TrainConfig, Trainer
 TARGET = LmConfig(
     hidden=32, layers=4, heads=2, kv_heads=1, ffn=48, context=64, vocab=300, batch_size=2, steps=80, lr=1e-2
 )
+TRAINS_TARGET = {"early_exit"}
 RUN = {"batch_size": 2, "context": 48, "seed": 3}
 
 
@@ -47,24 +49,33 @@ def target(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_trainer(method: str, target: Path, data: Path, out: Path, steps: int = 6, **run: Any) -> Trainer:
-    model = load_model(target)
+    settings, features = run.pop("settings", {}), run.pop("features", None)
     kind = find_recipe(method)
-    recipe = kind(model, TargetParts(model), {}, RUN["seed"])
+    model = load_model(target)
+    recipe = kind(model, TargetParts(model), settings, RUN["seed"])
+    if recipe.trains_target:
+        model = load_trainable(target, None)
+        recipe = kind(model, TargetParts(model), settings, RUN["seed"])
     config = TrainConfig(**{"lr": kind.lr, "steps": steps, **RUN, **run})
-    return Trainer(recipe, [data], out, config, AutoTokenizer.from_pretrained(target))
+    return Trainer(recipe, [data], out, config, AutoTokenizer.from_pretrained(target), features=features)
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = load_file(out / "model.safetensors")
+    files = [file for file in (out / "model.safetensors", out / "target/model.safetensors") if file.exists()]
+    found: dict[str, torch.Tensor] = {
+        f"{file.parent.name}:{k}": v for file in files for k, v in load_file(file).items()
+    }
     return found
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    ours, theirs = ({k.partition(":")[2]: v for k, v in side.items()} for side in (one, other))
+    return bool(ours) and ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
 def test_every_trained_row_has_a_recipe() -> None:
-    assert {row.name for row in rows("drafter") if row.needs_training} == set(RECIPES)
+    trained = {row.name for row in rows("drafter") if row.needs_training or row.improves_by_training}
+    assert trained == set(RECIPES)
 
 
 @pytest.mark.parametrize("method", RECIPES)
@@ -78,25 +89,21 @@ def test_from_text_to_a_drafter(
     report = json.loads(captured.out.splitlines()[-1])
     assert report["method"] == method and report["acceptance"]["mean_acceptance_length"] >= 1
     assert "held-out text" in captured.err
-    assert {p.name for p in out.iterdir()} >= {
-        "drafter.json",
-        "model.safetensors",
-        "losses.csv",
-        "losses.png",
-        "README.md",
-    }
+    result = {"target"} if method in TRAINS_TARGET else {"drafter.json", "model.safetensors"}
+    assert {p.name for p in out.iterdir()} >= {"losses.csv", "losses.png", "README.md", "training.json"} | result
     card = (out / "README.md").read_text()
     assert f"foretoken train {method}" in card and "position 1" in card and str(tmp_path) not in card
     stated = dict(word.split("=") for word in card.split("```")[1].split() if "=" in word)
     model = load_model(target)
     assert vars(find_recipe(method)(model, TargetParts(model), stated).config) == report["net"]  # the command works
-    llm = ft.load(str(target), drafter=f"{method}:{out}", dtype="float32")
+    served = out / "target" if method in TRAINS_TARGET else target
+    llm = ft.load(str(served), drafter=report["drafter"].replace("FOLDER", str(out)), dtype="float32")
     plain = llm.plain.generate("one two three", max_new_tokens=24)
     spec = llm.generate("one two three", max_new_tokens=24)
     assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("method", RECIPES)
+@pytest.mark.parametrize("method", sorted(RECIPES.keys() - TRAINS_TARGET))
 def test_training_lowers_the_loss_and_guesses_better(method: str, data: Path, target: Path, tmp_path: Path) -> None:
     losses: list[float] = []
     run = new_trainer(method, target, data, tmp_path / "x", steps=60, lr=1e-2)
@@ -179,3 +186,112 @@ def test_nothing_held_out_is_no_error(target: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three four five\n" * 200)
     report = new_trainer("medusa", target, tmp_path / "a.txt", tmp_path / "x", steps=2).run()
     assert report["acceptance"] == {}
+
+
+def test_features_from_disk_are_the_features(data: Path, target: Path, tmp_path: Path) -> None:
+    """The same weights with and without a store; a second method adds no shard that is there already."""
+    store = tmp_path / "store"
+    new_trainer("medusa", target, data, tmp_path / "a", steps=18).run()
+    new_trainer("medusa", target, data, tmp_path / "b", steps=18, features=store).run()
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    shards = {p: p.stat().st_mtime_ns for p in store.rglob("*.safetensors")}
+    assert len(shards) == 2  # 18 steps of one tap in shards of 16
+    new_trainer("mtp", target, data, tmp_path / "c", steps=18, features=store).run()
+    assert {p: p.stat().st_mtime_ns for p in store.rglob("*.safetensors")} == shards
+    with pytest.raises(ValueError, match="use another folder"):
+        new_trainer("medusa", target, data, tmp_path / "d", context=32, features=store)
+    first = min(shards)
+    first.write_bytes(first.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="damaged: delete it"):
+        new_trainer("medusa", target, data, tmp_path / "e", features=store).run()
+
+
+def test_a_full_disk_leaves_no_half_shard(
+    data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tensors: Any, file: Path) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError(28, "No space left on device", str(file))
+
+    run = new_trainer("medusa", target, data, tmp_path / "a", features=tmp_path / "store")
+    with monkeypatch.context() as patch:
+        patch.setattr("foretoken.training.captured.save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            run.run()
+    assert not list((tmp_path / "store").rglob("*.safetensors"))
+    new_trainer("medusa", target, data, tmp_path / "a", features=tmp_path / "store").run()
+
+
+def test_medusa_2_trains_the_target_too(data: Path, target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "joint"
+    report = new_trainer("medusa", target, data, out, steps=8, settings={"mode": "joint"}).run()
+    losses = report["target_loss_nats"]
+    assert losses["after"] != losses["before"] and report["drafter"] == "medusa:FOLDER"
+    assert not torch.equal(
+        load_file(out / "target/model.safetensors")["model.embed_tokens.weight"],
+        load_file(target / "model.safetensors")["model.embed_tokens.weight"],
+    )
+    llm = ft.load(str(out / "target"), drafter=f"medusa:{out}", dtype="float32")
+    spec, plain = (side.generate("one two three", max_new_tokens=24) for side in (llm, llm.plain))
+    assert spec.token_ids == plain.token_ids
+    with pytest.raises(ValueError, match="another target"):
+        build_drafter(f"medusa:{out}", load_model(target))
+    with pytest.raises(ValueError, match="leave --features out"):
+        new_trainer("medusa", target, data, out, settings={"mode": "joint"}, features=tmp_path / "store")
+
+
+def test_a_joint_run_resumes_to_the_same_bits(data: Path, target: Path, tmp_path: Path) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    joint = {"settings": {"mode": "joint"}}
+    new_trainer("medusa", target, data, tmp_path / "whole", **joint).run(save_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        new_trainer("medusa", target, data, tmp_path / "cut", **joint).run(save_every=2, on_step=stop)
+    new_trainer("medusa", target, data, tmp_path / "cut", **joint).run(save_every=2)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+
+
+def test_early_exits_get_better(data: Path, target: Path, tmp_path: Path) -> None:
+    @torch.no_grad()
+    def exit_loss(folder: Path) -> float:
+        parts, total = TargetParts(load_model(folder, dtype="float32")), 0.0
+        for block in run.held_tokens:
+            state = parts.normed(parts.features(block[:, :-1], ["layer:2"])["layer:2"])
+            total += float(torch.nn.functional.cross_entropy(parts.logits(state)[0], block[0, 1:]))
+        return total / len(run.held_tokens)
+
+    settings = {"layer": "2", "every": "1", "labels": "target", "dropout": "0.0"}
+    run = new_trainer("early_exit", target, data, tmp_path / "x", steps=40, lr=3e-3, settings=settings)
+    report = run.run()
+    assert report["drafter"] == "early_exit,layer=2" and report["target_loss_nats"]["after"] < 1.0
+    assert exit_loss(tmp_path / "x/target") < 0.9 * exit_loss(target)
+
+
+def test_text_that_the_target_writes(data: Path, target: Path, tmp_path: Path) -> None:
+    written: list[tuple[int, int]] = []
+    model = load_model(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    config = TrainConfig(steps=4, text="target", written_blocks=5, **RUN)  # type: ignore[arg-type]
+
+    def run(out: Path) -> Trainer:
+        recipe = find_recipe("medusa")(model, TargetParts(model), {}, RUN["seed"])
+        return Trainer(
+            recipe, [data], out, config, tokenizer, tmp_path / "corpus", on_written=lambda *done: written.append(done)
+        )
+
+    trainer = run(tmp_path / "a")
+    assert written == [(5, 5)]
+    block = trainer.sampler(0)[0]
+    assert block.shape == (49,)
+    law = torch.softmax(model.model(torch.from_numpy(block)[None, :-1]).logits[0].float(), -1)
+    chances = law[torch.arange(48), torch.from_numpy(block)[1:]]
+    assert float(chances[6:].log().mean()) > -1.5  # the target finds its own writing likely
+    trainer.run()
+    run(tmp_path / "b").run()
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    with pytest.raises(ValueError, match="do not fill a batch"):
+        new_trainer("medusa", target, data, tmp_path / "c", text="target", written_blocks=1)
+    with pytest.raises(ValueError, match="text must be one of fixed, target"):
+        TrainConfig(text="own")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import typer
 
-from foretoken.cli import chat, datastore, doctor, generate, methods, parity, train, tune
+from foretoken.cli import chat, datastore, doctor, export, generate, methods, parity, train, tune, tune_tree
 
 app = typer.Typer(
     name="foretoken",
@@ -23,8 +23,11 @@ app.command("methods")(methods.methods_command)
 app.command("parity")(parity.parity_command)
 app.command("doctor")(doctor.doctor_command)
 app.add_typer(train.app, name="train")
+tune.app.command("tree")(tune_tree.tree_command)
 app.add_typer(tune.app, name="tune")
 app.add_typer(datastore.app, name="datastore")
+app.command("export")(export.export_command)
+app.command("import")(export.import_command)
 
 USER_ERRORS = (ValueError, OSError, ArithmeticError, MemoryError)
 """What a user can cause; anything else is a bug of ours and keeps its traceback."""

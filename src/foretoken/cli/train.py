@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from foretoken.cli.train_distill import boost_command, distill_command
 from foretoken.cli.train_drafter import make_command
 from foretoken.registry import rows
 
@@ -19,8 +20,11 @@ def _group() -> None:
 
 
 for _row in rows("drafter"):
-    if _row.needs_training:
+    if _row.needs_training or _row.improves_by_training:
         app.command(_row.name)(make_command(_row.name))
+
+app.command("distill")(distill_command)
+app.command("boost")(boost_command)
 
 
 @app.command("lm")

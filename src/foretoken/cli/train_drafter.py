@@ -34,6 +34,12 @@ def make_command(method: str) -> Callable[..., None]:
             list[str] | None, typer.Option("--set", help="key=value of the network or its loss.")
         ] = None,
         corpus: Annotated[Path | None, typer.Option(help="Where the encoded text is kept; share it by runs.")] = None,
+        features: Annotated[
+            Path | None, typer.Option(help="Keep the target's hidden states here; share them by runs of one target.")
+        ] = None,
+        text: Annotated[str, typer.Option(help="fixed (the corpus) or target (what the target writes).")] = "fixed",
+        written_blocks: Annotated[int, typer.Option(min=1, help="Blocks that the target writes.")] = 256,
+        written_temperature: Annotated[float, typer.Option(min=0.0, help="Temperature at which it writes.")] = 1.0,
         save_every: Annotated[int, typer.Option(min=1)] = 100,
         eval_every: Annotated[int, typer.Option(min=1)] = 100,
         device: str | None = None,
@@ -41,8 +47,9 @@ def make_command(method: str) -> Callable[..., None]:
     ) -> None:
         settings = dict(_key_value(item) for item in setting or ())
         report = train(
-            method, data, out, target, settings, corpus, device, save_every, eval_every,
+            method, data, out, target, settings, corpus, features, device, save_every, eval_every,
             steps=steps, batch_size=batch_size, context=context, seed=seed, **({} if lr is None else {"lr": lr}),
+            text=text, written_blocks=written_blocks, written_temperature=written_temperature,
         )  # fmt: skip
         if as_json:
             print_json(report)
@@ -65,6 +72,7 @@ def train(
     target: str,
     settings: Mapping[str, str],
     corpus: Path | None,
+    features: Path | None,
     device: str | None,
     save_every: int,
     eval_every: int,
@@ -76,6 +84,7 @@ def train(
     from foretoken.loading import load_model, load_tokenizer
     from foretoken.models.parts import TargetParts
     from foretoken.training.drafter_card import write_drafter_card
+    from foretoken.training.joint import FOLDER, load_trainable
     from foretoken.training.recipes import find_recipe
     from foretoken.training.trainer import Progress as Step
     from foretoken.training.trainer import TrainConfig, Trainer
@@ -85,44 +94,64 @@ def train(
     if tokenizer is None:
         raise ValueError(f"{target} has no tokenizer beside it: training text must be encoded with the target's own")
     kind = find_recipe(method)
+    dtype = TargetParts(model).head.weight.dtype
     recipe = kind(model, TargetParts(model), settings, run["seed"])
+    if recipe.trains_target:
+        model = load_trainable(target, device)
+        recipe = kind(model, TargetParts(model), settings, run["seed"])
     config = TrainConfig(**{"lr": kind.lr, **run})
-    trainer = Trainer(recipe, data, out, config, tokenizer, corpus)
-    prompts = [
-        batch.tokens[0, : min(PROMPT_TOKENS, model.context_length // 2)].tolist()
-        for batch in trainer.held[:HELD_PROMPTS]
-    ]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen(stderr=True)) as bar:
-        task = bar.add_task("training", total=config.steps)
+        task = bar.add_task("reading text", total=config.steps)
+
+        def on_written(done: int, count: int) -> None:
+            bar.update(task, completed=done, total=count, description="the target writes text")
 
         def on_step(step: Step) -> None:
             text = f"loss {step.loss:.3f}  {step.tokens_per_s:,.0f} tokens/s"
-            bar.update(task, completed=step.step, description=text)
+            bar.update(task, completed=step.step, total=step.steps, description=text)
             if step.acceptance is not None:
-                bar.console.print(f"step {step.step}: loss {step.loss:.4f}, {describe(step.acceptance)}")
+                bar.console.print(
+                    f"step {step.step}: loss {step.loss:.4f}, {describe(step.acceptance)}", soft_wrap=True
+                )
 
+        trainer = Trainer(recipe, data, out, config, tokenizer, corpus, features, dtype, on_written)
+        size = min(PROMPT_TOKENS, model.context_length // 2)
+        prompts = [tokens[0, :size].tolist() for tokens in trainer.held_tokens[:HELD_PROMPTS]]
         report = trainer.run(
             save_every=save_every,
             eval_every=eval_every,
-            evaluate=(lambda drafter: held_out(model, drafter, prompts)) if prompts else None,
+            evaluate=(lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None,
             on_step=on_step,
         )
     write_drafter_card(out, report, data, target)
     length = describe(report["acceptance"]) if report["acceptance"] else "nothing held out"
-    screen(stderr=True).print(f"{report['parameters']:,} parameters, {length} -> {out}")
+    console = screen(stderr=True)
+    console.print(f"{report['parameters']:,} parameters, {length} -> {out}", soft_wrap=True)
+    if recipe.trains_target:
+        before, after = report["target_loss_nats"]["before"], report["target_loss_nats"]["after"]
+        change = "" if before is None else f" (held-out loss {before:.3f} -> {after:.3f} nats per token)"
+        use = f"--target {out / FOLDER} --drafter {recipe.spec(out)}"
+        console.print(f"the target was trained too{change}: {use}", soft_wrap=True)
     return report
 
 
 def held_out(model: LanguageModel, drafter: Drafter, prompts: Sequence[list[int]]) -> dict[str, Any]:
-    """Greedy acceptance of a drafter on held-out prompts, through the real engine."""
+    """Acceptance of a drafter on held-out prompts, through the real engine: greedy, and ``"sampled"`` at T=1."""
+    return {**_held_out(model, drafter, prompts, 0.0), "sampled": _held_out(model, drafter, prompts, 1.0)}
+
+
+def _held_out(
+    model: LanguageModel, drafter: Drafter, prompts: Sequence[list[int]], temperature: float
+) -> dict[str, Any]:
     from foretoken.engine.stats import SpecStats
     from foretoken.llm import assemble
 
     llm = assemble(model, drafter, "auto", "auto", None)
     total = SpecStats()
     room = model.context_length - max(map(len, prompts))
-    for out in llm.generate(list(prompts), max_new_tokens=min(NEW_TOKENS, room), ignore_eos=True):
+    asked: dict[str, Any] = {"temperature": temperature, "seed": 0, "ignore_eos": True}
+    for out in llm.generate(list(prompts), max_new_tokens=min(NEW_TOKENS, room), **asked):
         total.merge(out.stats)
     rounds, reached = max(1, total.num_drafts), total.num_accepted_tokens_per_pos
     reached = [*reached, *[0] * (drafter.max_depth - len(reached))]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter
-from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
+from foretoken.drafters.reading import FeatureReader
+from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.features import FeatureModel
-from foretoken.models.huggingface import PREFILL_CHUNK
-from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.types import Budget, Context, TokenTree
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Growth:
     states: list[Tensor] = field(default_factory=list)
 
 
-class FeatureDrafter(Drafter):
+class FeatureDrafter(FeatureReader, Drafter):
     """Point proposals: the tree that the draft's own confidence makes.
 
     Args:
@@ -51,13 +51,11 @@ class FeatureDrafter(Drafter):
         ValueError: an option below 1.
     """
 
-    taps = ("last",)
-
     def __init__(self, model: FeatureModel, nodes: int = 16, depth: int = 5, width: int = 4) -> None:
         for key, value in (("nodes", nodes), ("depth", depth), ("width", width)):
             if value < 1:
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
-        self.model = model
+        super().__init__(model)
         self.width = width
         self.max_depth, self.max_nodes = depth, nodes
         self.vocab_size = model.vocab_size
@@ -71,67 +69,13 @@ class FeatureDrafter(Drafter):
 
     def start(self, context: Context) -> None:
         """Read the prompt: pairs of the token that follows and the state before it."""
-        context.state[self] = self.model.open()
-        context.state[self, "pending"] = []
+        super().start(context)
         self._heads([context])
-
-    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Keep the features of the round: they are read when the next draft is asked for."""
-        self._collect(context)
 
     def finish(self, context: Context) -> None:
         """Free the row."""
-        sequence = context.state.pop(self, None)
-        context.state.pop((self, "pending"), None)
+        super().finish(context)
         context.state.pop((self, "head"), None)
-        if sequence is not None:
-            self.model.release(sequence)
-
-    def features(self, context: Context) -> Tensor:
-        """True features [n, D] of the tokens from position ``context.hidden_start`` on."""
-        return context.hidden[self.taps[0]].float()
-
-    def _collect(self, context: Context) -> None:
-        """Put aside the features that have not been seen yet (a round may be shown more than once)."""
-        if self.taps[0] in context.hidden:
-            pending: list[Tensor] = context.state[self, "pending"]
-            have = len(context.state[self].tokens) + sum(map(len, pending))
-            fresh = self.features(context)[have - context.hidden_start :]
-            if len(fresh):
-                pending.append(fresh)
-
-    def _follow(self, contexts: Sequence[Context]) -> dict[int, Rows]:
-        """Read what was committed since: true features only, so that these places can be kept.
-
-        The pair at place t is the token at t + 1 and the feature of t; the last pair holds the root.
-        """
-        found: dict[int, Rows] = {}
-        unread: dict[int, Tensor] = {}
-        for context in contexts:
-            if context.state[self].scratch_tokens:
-                self.model.commit(context.state[self], ())
-            self._collect(context)
-            if context.state[self, "pending"]:
-                unread[id(context)] = torch.cat(context.state[self, "pending"])
-                context.state[self, "pending"].clear()
-        while unread:  # more than once for a long prompt only
-            reading = [context for context in contexts if id(context) in unread]
-            rows = self.model.forward([self._next_piece(context, unread) for context in reading])
-            for context, row in zip(reading, rows, strict=True):
-                sequence: SequenceState = context.state[self]
-                self.model.commit(sequence, range(len(sequence.scratch_tokens)))
-                found[id(context)] = row
-        return found
-
-    def _next_piece(self, context: Context, unread: dict[int, Tensor]) -> Feed:
-        """At most a chunk of the pairs that have not been read; what is left stays in ``unread``."""
-        sequence: SequenceState = context.state[self]
-        states = unread.pop(id(context))
-        if len(states) > PREFILL_CHUNK:
-            unread[id(context)] = states[PREFILL_CHUNK:]
-            states = states[:PREFILL_CHUNK]
-        first = len(sequence.tokens) + 1
-        return Feed(sequence, context.tokens[first : first + len(states)], wanted=1, states=states)
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +102,7 @@ class FeatureDrafter(Drafter):
 
     def _heads(self, contexts: Sequence[Context]) -> dict[int, tuple[Tensor, Tensor]]:
         """Per request the logits [1, V] and the output state [D] at its root, once its text has been read."""
-        rows = self._follow(contexts)
+        rows = self.follow(contexts)
         for context in contexts:
             row = rows.get(id(context))
             if row is not None:

@@ -131,7 +131,7 @@ class ModelDrafter(Drafter):
         growing = [t for t in trees if self._width(t, 0)]
         feeds = [Feed(t.sequence, self._unread(t), wanted=1) for t in growing]
         for depth in range(self.max_depth):
-            rows = self._score(feeds) if feeds else []
+            rows = self._score(feeds, growing) if feeds else []
             following, feeds = [], []
             for tree, row in zip(growing, rows, strict=True):
                 feed = self._expand(tree, self._widened(row.logits), depth)
@@ -141,8 +141,8 @@ class ModelDrafter(Drafter):
             growing = following
         return [self._finished(tree) for tree in trees]
 
-    def _score(self, feeds: Sequence[Feed]) -> list[Rows]:
-        """One draft forward."""
+    def _score(self, feeds: Sequence[Feed], trees: Sequence[_Growing]) -> list[Rows]:
+        """One draft forward for the trees that grow, a feed for each."""
         return self.model.forward(feeds)
 
     def _unread(self, tree: _Growing) -> Sequence[int]:

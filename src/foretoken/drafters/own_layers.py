@@ -66,7 +66,7 @@ class OwnLayersDrafter(ModelDrafter):
         """The sequence belongs to the engine."""
         context.state.pop(self, None)
 
-    def _score(self, feeds: Sequence[Feed]) -> list[Rows]:
+    def _score(self, feeds: Sequence[Feed], trees: Sequence[_Growing]) -> list[Rows]:
         return self.model.forward_part(feeds, self.plan)
 
     def _unread(self, tree: _Growing) -> Sequence[int]:

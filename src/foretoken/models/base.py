@@ -193,6 +193,17 @@ class LanguageModel(ABC):
         reason = self.capabilities.missing.get("layer_windows", f"{type(self).__name__} has no layers")
         raise CapabilityError(f"this model cannot run a part of its layers: {reason}")
 
+    def extra_embeddings(self, rows: Tensor) -> int:
+        """Let ids behind the vocabulary be fed as probes, embedded as ``rows`` [k, D]; returns the first of the k ids.
+
+        The tensor is held, not copied: changes of it show.  The same memory given again has the same ids.
+
+        Raises:
+            CapabilityError: the model has no token embedding that rows could be added to.
+            ValueError: rows of another width.
+        """
+        raise CapabilityError(f"{type(self).__name__} has no token embedding that rows could be added to")
+
     @abstractmethod
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Keep the scratch nodes of ``path`` (from the last committed token downwards), drop all others."""

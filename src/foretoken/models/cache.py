@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 CHUNK = 256
 """Slots by which the cache grows at least, so that growing is rare."""
@@ -168,3 +168,8 @@ class TreeCache(Cache):
     def num_bytes(self) -> int:
         """Memory held by the buffers."""
         return sum(b.numel() * b.element_size() for s in (self.keys, self.values) for b in s if b is not None)
+
+
+def growing_cache() -> Cache:
+    """An empty cache to which every forward appends, and through which gradients flow; all layers keep everything."""
+    return DynamicCache()

@@ -86,7 +86,7 @@ class FeatureModel(HuggingFaceModel):
             return self.cache.update(key, value, 0)
 
         output = self.model(self.parts.embedding(ids).float(), states, positions, masks[""], keep)
-        kept = self.model.head_state(output[:, first:]).reshape(b * (width - first), -1)
+        kept = self.model.head_state(output[:, first:]).flatten(0, 1)
         logits = (
             self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
         )

@@ -15,6 +15,7 @@ from foretoken.models.attention import EXACT, FOLDED
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache import TreeCache
 from foretoken.models.capabilities import detect
+from foretoken.models.extra import check_rows, embedding_rows
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
 from foretoken.models.masks import LayerMask, RowPlan, additive_mask
 from foretoken.models.packing import BlockedProducts
@@ -41,6 +42,8 @@ class HuggingFaceModel(LanguageModel):
     Raises:
         CapabilityError: the model cannot take trees (use :func:`foretoken.models.wrap`, which falls back).
     """
+
+    _extra: tuple[Tensor, ...] = ()
 
     def __init__(self, model: Any, *, exact: str = "distribution", lean: bool = True) -> None:
         if exact not in ("distribution", "bitwise", "approximate"):
@@ -75,6 +78,35 @@ class HuggingFaceModel(LanguageModel):
     def is_lean(self) -> bool:
         """Whether forwards run on the lean twin instead of the public one."""
         return self._lean is not None
+
+    def extra_embeddings(self, rows: Tensor) -> int:
+        """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
+        check_rows(self.model, rows)
+        first = self.vocab_size
+        for known in self._extra:
+            if known.data_ptr() == rows.data_ptr() and known.shape == rows.shape:
+                return first
+            first += len(known)
+        self._extra = (*self._extra, rows)
+        return first
+
+    @property
+    def extra_rows(self) -> Tensor | None:
+        """[K, D] what ids from ``vocab_size`` on are embedded as; ``None`` as long as there are none."""
+        return torch.cat(self._extra) if self._extra else None
+
+    def take_weights(self, source: torch.nn.Module) -> None:
+        """Copy the weights of ``source``, a network of the same shape, over the present ones.
+
+        Open sequences stay: what their caches hold was made by the old weights, what follows is made by the new ones.
+        """
+        with torch.no_grad():
+            for mine, new in zip(self.model.parameters(), source.parameters(), strict=True):
+                mine.copy_(new)
+        if self._lean is not None:
+            from foretoken.models.lean import LeanForward
+
+            self._lean = LeanForward(self)  # its fused weights are copies
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
@@ -189,6 +221,7 @@ class HuggingFaceModel(LanguageModel):
     def _finish(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
         """A whole forward of trees whose leading nodes have run the first layers already."""
         exits = {feed.sequence.exit_layer for feed in feeds if feed.sequence.exit_layer}
+        exit_tap = f"layer:{min(exits, default=0)}"
         if len(exits) != 1 or any(_comes_before(name, min(exits)) for name in taps):
             for feed in feeds:  # nothing to go on from, or hidden states of the first layers are asked for
                 feed.sequence.clear_scratch()
@@ -203,7 +236,11 @@ class HuggingFaceModel(LanguageModel):
                 self.forward_part(fresh, window)
             places = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
             upper = LayerPlan(start=window.end(self.num_layers))
-            results = self._score(feeds, places, taps, upper, [feed.sequence.exit_states for feed in feeds])
+            states = [feed.sequence.exit_states for feed in feeds]
+            results = self._score(feeds, places, [name for name in taps if name != exit_tap], upper, states)
+            if exit_tap in taps:  # what the upper layers went on from
+                for rows, kept in zip(results, states, strict=True):
+                    rows.taps[exit_tap] = torch.stack(kept)
         except BaseException:
             for feed in feeds:
                 feed.sequence.clear_scratch()
@@ -308,9 +345,11 @@ class HuggingFaceModel(LanguageModel):
             mask = mask[""]
         products = BlockedProducts() if self.exact == "bitwise" else nullcontext()
         part = running(self.model, plan, states)
-        with self._switched_attention(), products, recording(self.model, taps) as hidden, part:
+        rows = self.extra_rows
+        embedding = nullcontext(ids) if rows is None else embedding_rows(self.model, ids, rows, self.vocab_size)
+        with self._switched_attention(), products, recording(self.model, taps) as hidden, part, embedding as known:
             out = self.model(
-                input_ids=ids,
+                input_ids=known,
                 position_ids=positions,
                 attention_mask=mask,
                 past_key_values=self.cache,
@@ -339,9 +378,9 @@ class HuggingFaceModel(LanguageModel):
 
 
 def _comes_before(tap: str, layer: int) -> bool:
-    """Whether a tap is a hidden state of the first layers, which provisional nodes have not kept."""
+    """Whether a tap is a hidden state before the exit layer, which provisional nodes have not kept."""
     kind, _, number = tap.partition(":")
-    return kind == "layer" and int(number) <= layer
+    return kind == "layer" and int(number) < layer
 
 
 def _parents_of(feed: Feed) -> Sequence[int]:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from foretoken.models.attention import exact_attention
 from foretoken.models.cache import TreeCache
+from foretoken.models.extra import known_ids, put_in
 from foretoken.models.layers import WHOLE, LayerPlan
 from foretoken.models.packing import Projection, can_pack
 
@@ -106,7 +107,7 @@ class LeanForward:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Logits [b, width - first, V] and taps from ids and positions [b, width], or from ``states`` [b, width, D]."""
         b, width = ids.shape
-        x = (F.embedding(ids, self.embedding) if states is None else states).view(b * width, -1)
+        x = (self._embed(ids) if states is None else states).view(b * width, -1)
         cos, sin = self.rotary[:, positions][:, :, :, None]
         groups = self.heads // self.kv_heads
         folded = {
@@ -136,6 +137,12 @@ class LeanForward:
             kept = _norm(kept, self.final_norm)
         logits = self.head(kept.to(self.head_dtype)).to(self.owner.dtype)
         return logits.view(b, width - first, -1), hidden
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        rows, first = self.owner.extra_rows, self.owner.vocab_size
+        if rows is None:
+            return F.embedding(ids, self.embedding)
+        return put_in(F.embedding(known_ids(ids, first), self.embedding), ids, rows, first)
 
     def _attend(
         self, index: int, layer: _Layer, x: Tensor, b: int, width: int, cos: Tensor, sin: Tensor, mask: Tensor | None

@@ -63,6 +63,8 @@ class Projection:
 
     def _apply(self, x: Tensor) -> Tensor:
         if self.packed is not None:
+            if x.requires_grad:  # the packed product has no derivative
+                return F.linear(x, self.packed.to_dense(), self.bias)
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
 

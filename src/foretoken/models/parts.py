@@ -15,8 +15,10 @@ from torch import Tensor
 
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.packing import Projection, can_pack
-from foretoken.models.taps import recording
+from foretoken.models.taps import find_decoder, recording
 
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
+"""What Transformers' decoders call the norm behind their last layer."""
 SAMPLED_ROWS = 64
 """Embedding rows that go into a fingerprint."""
 
@@ -92,7 +94,7 @@ class TargetParts:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Target logits [..., V] of states behind the final norm [..., D]; gradients flow through."""
-        return self._behind(torch.nn.functional.linear(hidden, self.head.weight.to(hidden.dtype), self.head.bias))
+        return self.behind(torch.nn.functional.linear(hidden, self.head.weight.to(hidden.dtype), self.head.bias))
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """The same for [n, D] while drafting, float32 [n, V]: in packed bfloat16 where that is the fastest way."""
@@ -102,16 +104,35 @@ class TargetParts:
             bias = None if self.head.bias is None else self.head.bias.detach().to(weight.dtype)
             self._packed = Projection(weight, bias)
             self._packed_dtype = weight.dtype
-        return self._behind(self._packed(hidden.to(self._packed_dtype)).float())
+        return self.behind(self._packed(hidden.to(self._packed_dtype)).float())
 
-    def _behind(self, logits: Tensor) -> Tensor:
+    def behind(self, logits: Tensor) -> Tensor:
+        """What the family does to its logits behind the projection: a scale, a soft cap."""
         if self._scale != 1.0:
             logits = logits * self._scale
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
-    @torch.no_grad()
-    def features(self, tokens: Tensor, taps: Sequence[str]) -> dict[str, Tensor]:
+    def features(self, tokens: Tensor, taps: Sequence[str], grad: bool = False) -> dict[str, Tensor]:
         """Hidden states [b, n, D] by tap name of whole texts [b, n], read without a cache."""
-        with recording(self.network, taps) as found:
+        with torch.set_grad_enabled(grad), recording(self.network, taps) as found:
             self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
         return dict(found)
+
+    @property
+    def final_norm(self) -> torch.nn.Module:
+        """The norm behind the last layer, which the vocabulary projection reads.
+
+        Raises:
+            CapabilityError: the network has none by any known name.
+        """
+        decoder = find_decoder(self.network)[0]
+        for name in FINAL_NORMS:
+            if isinstance(getattr(decoder, name, None), torch.nn.Module):
+                found: torch.nn.Module = getattr(decoder, name)
+                return found
+        raise CapabilityError(f"{type(decoder).__name__} has no final norm by a known name")
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The final norm of states [..., D] that come out of a layer."""
+        found: Tensor = self.final_norm(hidden)
+        return found

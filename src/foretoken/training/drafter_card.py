@@ -22,7 +22,10 @@ def write_drafter_card(
     method = report["method"]
     name = Path(target).name
     settings = " ".join(f"--set {k}={v}" for k, v in report["settings"].items())
-    options = " ".join(f"--{k.replace('_', '-')} {run[k]}" for k in ("steps", "batch_size", "context", "lr", "seed"))
+    names = ["steps", "batch_size", "context", "lr", "seed"]
+    if run.get("text", "fixed") != "fixed":
+        names += ["text", "written_blocks", "written_temperature"]
+    options = " ".join(f"--{k.replace('_', '-')} {run[k]}" for k in names)
     command = " ".join(
         [f"foretoken train {method} --target {name}", *(f"--data {Path(p).name}" for p in data), f"--out {out.name}"]
     )
@@ -37,18 +40,42 @@ def write_drafter_card(
     parts = [
         *([f"---\nlicense: {licence}\n---\n"] if licence else []),
         f"# A drafter of the method `{method}` for `{name}`\n",
-        f'Loads as `drafter="{method}:FOLDER"` beside the target that it was trained for, and beside no other.\n',
+        _use(report),
         f"## Shape\n\n{_table(shape)}",
         f"## Data\n\n{data_note or 'Trained on ' + ', '.join(f'`{Path(p).name}`' for p in data) + '.'}\n",
         f"## Training\n\n```\n{command} {options} {settings}\n```\n\n{_table(seen)}",
     ]
+    losses = report.get("target_loss_nats")
+    if losses and losses["before"] is not None:
+        rows = {when: f"{losses[when]:.4f} nats per token" for when in ("before", "after")}
+        parts.append(f"## The target on held-out text\n\n{_table(rows)}")
     if acceptance:
-        by_place = {f"position {i}": f"{share:.1%}" for i, share in enumerate(acceptance["per_position"], 1)}
-        measured = {"mean acceptance length": f"{acceptance['mean_acceptance_length']:.2f} tokens a round", **by_place}
         parts.append(
-            "## Held-out acceptance\n\nGreedy, through the engine, on documents held out by a hash of their content: "
-            f"the share of rounds whose draft stands up to each position.\n\n{_table(measured)}"
+            "## Held-out acceptance\n\nThrough the engine, on documents held out by a hash of their content: the mean "
+            "acceptance length (tokens a round, the target's own included) and the share of rounds whose draft stands "
+            f"up to each position.\n\n{_acceptance(acceptance)}"
         )
     tmp = out / ".README.md.tmp"
     tmp.write_text("\n".join(parts), encoding="utf-8")
     return tmp.replace(out / "README.md")
+
+
+def _use(report: Mapping[str, Any]) -> str:
+    spec = report["drafter"]
+    if report.get("target_loss_nats") is None:
+        return f'Loads as `drafter="{spec}"` beside the target that it was trained for, and beside no other.\n'
+    return (
+        f'The target was trained too and has changed: load `target="FOLDER/target"` with `drafter="{spec}"`. '
+        "Output is that of the new target.\n"
+    )
+
+
+def _acceptance(found: Mapping[str, Any]) -> str:
+    columns = {"greedy": found, **({"T=1": found["sampled"]} if "sampled" in found else {})}
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lengths = " | ".join(f"{column['mean_acceptance_length']:.2f}" for column in columns.values())
+    lines.append(f"| mean acceptance length | {lengths} |")
+    for place in range(len(found["per_position"])):
+        shares = " | ".join(f"{column['per_position'][place]:.1%}" for column in columns.values())
+        lines.append(f"| position {place + 1} | {shares} |")
+    return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""One loop for every trained drafter: a frozen target's features in, a recipe's loss, checkpoints, curves, acceptance.
+"""One loop for every trained drafter: a target's features in, a recipe's loss, checkpoints, curves, acceptance.
 
 The data order is a pure function of (seed, step), so that a killed run continues as if it had not been.
 """
@@ -14,12 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.nets.store import save_drafter
+from foretoken.models.base import LanguageModel
+from foretoken.models.parts import TargetParts
+from foretoken.training.blocks import TEXTS, WrittenBlocks, write_blocks
+from foretoken.training.captured import FeatureStore
 from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, read_meta, save_checkpoint
 from foretoken.training.corpus import BlockSampler, build_corpus, read_tokens
 from foretoken.training.curves import Curve
+from foretoken.training.joint import as_served, held_loss, save_target
 from foretoken.training.recipes.base import Batch, Recipe
 
 HELD_BLOCKS = 8
@@ -38,6 +44,9 @@ class TrainConfig:
         warmup: share of the steps in which it rises.
         decay: share of the steps in which it falls to zero.
         seed: of the data order and of everything drawn.
+        text: ``"fixed"`` (the corpus) or ``"target"`` (what the target writes behind the beginnings of its blocks).
+        written_blocks: how many blocks it writes.
+        written_temperature: at which it writes.
     """
 
     steps: int = 500
@@ -47,6 +56,13 @@ class TrainConfig:
     warmup: float = 0.05
     decay: float = 0.4
     seed: int = 0
+    text: str = "fixed"
+    written_blocks: int = 256
+    written_temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.text not in TEXTS:
+            raise ValueError(f"text must be one of {', '.join(TEXTS)}, not {self.text!r}")
 
 
 @dataclass
@@ -60,8 +76,9 @@ class Progress:
     acceptance: Mapping[str, Any] | None = None
 
 
-Evaluate = Callable[[Drafter], Mapping[str, Any]]
-"""Runs a drafter on held-out text: ``mean_acceptance_length``, ``acceptance_rate``, ``per_position``."""
+Evaluate = Callable[[Drafter, LanguageModel], Mapping[str, Any]]
+"""Runs a drafter with its target on held-out text: ``mean_acceptance_length``, ``acceptance_rate``, ``per_position``,
+and the same under ``sampled``."""
 
 
 class Trainer:
@@ -74,9 +91,12 @@ class Trainer:
         config: the run.
         tokenizer: the target's.
         corpus: where the encoded text is kept (``out/corpus`` by default; share it between runs).
+        features: where the target's hidden states are kept (none are by default; share it between runs).
+        dtype: that a target is stored in, where the recipe trains it.
+        on_written: told (blocks written, blocks in all) while the target writes.
 
     Raises:
-        ValueError: empty or too short data.
+        ValueError: empty or too short data, or features of other blocks.
     """
 
     def __init__(
@@ -87,42 +107,94 @@ class Trainer:
         config: TrainConfig,
         tokenizer: Any,
         corpus: Path | None = None,
+        features: Path | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        on_written: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.recipe, self.out, self.config = recipe, out, config
+        self.recipe, self.out, self.config, self.tokenizer, self.dtype = recipe, out, config, tokenizer, dtype
         folder = corpus or out / "corpus"
         self.corpus = build_corpus(data, tokenizer, folder)
         if self.corpus["train"]["tokens"] == 0:
             raise ValueError(f"no text found below {', '.join(map(str, data))}: give .py, .txt, .md or .jsonl")
-        dtype = self.corpus["dtype"]
-        self.sampler = BlockSampler(folder / "train.bin", dtype, config.context, config.batch_size, config.seed)
-        self.held = self._held_blocks(folder / "held.bin", dtype)
+        stored = self.corpus["dtype"]
+        self.sampler: BlockSampler | WrittenBlocks
+        self.sampler = BlockSampler(folder / "train.bin", stored, config.context, config.batch_size, config.seed)
+        if config.text == "target":
+            self.sampler = write_blocks(
+                folder,
+                recipe.target,
+                asdict(recipe.parts.fingerprint()),
+                self.sampler,
+                config.written_blocks,
+                config.written_temperature,
+                on_written,
+            )
+        self.held_tokens = self._held_tokens(folder / "held.bin", stored)
+        recipe.prepare(self.sampler.tokens)
+        self.network = recipe.parts.network.requires_grad_(recipe.trains_target)
+        self.before = held_loss(recipe.parts, self.held_tokens) if recipe.trains_target else None
         recipe.net.to(recipe.parts.device)
+        self.trained = (
+            nn.ModuleDict({"net": recipe.net, "target": self.network}) if recipe.trains_target else recipe.net
+        )
         self.optimizers = self._optimizers()
+        self.store: FeatureStore | None = None
+        if features is not None:
+            if recipe.trains_target:
+                raise ValueError("features cannot be kept of a target that is trained too: leave --features out")
+            self.store = FeatureStore(features, recipe.parts, self.sampler, self.corpus, written=self._written())
+
+    def _written(self) -> list[Any]:
+        """What tells blocks that the target wrote from others; empty for the corpus."""
+        config = self.config
+        return [] if config.text == "fixed" else [config.written_blocks, config.written_temperature]
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon for matrices, AdamW for the rest; the update of both has one size."""
+        """Muon for matrices, AdamW for the rest; the update of both has one size.
+
+        Every group has a ``scale``: its learning rate in parts of the run's.
+        """
+        groups: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        vocabulary = {id(self.recipe.parts.embed.weight), id(self.recipe.parts.head.weight)}
+        for module, scale in ((self.recipe.net, 1.0), (self.network, self.recipe.target_lr)):
+            chosen = [p for p in module.parameters() if p.requires_grad]
+            for matrices in (True, False):
+                fitting = [p for p in chosen if (p.ndim == 2 and id(p) not in vocabulary) == matrices]
+                if fitting:
+                    groups[matrices].append({"params": fitting, "scale": scale})
         lr, decay = self.config.lr, self.recipe.weight_decay
-        chosen = [p for p in self.recipe.net.parameters() if p.requires_grad]
-        matrices = [p for p in chosen if p.ndim == 2]
-        rest = [p for p in chosen if p.ndim != 2]
         found: list[torch.optim.Optimizer] = []
-        if matrices:
-            found.append(torch.optim.Muon(matrices, lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
-        if rest:
-            found.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+        if groups[True]:
+            found.append(torch.optim.Muon(groups[True], lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+        if groups[False]:
+            found.append(torch.optim.AdamW(groups[False], lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
         return found
 
-    def _held_blocks(self, file: Path, dtype: str) -> list[Batch]:
+    def _held_tokens(self, file: Path, dtype: str) -> list[Tensor]:
+        """A few blocks [1, n + 1], spread over what was held out."""
         tokens = read_tokens(file, dtype)
         length = min(self.config.context, max(len(tokens) - 1, 0))
         if length < 2:
             return []
         starts = np.unique(np.linspace(0, len(tokens) - length - 1, HELD_BLOCKS).astype(int))
-        return [self._batch(torch.from_numpy(tokens[s : s + length + 1].astype(np.int64))[None]) for s in starts]
+        device = self.recipe.parts.device
+        return [torch.from_numpy(tokens[s : s + length + 1].astype(np.int64))[None].to(device) for s in starts]
 
-    def _batch(self, tokens: torch.Tensor) -> Batch:
-        tokens = tokens.to(self.recipe.parts.device)
-        return Batch(tokens, self.recipe.parts.features(tokens[:, :-1], self.recipe.taps), self.recipe.parts)
+    def _held_batches(self, recipe: Recipe) -> list[Batch]:
+        return [
+            Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts)
+            for tokens in self.held_tokens
+        ]
+
+    def _batch(self, step: int) -> Batch:
+        recipe = self.recipe
+        tokens = torch.from_numpy(self.sampler(step)).to(recipe.parts.device)
+        if self.store is not None:
+            taps = self.store.features(step, recipe.taps)
+        else:
+            with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=recipe.trains_target):
+                taps = recipe.parts.features(tokens[:, :-1], recipe.taps, grad=recipe.trains_target)
+        return Batch(tokens, taps, recipe.parts, step, self.config.steps)
 
     def run(
         self,
@@ -149,8 +221,8 @@ class Trainer:
             done = step + 1
             measured = None
             last = done == self.config.steps
-            if evaluate is not None and (done % eval_every == 0 or last):
-                measured = evaluate(self.recipe.drafter(self.recipe.measure(self.held)))
+            if evaluate is not None and not last and done % eval_every == 0:
+                measured = self._evaluated(evaluate)[1]
             curve.add(done, loss, measured)
             if done % save_every == 0 or last:
                 curve.write()
@@ -160,6 +232,15 @@ class Trainer:
                 rate = self.config.batch_size * self.config.context / (time.perf_counter() - tick)
                 on_step(Progress(done, self.config.steps, loss, rate, measured))
         return self._finish(curve, evaluate, spent_s + time.perf_counter() - began)
+
+    def _evaluated(self, evaluate: Evaluate | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
+        """What the recipe measures, and the acceptance on held-out text (nothing without ``evaluate``)."""
+        recipe = self.recipe
+        recipe.net.eval()
+        if recipe.trains_target:
+            recipe = recipe.beside(as_served(self.network, self.dtype))
+        measured = recipe.measure(self._held_batches(recipe))
+        return measured, {} if evaluate is None else evaluate(recipe.drafter(measured), recipe.target)
 
     def _identity(self) -> dict[str, Any]:
         run = {k: v for k, v in asdict(self.config).items() if k not in ("steps", "warmup", "decay")}
@@ -172,25 +253,24 @@ class Trainer:
         meta = read_meta(found)
         if meta.get("identity") != json.loads(json.dumps(self._identity())):
             raise ValueError(f"{found} was trained with other settings: give the same ones to resume, or another --out")
-        load_checkpoint(found, self.recipe.net, self.optimizers)
+        load_checkpoint(found, self.trained, self.optimizers)
         return int(meta["step"]), float(meta["spent_s"])
 
     def _save(self, step: int, spent_s: float) -> None:
         meta = {"identity": self._identity(), "spent_s": spent_s}
-        save_checkpoint(self.out / "checkpoints", step, self.recipe.net, self.optimizers, meta)
+        save_checkpoint(self.out / "checkpoints", step, self.trained, self.optimizers, meta)
 
     def _step(self, step: int) -> float:
-        config, net = self.config, self.recipe.net
+        config, net = self.config, self.trained
         warm, fall = max(1, round(config.warmup * config.steps)), max(1, round(config.decay * config.steps))
         factor = min((step + 1) / warm, (config.steps - step) / fall, 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = config.lr * factor
-        batch = self._batch(torch.from_numpy(self.sampler(step)))
+                group["lr"] = config.lr * group["scale"] * factor
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        net.train()
+        self.recipe.net.train()
         with torch.autocast(self.recipe.parts.device.type, dtype=torch.bfloat16):
-            loss = self.recipe.loss(batch, generator)
+            loss = self.recipe.loss(self._batch(step), generator)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
@@ -205,22 +285,30 @@ class Trainer:
 
     def _finish(self, curve: Curve, evaluate: Evaluate | None, spent_s: float) -> dict[str, Any]:
         recipe = self.recipe
-        recipe.net.eval()
-        measured = recipe.measure(self.held)
-        acceptance = dict(evaluate(recipe.drafter(measured))) if evaluate is not None else {}
+        measured, acceptance = self._evaluated(evaluate)
+        parts = recipe.parts
+        if recipe.trains_target:
+            save_target(self.network, self.dtype, self.tokenizer, self.out)
+            parts = TargetParts(as_served(self.network, self.dtype))
+        if recipe.has_net:
+            save_drafter(self.out, recipe.method, recipe.stored_config(), recipe.net, parts.fingerprint(), measured)
+        losses = {"before": self.before, "after": held_loss(parts, self.held_tokens)} if recipe.trains_target else None
+        if acceptance and curve.rows:
+            step, loss, _ = curve.rows[-1]
+            curve.rows[-1] = step, loss, float(acceptance["mean_acceptance_length"])
         report = {
             "method": recipe.method,
-            "parameters": sum(p.numel() for p in recipe.net.parameters()),
+            "parameters": sum(p.numel() for p in self.trained.parameters()),
             "run": asdict(self.config),
             "net": asdict(recipe.config),
             "settings": {k: v for k, v in asdict(recipe.config).items() if k not in recipe.fixed},
             "tokens": self.config.steps * self.config.batch_size * self.config.context,
             "corpus": {split: self.corpus[split] for split in ("train", "held")},
-            "acceptance": acceptance,
+            "acceptance": dict(acceptance),
+            "target_loss_nats": losses,
+            "drafter": recipe.spec("FOLDER"),
             "hours": spent_s / 3600,
         }
-        fingerprint = recipe.parts.fingerprint()
-        save_drafter(self.out, recipe.method, recipe.stored_config(), recipe.net, fingerprint, measured)
         curve.write()
         curve.plot(self.out / "losses.png")
         tmp = self.out / ".tmp-training.json"

@@ -7,7 +7,10 @@ below the first one of depth 1.  Parents come before children, and any first n n
 from __future__ import annotations
 
 import heapq
+import json
+import math
 from collections.abc import Sequence
+from pathlib import Path
 
 Choice = tuple[int, ...]
 
@@ -56,3 +59,51 @@ def choice_parents(choices: Sequence[Choice]) -> list[int]:
         parents.append(place[choice[:-1]])
         place[choice] = node
     return parents
+
+
+def fitting_nodes(
+    choices: Sequence[Choice], parents: Sequence[int], max_depth: int, max_nodes: int, ranks: int
+) -> list[int]:
+    """Nodes of a shape (choice i is node i + 1) that a budget leaves: a tree again.
+
+    Args:
+        choices: the shape, parents first.
+        parents: as :func:`choice_parents` gives them.
+        max_depth: levels that may be used.
+        max_nodes: how many nodes may be used, the first ones that fit.
+        ranks: candidates that there are per place.
+    """
+    kept = {0}
+    for node, (choice, parent) in enumerate(zip(choices, parents, strict=True), 1):
+        if len(kept) > max_nodes:
+            break
+        if parent in kept and len(choice) <= max_depth and choice[-1] < ranks:
+            kept.add(node)
+    return sorted(kept - {0})
+
+
+def read_tree(file: str | Path, method: str, heads: int) -> list[Choice]:
+    """The shape in a file of ``foretoken tune tree``.
+
+    Raises:
+        ValueError: no such file, another method's, or no tree that ``heads`` heads can fill.
+    """
+    try:
+        found = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
+        stored = found["method"]
+        choices = [tuple(int(rank) for rank in choice) for choice in found["choices"]]
+    except OSError as error:
+        raise ValueError(f"cannot read the tree {file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} holds no tree: make one with `foretoken tune tree`") from None
+    if stored != method:
+        raise ValueError(f"the tree in {file} was made for {stored!r}, not for {method!r}")
+    choice_parents(choices)
+    if not choices or min(map(min, choices)) < 0 or max(map(len, choices)) > heads:
+        raise ValueError(f"the tree in {file} does not fit {heads} heads: make it for this drafter")
+    return choices
+
+
+def expected_length(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) -> float:
+    """Tokens per round, the target's own one included, that a shape promises by these accuracies."""
+    return 1.0 + sum(math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices)

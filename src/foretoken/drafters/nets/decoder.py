@@ -60,16 +60,15 @@ class RmsNorm(nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
-class DecoderLayer(nn.Module):
-    """Attention and a gated MLP with residuals.
+class Attention(nn.Module):
+    """Rotary self-attention with grouped keys and values; norms and residuals are the caller's.
 
     Args:
         config: the shape.
-        input_norm: whether the attention's input is normalised (EAGLE-1 leaves that out).
         wide: whether queries, keys and values read two states side by side (EAGLE-3).
     """
 
-    def __init__(self, config: LayerConfig, input_norm: bool = True, wide: bool = False) -> None:
+    def __init__(self, config: LayerConfig, wide: bool = False) -> None:
         super().__init__()
         size, width = config.hidden_size, config.hidden_size * (2 if wide else 1)
         self.config = config
@@ -77,33 +76,13 @@ class DecoderLayer(nn.Module):
         self.k_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.heads * config.head_dim, size, bias=False)
-        self.gate_proj = nn.Linear(size, config.ffn, bias=False)
-        self.up_proj = nn.Linear(size, config.ffn, bias=False)
-        self.down_proj = nn.Linear(config.ffn, size, bias=False)
-        self.input_layernorm = RmsNorm(size, config.eps) if input_norm else None
-        self.post_attention_layernorm = RmsNorm(size, config.eps)
-        for linear in (self.o_proj, self.down_proj):
-            nn.init.normal_(linear.weight, std=0.02 / 2**0.5)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, mask: Tensor | None, keep: Keep | None = None, beside: Tensor | None = None
-    ) -> Tensor:
-        """x [b, n, D] -> [b, n, D].
-
-        Args:
-            x: the residual stream.
-            positions: [b, n].
-            mask: additive, broadcast to [b, 1, n, m]; ``None`` with ``keep`` means that everything may be seen, and
-                without it that attention is causal.
-            keep: a cache.
-            beside: for a wide layer, the already normalised attention input [b, n, 2 D].
-        """
-        normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        query, key, value = self.heads_of(normed if beside is None else beside, positions)
+    def mixed(self, inputs: Tensor, positions: Tensor, mask: Tensor | None, keep: Keep | None = None) -> Tensor:
+        """[b, n, D] of normalised inputs [b, n, width]; the other arguments as in :class:`DecoderLayer`."""
+        query, key, value = self.heads_of(inputs, positions)
         if keep is not None:
             key, value = keep(key, value)
-        x = x + self.attend(query, key, value, mask, causal=keep is None and mask is None)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return self.attend(query, key, value, mask, causal=keep is None and mask is None)
 
     def heads_of(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [b, H, n, d] and keys [b, H', n, d], and values, of inputs [b, n, width]."""
@@ -127,6 +106,44 @@ class DecoderLayer(nn.Module):
         )
         found: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return found
+
+
+class DecoderLayer(Attention):
+    """Attention and a gated MLP with residuals.
+
+    Args:
+        config: the shape.
+        input_norm: whether the attention's input is normalised (EAGLE-1 leaves that out).
+        wide: whether queries, keys and values read two states side by side (EAGLE-3).
+    """
+
+    def __init__(self, config: LayerConfig, input_norm: bool = True, wide: bool = False) -> None:
+        super().__init__(config, wide)
+        size = config.hidden_size
+        self.gate_proj = nn.Linear(size, config.ffn, bias=False)
+        self.up_proj = nn.Linear(size, config.ffn, bias=False)
+        self.down_proj = nn.Linear(config.ffn, size, bias=False)
+        self.input_layernorm = RmsNorm(size, config.eps) if input_norm else None
+        self.post_attention_layernorm = RmsNorm(size, config.eps)
+        for linear in (self.o_proj, self.down_proj):
+            nn.init.normal_(linear.weight, std=0.02 / 2**0.5)
+
+    def forward(
+        self, x: Tensor, positions: Tensor, mask: Tensor | None, keep: Keep | None = None, beside: Tensor | None = None
+    ) -> Tensor:
+        """x [b, n, D] -> [b, n, D].
+
+        Args:
+            x: the residual stream.
+            positions: [b, n].
+            mask: additive, broadcast to [b, 1, n, m]; ``None`` with ``keep`` means that everything may be seen, and
+                without it that attention is causal.
+            keep: a cache.
+            beside: for a wide layer, the already normalised attention input [b, n, 2 D].
+        """
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        x = x + self.mixed(normed if beside is None else beside, positions, mask, keep)
+        return x + self.mlp(self.post_attention_layernorm(x))
 
     def mlp(self, x: Tensor) -> Tensor:
         """[b, n, D], without the residual."""

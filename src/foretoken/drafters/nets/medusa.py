@@ -37,6 +37,7 @@ class MedusaHeads(nn.Module):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
+        self.config = config
         size = config.hidden_size
         self.blocks = nn.ModuleList(
             nn.ModuleList(nn.Linear(size, size) for _ in range(config.layers)) for _ in range(config.heads)

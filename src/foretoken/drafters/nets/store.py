@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -56,6 +57,7 @@ def save_drafter(
     try:
         save_file(tensors, folder / f".tmp-{WEIGHTS}")
         (folder / f".tmp-{CONFIG}").write_text(json.dumps(description, indent=1), encoding="utf-8")
+        shutil.copymode(folder / f".tmp-{CONFIG}", folder / f".tmp-{WEIGHTS}")  # safetensors lets only the owner read
         for name in (WEIGHTS, CONFIG):
             (folder / f".tmp-{name}").replace(folder / name)
     except SafetensorError as error:

@@ -8,8 +8,14 @@ from foretoken.training.recipes.base import Recipe
 
 RECIPES = {
     "medusa": "MedusaRecipe",
+    "hydra": "HydraRecipe",
     "eagle": "EagleRecipe",
+    "pass_tokens": "PassTokensRecipe",
     "mtp": "MtpRecipe",
+    "eagle3": "Eagle3Recipe",
+    "kangaroo": "KangarooRecipe",
+    "early_exit": "EarlyExitRecipe",
+    "bpd": "BpdRecipe",
 }
 """Method -> class in the module of the same name."""
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -23,10 +26,14 @@ class Batch:
         tokens: int64 [b, n + 1].
         taps: hidden states by name, each [b, n, D], of the first n tokens.
         parts: the target's pieces.
+        step: the training step that it belongs to.
+        steps: how many steps the run has.
     """
 
-    def __init__(self, tokens: Tensor, taps: Mapping[str, Tensor], parts: TargetParts) -> None:
-        self.tokens, self.taps, self.parts = tokens, taps, parts
+    def __init__(
+        self, tokens: Tensor, taps: Mapping[str, Tensor], parts: TargetParts, step: int = 0, steps: int = 1
+    ) -> None:
+        self.tokens, self.taps, self.parts, self.step, self.steps = tokens, taps, parts, step, steps
 
     @property
     def length(self) -> int:
@@ -40,19 +47,21 @@ class Batch:
 
 
 class Recipe(ABC):
-    """How one method is trained on a frozen target.
+    """How one method is trained.
 
     Attributes:
         method: registry name of the drafter.
         config_class: dataclass of the network's shape; its fields are the options of ``--set``.
         lr: learning rate that suits the method.
         weight_decay: for the matrices.
+        target_lr: learning rate of the target's weights, in parts of ``lr``, where they are trained too.
     """
 
     method: ClassVar[str]
     config_class: ClassVar[type[Any]]
     lr: ClassVar[float] = 5e-3
     weight_decay: ClassVar[float] = 0.0
+    target_lr: ClassVar[float] = 0.1
     fixed: ClassVar[tuple[str, ...]] = ("hidden_size", "vocab_size")
     """Fields that the target decides."""
 
@@ -67,6 +76,25 @@ class Recipe(ABC):
     def taps(self) -> Sequence[str]:
         """Hidden states that the loss needs; ``"last"`` must be among them when it asks for the teacher's law."""
         return ("last",)
+
+    @property
+    def trains_target(self) -> bool:
+        """Whether the target's weights change too: the run's result is then a target and a drafter for it."""
+        return False
+
+    @property
+    def has_net(self) -> bool:
+        """Whether there is anything to store but the target."""
+        return any(True for _ in self.net.parameters())
+
+    def beside(self, target: LanguageModel) -> Self:
+        """The same recipe and network for another copy of the target."""
+        found = copy.copy(self)
+        found.target, found.parts = target, TargetParts(target)
+        return found
+
+    def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:  # noqa: B027
+        """Look at the training text, all token ids of it, before the first step (the same ones on resume)."""
 
     def configure(self, settings: Mapping[str, str]) -> Any:
         """The network's shape from the target and from ``key=value`` settings.
@@ -97,6 +125,10 @@ class Recipe(ABC):
     @abstractmethod
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """A drafter over the network as it is now."""
+
+    def spec(self, folder: Path | str) -> str:
+        """The spec string that loads what a run has written to ``folder``."""
+        return f"{self.method}:{folder}"
 
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """What drafting should know of held-out text, stored beside the weights."""
@@ -133,3 +165,9 @@ def some_places(batch: Batch, count: int, margin: int, generator: torch.Generato
         raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
     picked = torch.randint(b * n, (count,), generator=generator)
     return (picked // n).to(batch.tokens.device), (picked % n).to(batch.tokens.device)
+
+
+def text_loss(batch: Batch, places: int, generator: torch.Generator) -> Tensor:
+    """The target's own cross-entropy with the text at ``places`` random places per text."""
+    rows, columns = some_places(batch, places * len(batch.tokens), 0, generator)
+    return cross_entropy(batch.parts.logits(batch.taps["last"][rows, columns]), batch.tokens[rows, columns + 1])

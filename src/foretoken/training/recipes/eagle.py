@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from foretoken.drafters.eagle import EagleDrafter
 from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.training.recipes.base import Batch
-from foretoken.training.recipes.features import FeatureRecipe
+from foretoken.training.recipes.features import FeatureRecipe, at_rows, some_rows
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,12 @@ class EagleRecipe(FeatureRecipe):
         truth = batch.taps["last"].float()
         noise = torch.rand(truth.shape, generator=generator).to(truth.device) - 0.5
         features = truth + noise * (self.config.noise * 512 / batch.length)
+        steps = self.config.unroll
+        rows = some_rows(batch, steps, generator, batch.length)
+        judged = some_rows(batch, steps, generator)
         total = truth.new_zeros(())
-        for step, output in enumerate(self.unrolled(batch, features, self.config.unroll)):
-            total = total + self.config.agreement * self.agreement(batch, output, step, generator)
-            total = total + self.config.regression * F.smooth_l1_loss(output[:, :-1].float(), truth[:, 1 + step :])
-        return total / self.config.unroll
+        for step, output in enumerate(self.unrolled(batch, features, rows, steps)):
+            agreement = self.agreement(batch, at_rows(output, judged), judged + 1 + step)
+            regression = F.smooth_l1_loss(output.float(), at_rows(truth, rows + 1 + step))
+            total = total + self.config.agreement * agreement + self.config.regression * regression
+        return total / steps

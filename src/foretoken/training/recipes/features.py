@@ -1,4 +1,4 @@
-"""What the recipes of feature-level drafters share: unrolled steps over whole texts."""
+"""What the recipes of feature-level drafters share: drafting from every place of a text, batched for training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foretoken.models.features import FeatureModel
 from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy
 
 PLACES = 256
-"""Places per text and step whose logits are compared with the target's law."""
+"""Places per text that are drafted from, and whose laws are compared with the target's."""
 
 
 class FeatureRecipe(Recipe):
@@ -45,23 +45,64 @@ class FeatureRecipe(Recipe):
         """The network as it is."""
         return self.drafter_class(FeatureModel(self.net, self.parts, self.target))
 
-    def unrolled(self, batch: Batch, features: Tensor, steps: int) -> Iterator[Tensor]:
-        """Outputs of ``steps`` steps: step k reads the tokens k + 1 places on and the outputs of the step before it.
+    def unrolled(self, batch: Batch, features: Tensor, rows: Tensor, steps: int) -> Iterator[Tensor]:
+        """Outputs [b, R, D] of drafting ``steps`` steps from every one of ``rows`` [b, R], one per step.
 
-        Row t of step k, [b, n - k, D], is the feature of token t + k + 1.
+        Step 0 reads the whole text on true features.  Step k goes on from the same row's output, with the text's
+        token k places further, as drafting does: it sees the true places up to the row, and of the steps behind
+        them its own row only (training-time test, arXiv 2503.01840).  Output k is the feature of token row + k + 1.
         """
         n = batch.length
-        for step in range(steps):
-            embeddings = self.parts.embedding(batch.tokens[:, 1 + step :]).to(features.dtype)
-            positions = torch.arange(step, n, device=features.device).expand(len(features), -1)
-            output: Tensor = self.net(embeddings, features, positions)
-            yield output
-            features = output[:, :-1]
+        b, count = rows.shape
+        kept: list[tuple[Tensor, Tensor]] = []
 
-    def agreement(self, batch: Batch, output: Tensor, step: int, generator: torch.Generator) -> Tensor:
-        """Cross-entropy between the target's law and the draft's at random places of one step's output."""
-        b, n = len(output), output.shape[1] - 1
-        picked = torch.randint(b * n, (PLACES * b,), generator=generator).to(output.device)
-        rows, columns = picked // n, picked % n
-        logits = self.parts.logits(self.net.head_state(output[rows, columns]))  # type: ignore[operator]
-        return soft_cross_entropy(logits, batch.teacher(rows, columns + 1 + step))
+        def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            kept.append((key, value))
+            return torch.cat([key for key, _ in kept], 2), torch.cat([value for _, value in kept], 2)
+
+        places = torch.arange(n, device=rows.device)
+        embeddings = self.parts.embedding(batch.tokens[:, 1:]).to(features.dtype)
+        causal = additive(places <= places[:, None])
+        whole = self.net(embeddings, features, places.expand(b, n), causal, keep)
+        output = at_rows(whole, rows)
+        yield output
+        before = additive(places <= rows[:, None, :, None])
+        own = additive(torch.eye(count, dtype=torch.bool, device=rows.device)).expand(b, 1, count, count)
+        for step in range(1, steps):
+            embeddings = self.parts.embedding(batch.tokens.gather(1, rows + 1 + step)).to(features.dtype)
+            mask = torch.cat([before, *[own] * step], -1)
+            output = self.net(embeddings, output, rows + step, mask, keep)
+            yield output
+
+    def agreement(self, batch: Batch, output: Tensor, columns: Tensor) -> Tensor:
+        """Cross-entropy of the laws of outputs [b, R, D] with the target's behind the tokens at ``columns`` [b, R]."""
+        logits = self.parts.logits(self.net.head_state(output.flatten(0, 1)))  # type: ignore[operator]
+        return soft_cross_entropy(logits, batch.teacher(texts_of(columns), columns.flatten()))
+
+
+def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int = PLACES) -> Tensor:
+    """[b, R] at most ``count`` random places per text, in order, that have ``steps`` places behind them.
+
+    Raises:
+        ValueError: texts too short for that.
+    """
+    n = batch.length - steps
+    if n < 1:
+        raise ValueError(f"blocks of {batch.length} tokens are too short for {steps} steps: use a larger --context")
+    ranks = torch.rand(len(batch.tokens), n, generator=generator).argsort(-1)
+    return ranks[:, :count].sort(-1).values.to(batch.tokens.device)
+
+
+def at_rows(states: Tensor, rows: Tensor) -> Tensor:
+    """[b, R, D] of states [b, n, D] at ``rows`` [b, R]."""
+    return states.gather(1, rows[..., None].expand(*rows.shape, states.shape[-1]))
+
+
+def texts_of(rows: Tensor) -> Tensor:
+    """[b R] which text every one of ``rows`` [b, R] belongs to."""
+    return torch.arange(len(rows), device=rows.device).repeat_interleave(rows.shape[1])
+
+
+def additive(seen: Tensor) -> Tensor:
+    """An attention mask that adds nothing where ``seen`` and minus infinity elsewhere."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)

@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.drafters.mtp import MtpDrafter
 from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.training.recipes.base import Batch
-from foretoken.training.recipes.features import FeatureRecipe
+from foretoken.training.recipes.features import FeatureRecipe, some_rows
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class MtpRecipe(FeatureRecipe):
         """Weighted mean over steps of the cross-entropy with the target's law."""
         features = batch.taps["last"].float()
         weights = [self.config.beta**step for step in range(self.config.unroll)]
+        rows = some_rows(batch, self.config.unroll, generator)
         total = features.new_zeros(())
-        for step, output in enumerate(self.unrolled(batch, features, self.config.unroll)):
-            total = total + weights[step] / sum(weights) * self.agreement(batch, output, step, generator)
+        for step, output in enumerate(self.unrolled(batch, features, rows, self.config.unroll)):
+            total = total + weights[step] / sum(weights) * self.agreement(batch, output, rows + 1 + step)
         return total

@@ -1,0 +1,239 @@
+"""``foretoken train distill`` and ``train boost``: draft models that learn the law of their target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.options import Json
+from foretoken.cli.output import json_only, print_json, screen
+
+if TYPE_CHECKING:
+    from foretoken.bench.alignment import Alignment
+    from foretoken.training.distill import Progress
+    from foretoken.training.workshop import DistillConfig, Workshop
+
+Data = Annotated[list[Path], typer.Option(help="Text folder or JSONL file; may be given several times.")]
+Target = Annotated[str, typer.Option(help="Model whose law is to be learned.")]
+Draft = Annotated[str, typer.Option(help="Draft model to start from: a folder, or builtin.")]
+Loss = Annotated[str, typer.Option(help="fkl, rkl, jsd or tvd.")]
+Beta = Annotated[float, typer.Option(help="Share of the target in the mean law of jsd.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="At which models write; 0 writes the most likely tokens.")]
+Written = Annotated[int, typer.Option(min=1, help="Rows that the target writes, used again and again.")]
+Prompt = Annotated[int, typer.Option(min=0, help="Tokens of a row given to a writing model; 0: a quarter.")]
+Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")]
+Steps = Annotated[int, typer.Option(min=1)]
+Rows = Annotated[int, typer.Option(min=1, help="Rows per step.")]
+Context = Annotated[int, typer.Option(min=8, help="Tokens per row.")]
+Corpus = Annotated[Path | None, typer.Option(help="Where encoded and written text is kept; share it by runs.")]
+Every = Annotated[int, typer.Option(min=1)]
+
+
+def distill_command(
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder for the model, its checkpoints and curves.")],
+    target: Target = "builtin",
+    draft: Draft = "builtin",
+    loss: Loss = "fkl",
+    text: Annotated[str, typer.Option(help="fixed, teacher, policy or mixed.")] = "fixed",
+    mix: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the student's own rows in mixed text.")] = 0.5,
+    beta: Beta = 0.5,
+    temperature: Temperature = 1.0,
+    steps: Steps = 500,
+    batch_size: Rows = 4,
+    context: Context = 256,
+    prompt: Prompt = 0,
+    written: Written = 1024,
+    refresh: Annotated[int, typer.Option(min=1, help="Steps that share one writing of the student.")] = 8,
+    lr: Rate = 1e-3,
+    seed: int = 0,
+    corpus: Corpus = None,
+    save_every: Every = 100,
+    eval_every: Every = 100,
+    device: str | None = None,
+    as_json: Json = False,
+) -> None:
+    """Align a draft model with its target (DistillSpec); resumes by itself from OUT/checkpoints."""
+    from foretoken.training.distill import Distiller
+    from foretoken.training.workshop import DistillConfig, load_student
+
+    config = DistillConfig(
+        loss=loss, text=text, mix=mix, beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
+        context=context, prompt=prompt, written=written, refresh=refresh, lr=lr, seed=seed,
+    )  # fmt: skip
+    with json_only(as_json), _bars() as bars:
+        shop = open_shop(target, draft, data, corpus or out / "corpus", config, device, bars.rows)
+        student = load_student(draft, shop.target, shop.tokenizer, device)
+        worker = Distiller(shop, student, out, name=draft)
+        measure = measure_of(shop)
+        report = worker.run(save_every=save_every, eval_every=eval_every, evaluate=measure, on_step=bars.step)
+        _write_card(out, report, data, target, config)
+        bars.say(f"before: {_describe(report['before'])}")
+        bars.say(f"after:  {_describe(report['after'])}")
+        bars.say(f'{report["parameters"]:,} parameters -> {out}, for use as drafter "model:{out},k=4"')
+    if as_json:
+        print_json(report)
+
+
+def boost_command(
+    data: Data,
+    out: Annotated[Path, typer.Option(help="Folder; the models are OUT/1, OUT/2, ...")],
+    target: Target = "builtin",
+    draft: Draft = "builtin",
+    count: Annotated[int, typer.Option(min=1, help="How many draft models.")] = 2,
+    length: Annotated[int, typer.Option(min=1, help="Tokens in a row that make a place count as matched.")] = 1,
+    loss: Loss = "fkl",
+    beta: Beta = 0.5,
+    temperature: Temperature = 1.0,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of each model.")] = 500,
+    batch_size: Rows = 4,
+    context: Context = 256,
+    prompt: Prompt = 0,
+    written: Written = 1024,
+    lr: Rate = 1e-3,
+    seed: int = 0,
+    corpus: Corpus = None,
+    save_every: Every = 100,
+    eval_every: Every = 100,
+    device: str | None = None,
+    as_json: Json = False,
+) -> None:
+    """Train draft models one after another, each on what the earlier ones miss (SpecInfer's boost-tuning)."""
+    from foretoken.training.boost import Boost, Stage, ready_spec
+    from foretoken.training.workshop import DistillConfig
+
+    config = DistillConfig(
+        loss=loss, text="teacher", beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
+        context=context, prompt=prompt, written=written, lr=lr, seed=seed,
+    )  # fmt: skip
+    with json_only(as_json), _bars() as bars:
+        shop = open_shop(target, draft, data, corpus or out / "corpus", config, device, bars.rows)
+        measure = measure_of(shop)
+        held = None if measure is None else (measure.text, measure.prompts.shape[1])
+        boost = Boost(shop, draft, out, length, held)
+
+        def on_stage(stage: Stage) -> None:
+            _write_card(out / str(stage.number), stage.report, data, target, config, count)
+            bars.say(f"model {stage.number}: learned from {stage.left:.0%} of what the target wrote")
+            bars.say(_describe(stage.report["after"]))
+            if stage.coverage is not None and stage.together is not None:
+                lengths = " and ".join(f"{value['mean_acceptance_length']:.2f}" for value in stage.together.values())
+                bars.say(f"all so far: {stage.coverage:.1%} of held-out places matched, ensemble {lengths} (T=0 and 1)")
+
+        stages = boost.run(
+            count, save_every=save_every, eval_every=eval_every, evaluate=measure,
+            together=measure.together if measure is not None else None,
+            on_step=lambda number, step: bars.step(step, f"model {number}  "), on_stage=on_stage,
+        )  # fmt: skip
+        if len(stages) < count:
+            bars.say(f"nothing is left that {len(stages)} draft models miss: no more were trained")
+        spec = ready_spec([out / str(stage.number) for stage in stages])
+        bars.say(f"for use as drafter: {spec}")
+    if as_json:
+        print_json({"method": "boost", "spec": spec, "stages": [asdict(stage) for stage in stages]})
+
+
+def open_shop(
+    target: str,
+    draft: str,
+    data: Sequence[Path],
+    folder: Path,
+    config: DistillConfig,
+    device: str | None,
+    on_rows: Callable[[int, int], None] | None = None,
+) -> Workshop:
+    """Load the target, check that the draft model fits, prepare the text.
+
+    Raises:
+        ValueError: anything of that is wrong.
+    """
+    from foretoken.loading import load_model, load_tokenizer
+    from foretoken.training.workshop import Workshop, load_student
+
+    model, tokenizer = load_model(target, device=device), load_tokenizer(target)
+    if tokenizer is None:
+        raise ValueError(f"{target} has no tokenizer beside it: training text must be encoded with the target's own")
+    load_student(draft, model, tokenizer)
+    return Workshop(model, tokenizer, data, folder, config, on_rows)
+
+
+def measure_of(shop: Workshop) -> Alignment | None:
+    """What measures students of this target on held-out text; ``None`` when nothing was held out."""
+    from foretoken.bench.alignment import PROMPT_TOKENS, PROMPTS, Alignment
+
+    prompts = shop.held_prompts(PROMPTS, min(PROMPT_TOKENS, shop.target.context_length // 2))
+    return Alignment(shop.target, prompts, shop.config.seed) if len(prompts) else None
+
+
+def _describe(measured: dict[str, Any] | None) -> str:
+    from foretoken.bench.alignment import describe
+
+    return describe(measured) if measured else "nothing held out"
+
+
+class _Bars:
+    """Progress on stderr."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar = bar
+        self.tasks: dict[str, Any] = {}
+
+    def say(self, text: str) -> None:
+        """A line above the bars."""
+        self.bar.console.print(text, soft_wrap=True)  # a spec must stay in one piece
+
+    def rows(self, done: int, total: int) -> None:
+        """Rows that the target has written."""
+        self._update("the target writes", done, total, "the target writes")
+
+    def step(self, step: Progress, prefix: str = "") -> None:
+        """One optimizer step."""
+        text = f"{prefix}loss {step.loss:.3f}  {step.tokens_per_s:,.0f} tokens/s"
+        self._update(f"{prefix}training", step.step, step.steps, text)
+        if step.acceptance is not None:
+            self.say(f"{prefix}step {step.step}: loss {step.loss:.4f}, {_describe(dict(step.acceptance))}")
+
+    def _update(self, name: str, done: int, total: int, text: str) -> None:
+        if name not in self.tasks:
+            self.tasks[name] = self.bar.add_task(text, total=total)
+        self.bar.update(self.tasks[name], completed=done, total=total, description=text)
+
+
+@contextmanager
+def _bars() -> Iterator[_Bars]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen(stderr=True)) as bar:
+        yield _Bars(bar)
+
+
+def _write_card(
+    out: Path, report: Any, data: Sequence[Path], target: str, config: DistillConfig, count: int | None = None
+) -> None:
+    """The card with a command that makes this model: options that differ from the defaults, last parts of paths."""
+    from foretoken.training.alignment import write_alignment_card
+    from foretoken.training.workshop import DistillConfig
+
+    method, folder, note = ("distill", out, "") if count is None else ("boost", out.parent, _boost_note(report))
+    words = [f"foretoken train {method} --target {Path(target).name} --draft {Path(report['draft']).name}"]
+    words += [f"--data {Path(path).name}" for path in data]
+    words.append(f"--out {folder.resolve().name}")
+    if count is not None:
+        words.append(f"--count {count} --length {report['length']}")
+    defaults = asdict(DistillConfig(text="fixed" if count is None else "teacher"))
+    hidden = ("warmup", "decay")
+    words += [f"--{k.replace('_', '-')} {v}" for k, v in asdict(config).items() if v != defaults[k] and k not in hidden]
+    write_alignment_card(out, report, data, target, " ".join(words), note)
+
+
+def _boost_note(report: Any) -> str:
+    return (
+        f"It is number {report['stage']} of a series made to draft together as an ensemble; it learned from "
+        f"{report['left']:.0%} of what the target wrote, the rest being matched by the earlier ones."
+    )

@@ -1,0 +1,101 @@
+"""``foretoken tune tree``: the tree that the heads of Medusa or Hydra should fill on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foretoken.cli.options import Common, Json, with_common
+from foretoken.cli.output import json_only, print_json, screen
+
+if TYPE_CHECKING:
+    from foretoken.analysis.tree import Outcome, Workload
+
+DEFAULT = "medusa"
+
+
+@with_common(
+    omit=(
+        "drafter", "verifier", "controller", "profile", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
+        "seed", "allow_lossy",
+    )
+)  # fmt: skip
+def tree_command(
+    out: Annotated[Path, typer.Option(help="File for the tree, which loads as NAME,tree=FILE.")],
+    drafter: Annotated[str, typer.Option(help="Heads that fill a tree: medusa[:FOLDER] or hydra[:FOLDER].")] = DEFAULT,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Text file (one prompt a line) or JSONL with prompt, text or turns; built-in ones if none."),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that the target writes per prompt.")] = 64,
+    max_prompts: Annotated[int, typer.Option(min=1, help="Most prompts to use, spread over the file.")] = 8,
+    max_nodes: Annotated[int, typer.Option(min=1, help="Largest tree to try.")] = 64,
+    as_json: Json = False,
+    *,
+    common: Common,
+) -> None:
+    """Choose a tree from measured accuracies per head and rank, and from what its nodes cost on this machine."""
+    with json_only(as_json):
+        work = _workload(common, drafter, prompts, new_tokens, max_prompts, max_nodes)
+        outcome = _tuned(work)
+        outcome.save(out)
+        if not as_json:
+            _print(outcome, out)
+    if as_json:
+        print_json({**outcome.public(), "out": str(out)})
+
+
+def _workload(common: Common, spec: str, prompts: Path | None, new_tokens: int, most: int, max_nodes: int) -> Workload:
+    from foretoken.analysis.layer_skip import fitting_prompts
+    from foretoken.analysis.tree import SIZES, Workload
+    from foretoken.bench.parity import read_prompts
+    from foretoken.drafters.heads import HeadsDrafter
+    from foretoken.loading import build_drafter, load_model, load_tokenizer
+    from foretoken.registry import rows
+
+    texts = read_prompts(prompts)
+    target = load_model(
+        common.target,
+        dtype=None if common.dtype == "auto" else common.dtype,
+        device=None if common.device == "auto" else common.device,
+    )
+    heads = build_drafter(spec, target, target_source=common.target)
+    if not isinstance(heads, HeadsDrafter):
+        able = [row.name for row in rows("drafter") if issubclass(row.load(), HeadsDrafter)]
+        raise ValueError(f"{spec!r} fills no tree of fixed shape: choose one of {', '.join(able)}")
+    ids = fitting_prompts(texts, load_tokenizer(common.target), target, new_tokens, most)
+    sizes = [size for size in SIZES if size <= max_nodes]
+    return Workload(target, heads, ids, new_tokens, sizes)
+
+
+def _tuned(work: Workload) -> Outcome:
+    from foretoken.analysis.tree import tune
+
+    with screen(stderr=True).status("starting") as status:
+        return tune(work, status.update)
+
+
+def _print(outcome: Outcome, out: Path) -> None:
+    from rich import box
+    from rich.table import Table
+
+    console = screen()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="what trees promise")
+    for name in ("nodes", "ms a round", "tokens a round", "tokens/s"):
+        table.add_column(name, justify="right")
+    for size, (ms, length) in outcome.sizes.items():
+        chosen = "bold" if size == len(outcome.choices) else None
+        table.add_row(str(size), f"{ms:.2f}", f"{length:.2f}", f"{1e3 * length / ms:.0f}", style=chosen)
+    console.print(table)
+    plain = outcome.speeds["plain"].tokens_per_s
+    for name, speed in outcome.speeds.items():
+        console.print(
+            f"{name:8} {speed.tokens_per_s:7.1f} tokens/s  {speed.tokens_per_s / plain:.2f}x plain  "
+            f"{speed.mean_acceptance_length:.2f} tokens a round"
+        )
+    console.print(
+        f"{len(outcome.choices)} nodes, {max(map(len, outcome.choices))} deep: --drafter {outcome.method},tree={out}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,146 @@
+"""Heads on the target's last hidden state that also read the tokens drafted before theirs; one call per level.
+
+Hydra and Hydra++, Ankner et al. 2024 (arXiv 2402.05109).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from foretoken.drafters.heads import HeadsDrafter
+from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
+from foretoken.drafters.reading import FeatureReader
+from foretoken.models.base import LanguageModel
+from foretoken.models.features import FeatureModel
+from foretoken.models.parts import TargetParts
+from foretoken.types import Context, Scores, TokenTree, Verdict
+
+
+@dataclass
+class _Filling:
+    """A tree under construction: tokens by node of the shape, and the row of each expanded node's input."""
+
+    nodes: Sequence[int]
+    tokens: dict[int, int]
+    row_of: dict[int, int] = field(default_factory=dict)
+
+
+class HydraDrafter(HeadsDrafter):
+    """A tree of fixed shape whose tokens depend on the path above them.
+
+    Args:
+        heads: the trained heads; those with a prefix layer (Hydra++) read its output in place of the target's state.
+        parts: what they borrow from the target.
+        nodes: draft nodes of the tree.
+        accuracies: [K][R] measured chance that the head's candidate of this rank is right, below a right path.
+        tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
+        target: the model that is drafted for; needed by a prefix layer, which reads the whole text.
+
+    Raises:
+        ValueError: an option outside its range, or a prefix layer without a target.
+    """
+
+    name = "hydra"
+    net_config = HydraConfig
+    net_class = HydraHeads
+
+    def __init__(
+        self,
+        heads: HydraHeads,
+        parts: TargetParts,
+        nodes: int = 16,
+        accuracies: Sequence[Sequence[float]] | None = None,
+        tree: str = "",
+        *,
+        target: LanguageModel | None = None,
+    ) -> None:
+        super().__init__(heads, parts, nodes, accuracies, tree)
+        self.reader: FeatureReader | None = None
+        if heads.prefix is not None:
+            if target is None:
+                raise ValueError("hydra with a prefix layer needs the target: give target=...")
+            self.reader = FeatureReader(FeatureModel(heads.prefix, parts, target), wanted=0)
+
+    @classmethod
+    def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
+        """A drafter over heads for ``target``."""
+        return cls(heads, parts, target=target, **options)
+
+    # -- what the heads read -----------------------------------------------------------------------------------------
+
+    def start(self, context: Context) -> None:
+        """A prefix layer reads the prompt."""
+        if self.reader is not None:
+            self.reader.start(context)
+            self._follow([context])
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """A prefix layer keeps the states of the round."""
+        if self.reader is not None:
+            self.reader.observe(context, tree, scores, verdict)
+
+    def finish(self, context: Context) -> None:
+        """Free what was kept for the request."""
+        if self.reader is not None:
+            self.reader.finish(context)
+        context.state.pop(self, None)
+
+    def states(self, contexts: Sequence[Context]) -> Tensor:
+        """[n, D]: the target's states, or what the prefix layer makes of them."""
+        if self.reader is None:
+            return super().states(contexts)
+        self._follow(contexts)
+        return torch.stack([context.state[self] for context in contexts])
+
+    def _follow(self, contexts: Sequence[Context]) -> None:
+        """Read what was committed since, and remember the output at its end."""
+        rows = self.reader.follow(contexts) if self.reader is not None else {}
+        for context in contexts:
+            if id(context) in rows:
+                context.state[self] = rows[id(context)].taps["state"][-1]
+
+    # -- the tree ----------------------------------------------------------------------------------------------------
+
+    def fill(self, states: Tensor, roots: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Level by level: one head for all parents of all requests."""
+        trees = [_Filling(nodes, {0: root}) for nodes, root in zip(shapes, roots, strict=True)]
+        inputs = states
+        for level in range(self.max_depth):
+            below = [self._children(tree, level) for tree in trees]
+            if not any(below):
+                break
+            inputs = self._inputs(inputs, trees, below, level)
+            logits = self.project(level, self.heads(level, inputs))
+            ranks = 1 + max(self.choices[n - 1][-1] for parents in below for nodes in parents.values() for n in nodes)
+            ranked = logits.topk(ranks, -1).indices.tolist()
+            for tree, parents in zip(trees, below, strict=True):
+                for parent, nodes in parents.items():
+                    best = ranked[tree.row_of[parent]]
+                    tree.tokens.update((node, best[self.choices[node - 1][-1]]) for node in nodes)
+        return [[tree.tokens[node] for node in tree.nodes] for tree in trees]
+
+    def _children(self, tree: _Filling, level: int) -> dict[int, list[int]]:
+        """The nodes one level below ``level``, by parent."""
+        found: dict[int, list[int]] = {}
+        for node in tree.nodes:
+            if len(self.choices[node - 1]) == level + 1:
+                found.setdefault(self.parents[node - 1], []).append(node)
+        return found
+
+    def _inputs(
+        self, above: Tensor, trees: Sequence[_Filling], below: Sequence[dict[int, list[int]]], level: int
+    ) -> Tensor:
+        """[m, (level + 2) D] of all parents: what their own parents read, and the embeddings of their tokens."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        for i, (tree, parents) in enumerate(zip(trees, below, strict=True)):
+            for parent in parents:
+                rows.append(tree.row_of[self.parents[parent - 1]] if level else i)
+                tree.row_of[parent] = len(tokens)
+                tokens.append(tree.tokens[parent])
+        return torch.cat([above[rows], self.parts.embedding(tokens).float()], -1)

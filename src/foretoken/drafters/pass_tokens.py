@@ -1,0 +1,173 @@
+"""Learned look-ahead tokens behind every draft make the target guess the next drafts while it verifies these.
+
+PaSS, Monea et al. 2023 (https://arxiv.org/abs/2311.13581); a group of its own for every prefix that may be accepted, as
+in BiTA, Lin et al. 2024 (https://arxiv.org/abs/2401.12522).
+
+The tree of one round, for k = 2 and two drafts (``a``, ``b`` stand for [LA]_1, [LA]_2)::
+
+    root --- d1 --- d2 --- a --- b
+      |       |
+      a       a
+      |       |
+      b       b
+
+Whichever of ``root``, ``d1``, ``d2`` is the last token that stands, the look-ahead tokens below it have seen it and
+nothing that was rejected.  [LA]_i below the token at position t stands at t + i and predicts t + i + 1: the token at
+t + 1, in whose place [LA]_1 stands, is the round's own (bonus or recovered) token, which becomes the root.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.model import asks_for_confidence, draw_without_replacement
+from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
+from foretoken.drafters.nets.store import load_weights, read_description
+from foretoken.models.base import LanguageModel
+from foretoken.models.parts import TargetParts
+from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict, _argmaxes
+
+
+@dataclass
+class _LookAhead:
+    """One request between two rounds.
+
+    Attributes:
+        proposed: the last tree.
+        groups: its nodes with look-ahead tokens below them, and which probes those are.
+        logits: [<= k, V] what they said below the last token that stood; ``None`` when there were none.
+    """
+
+    proposed: TokenTree | None = None
+    groups: dict[int, slice] = field(default_factory=dict)
+    logits: Tensor | None = None
+
+
+class PassTokensDrafter(Drafter):
+    """A chain of up to k guesses that were made by the call that verified the chain before.
+
+    Args:
+        net: the learned rows.
+        target: the model that embeds them.
+        k: how many of the look-ahead tokens are used; 0: all that were learned.
+        draw: how drafts are made when the request samples: ``"iid"`` (each drawn from what its look-ahead token says)
+            or ``"greedy"`` (the most likely ones, verified as point masses).  A greedy request gets greedy drafts.
+        groups: how many nodes of the chain, from the root down, have look-ahead tokens below them; 0: all.  Where the
+            last token that stands has none, the next round drafts nothing.
+
+    Raises:
+        ValueError: an option outside its range, or rows of another width than the target's embedding.
+        CapabilityError: the target's embedding cannot be extended.
+    """
+
+    name = "pass_tokens"
+
+    def __init__(self, net: PassTokens, target: LanguageModel, k: int = 0, draw: str = "iid", groups: int = 0) -> None:
+        learned = len(net.rows)
+        if not 0 <= k <= learned:
+            raise ValueError(f"pass_tokens needs k from 1 to {learned}, which were learned, or 0 for all, not {k}")
+        if draw not in ("iid", "greedy"):
+            raise ValueError(f"draw must be iid or greedy, not {draw!r}")
+        if groups < 0:
+            raise ValueError(f"pass_tokens needs groups >= 0, not {groups}")
+        self.net, self.draw = net.eval(), draw
+        self.max_depth = self.max_nodes = k or learned
+        self.groups = groups or self.max_depth + 1
+        self.first = target.extra_embeddings(net.rows.detach())
+        self.vocab_size, self.context_length = target.vocab_size, target.context_length
+
+    @classmethod
+    def build(
+        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
+    ) -> PassTokensDrafter:
+        """From a spec ``pass_tokens[:FOLDER]``.
+
+        Raises:
+            ValueError: no folder, one trained for another target, or damaged files.
+        """
+        from foretoken.loading import drafter_folder
+
+        parts = TargetParts(target)
+        folder = drafter_folder(cls.name, path, target_source)
+        found = read_description(folder, cls.name, parts.fingerprint())
+        net = PassTokens(PassTokensConfig(**found["config"]))
+        load_weights(folder, net)
+        return cls(net.to(parts.device), target, **options)
+
+    @property
+    def kind(self) -> Kind:
+        """How drafts are made when the request samples."""
+        return Kind.POINT if self.draw == "greedy" else Kind.IID
+
+    @property
+    def draws_trees(self) -> bool:
+        """The drafts are a chain, but look-ahead tokens branch from it."""
+        return True
+
+    def start(self, context: Context) -> None:
+        """Nothing is known before the first round, whose root gets its look-ahead tokens."""
+        context.state[self] = _LookAhead()
+
+    def finish(self, context: Context) -> None:
+        """Forget the request."""
+        context.state.pop(self, None)
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """What the look-ahead tokens said, as a chain, and new ones below its nodes."""
+        state: _LookAhead = context.state.setdefault(self, _LookAhead())
+        drafts, laws = self._drafts(context, budget, state.logits)
+        tokens, parents = [context.root, *drafts], list(range(-1, len(drafts)))
+        room = self.context_length - len(context.tokens)  # positions behind the root
+        state.groups = {}
+        for node in range(min(len(tokens), self.groups)):
+            first = len(tokens)
+            count = min(self.max_depth, room - node)
+            if count > 0:
+                state.groups[node] = slice(first, first + count)
+                tokens += range(self.first, self.first + count)
+                parents += [node, *range(first, first + count - 1)]
+        probes = [False] * (1 + len(drafts)) + [True] * (len(tokens) - 1 - len(drafts))
+        if context.maker.greedy or self.draw == "greedy":
+            state.proposed = TokenTree(tuple(tokens), tuple(parents), probes=tuple(probes))
+        else:
+            law_of = (-1, *range(len(drafts)), *[-1] * sum(probes))
+            q = torch.stack(laws) if laws else torch.empty(0, self.vocab_size, device=self.net.rows.device)
+            state.proposed = TokenTree(tuple(tokens), tuple(parents), Kind.IID, q, law_of, tuple(probes))
+        return state.proposed
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        """Keep what the look-ahead tokens below the last accepted node said."""
+        state: _LookAhead = context.state.setdefault(self, _LookAhead())
+        last = verdict.path[-1] if verdict.path else 0
+        group = state.groups.get(last) if tree is state.proposed else None
+        state.logits = None if group is None else scores.logits[group]
+        state.proposed = None
+
+    def _drafts(self, context: Context, budget: Budget, logits: Tensor | None) -> tuple[list[int], list[Tensor]]:
+        """The chain's tokens, and the laws [V] that they were drawn from where they were drawn."""
+        count = 0 if logits is None else min(len(logits), budget.max_depth, budget.max_nodes)
+        if logits is None or count == 0:
+            return [], []
+        maker, confident = context.maker, asks_for_confidence(budget)
+        greedy = maker.greedy or self.draw == "greedy"
+        if greedy and maker.context_free and not confident:
+            return _argmaxes(logits[:count])[0], []
+        drafts: list[int] = []
+        laws: list[Tensor] = []
+        for row in logits[:count]:
+            law = maker.law(row, () if maker.context_free else [*context.tokens, *drafts])
+            if greedy:
+                drafts.append(int(law.argmax()))
+            else:
+                drafts += draw_without_replacement(law, 1, context)
+                laws.append(law)
+            # A stop may only suppress what comes after the token: the token itself stays in the draft.
+            belief = torch.softmax(row.float(), -1) if confident and maker.greedy else law
+            if confident and budget.stops_after(belief, float(belief[drafts[-1]])):
+                break
+        return drafts, laws

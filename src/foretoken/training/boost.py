@@ -1,0 +1,189 @@
+"""``foretoken train boost``: draft models one after another, each on what the earlier ones miss.
+
+SpecInfer's boost-tuning, Miao et al. 2023 (https://arxiv.org/abs/2305.09781): the first learns from all that the target
+wrote, the second from the places that the first does not match, and so on.  Together they draft as an ensemble.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.training.distill import Distiller, Evaluate, Progress
+from foretoken.training.text_sources import TeacherText
+from foretoken.training.workshop import Workshop, load_student
+
+BATCH = 8
+"""Rows that are read at once."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a caller is told after every draft model.
+
+    Attributes:
+        number: 1, 2, ...
+        report: its training report.
+        left: share of the written positions that it learned from.
+        coverage: share of held-out positions that it or an earlier one matches (``None``: nothing held out).
+        together: acceptance of the ensemble so far, if it was measured.
+    """
+
+    number: int
+    report: Mapping[str, Any]
+    left: float
+    coverage: float | None
+    together: Mapping[str, Any] | None
+
+
+@torch.no_grad()
+def best_tokens(network: Any, rows: Tensor) -> Tensor:
+    """The most likely token behind every position of ``rows`` int64 [n, m + 1], int64 [n, m]."""
+    found = []
+    for some in rows.split(BATCH):
+        ids = some[:, :-1].to(network.device)
+        found.append(network(input_ids=ids, use_cache=False).logits.argmax(-1).cpu())
+    return torch.cat(found)
+
+
+def matched(wanted: Tensor, drafted: Tensor, length: int) -> Tensor:
+    """Bool [n, m]: from here on both have the same most likely token ``length`` times in a row (or to the row's end).
+
+    Args:
+        wanted: the target's most likely tokens, int64 [n, m].
+        drafted: the draft model's.
+        length: tokens, at least 1.
+    """
+    same = wanted == drafted
+    run = same.clone()
+    for shift in range(1, min(length, same.shape[1])):
+        run[:, :-shift] &= same[:, shift:]
+    return run
+
+
+class Boost:
+    """Trains draft models one after another.
+
+    Args:
+        shop: the target and its text; ``config.text`` must be ``teacher``.
+        draft: the model folder that every one starts from.
+        out: folder; the models are ``out/1``, ``out/2``, ...
+        length: matched tokens in a row from which on a place counts as covered.
+        held: what the target wrote behind held-out prompts, int64 [n, m + 1], and where the written part begins.
+
+    Raises:
+        ValueError: another text than the target's, or a length below 1.
+    """
+
+    def __init__(
+        self, shop: Workshop, draft: str | Path, out: Path, length: int, held: tuple[Tensor, int] | None = None
+    ) -> None:
+        if shop.config.text != "teacher":
+            raise ValueError(f"boost-tuning learns from what the target writes: text=teacher, not {shop.config.text}")
+        if length < 1:
+            raise ValueError(f"length must be at least 1, not {length}")
+        self.shop, self.draft, self.out, self.length = shop, draft, out, length
+        self.rows = shop.written()
+        self.weights = shop.written_weights(self.rows)
+        self.networks: list[Any] = []
+        self._left = self.weights.clone()
+        self._target: Any = shop.parts.network
+        self._wanted: Tensor | None = None
+        self._held = None if held is None else held[0]
+        self._start = 0 if held is None else held[1] - 1
+        if self._held is not None:
+            self._held_wanted = best_tokens(self._target, self._held)
+            self._covered = torch.zeros_like(self._held_wanted, dtype=torch.bool)
+
+    def run(
+        self,
+        count: int,
+        *,
+        save_every: int = 100,
+        eval_every: int = 100,
+        evaluate: Evaluate | None = None,
+        together: Evaluate | None = None,
+        on_step: Callable[[int, Progress], None] | None = None,
+        on_stage: Callable[[Stage], None] | None = None,
+    ) -> list[Stage]:
+        """Train ``count`` draft models; those that are whole already are loaded, a broken off one goes on.
+
+        Fewer are trained when nothing is left that the earlier ones miss.
+
+        Args:
+            evaluate: measures one network.
+            together: measures a list of networks as one ensemble.
+            on_step: told (number, progress) after every step.
+            on_stage: told after every model.
+            count, save_every, eval_every: as in :meth:`foretoken.training.distill.Distiller.run`.
+
+        Raises:
+            ValueError: a checkpoint of other settings.
+            FloatingPointError: as in :meth:`foretoken.training.distill.Distiller.run`.
+        """
+        stages: list[Stage] = []
+        for number in range(1, count + 1):
+            left = float(self._left.sum() / self.weights.sum())
+            if left == 0:
+                break
+
+            def tell(progress: Progress, number: int = number) -> None:
+                if on_step is not None:
+                    on_step(number, progress)
+
+            network, report = self._one(number, left, save_every, eval_every, evaluate, tell)
+            self.networks.append(network)
+            if number < count:
+                self._cross_off(network)
+            measured = together(self.networks) if together is not None else None
+            stages.append(Stage(number, report, left, self._cover(network), measured))
+            if on_stage is not None:
+                on_stage(stages[-1])
+        return stages
+
+    def _one(
+        self,
+        number: int,
+        left: float,
+        save_every: int,
+        eval_every: int,
+        evaluate: Evaluate | None,
+        tell: Callable[[Progress], None],
+    ) -> tuple[Any, dict[str, Any]]:
+        """The network of one stage and its report."""
+        config, folder = self.shop.config, self.out / str(number)
+        extra = {"stage": number, "length": self.length, "left": left}
+        done = folder / "training.json"
+        student = load_student(self.draft, self.shop.target, self.shop.tokenizer, str(self._target.device))
+        source = TeacherText(self.rows, self._left, config.batch_size, config.seed)
+        worker = Distiller(self.shop, student, folder, source=source, name=str(self.draft), extra=extra)
+        if done.exists() and worker.is_done():
+            report: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
+            return load_student(folder, self.shop.target, self.shop.tokenizer, str(self._target.device)), report
+        report = worker.run(save_every=save_every, eval_every=eval_every, evaluate=evaluate, on_step=tell)
+        return student, report
+
+    def _cross_off(self, network: Any) -> None:
+        """Give no weight to the places that this network covers."""
+        if self._wanted is None:
+            self._wanted = best_tokens(self._target, self.rows)
+        self._left = self._left * ~matched(self._wanted, best_tokens(network, self.rows), self.length)
+
+    def _cover(self, network: Any) -> float | None:
+        """Share of held-out positions that any network so far covers."""
+        if self._held is None:
+            return None
+        self._covered |= matched(self._held_wanted, best_tokens(network, self._held), self.length)
+        return float(self._covered[:, self._start :].float().mean())
+
+
+def ready_spec(folders: Sequence[Path], k: int = 4) -> str:
+    """The drafter spec that uses the models together."""
+    members = "|".join(f"model:{folder},k={k}" for folder in folders)
+    return f"ensemble,drafters=({members})"

@@ -1,0 +1,108 @@
+"""Hidden states of a target on disk: safetensors shards that are memory-mapped, so that many runs read them once made.
+
+A run's blocks are a pure function of (seed, step), so a shard is known by its number; every tap has its own shards, and
+a run that needs one tap more adds only that one's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foretoken.models.parts import TargetParts
+from foretoken.training.blocks import WrittenBlocks
+from foretoken.training.corpus import BlockSampler
+
+STEPS = 16
+"""Steps per shard."""
+
+
+class FeatureStore:
+    """Features [b, n, D] of the blocks of a sampler, step by step.
+
+    Args:
+        folder: where the shards are; made when it is missing.
+        parts: the target.
+        sampler: the blocks.
+        corpus: the description of the text that the sampler reads.
+        written: what else its blocks depend on, where the target wrote them.
+
+    Raises:
+        ValueError: the folder holds features of another target, text or order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        parts: TargetParts,
+        sampler: BlockSampler | WrittenBlocks,
+        corpus: Mapping[str, Any],
+        written: Sequence[Any] = (),
+    ) -> None:
+        self.folder, self.parts, self.sampler = folder, parts, sampler
+        identity = {
+            "target": asdict(parts.fingerprint()),
+            "text": [corpus["paths"], corpus["vocab"], corpus["train"]],
+            "blocks": [sampler.block, sampler.batch, sampler.seed],
+            "steps_per_shard": STEPS,
+            **({"written": list(written)} if written else {}),
+        }
+        card = folder / "features.json"
+        if card.exists() and json.loads(card.read_text(encoding="utf-8")) != json.loads(json.dumps(identity)):
+            raise ValueError(
+                f"{folder} holds features of another target, text, --context, --batch-size or --seed: "
+                "use another folder"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        tmp = folder / ".tmp-features.json"
+        tmp.write_text(json.dumps(identity, indent=1), encoding="utf-8")
+        tmp.replace(card)
+
+    def features(self, step: int, taps: Sequence[str]) -> dict[str, Tensor]:
+        """Hidden states [b, n, D] by tap of the blocks of ``step``; makes the whole shard when it is missing.
+
+        Raises:
+            ValueError: a damaged shard.
+            OSError: the folder cannot be written, or the disk is full.
+        """
+        number, place = divmod(step, STEPS)
+        missing = [tap for tap in taps if not self._file(tap, number).exists()]
+        if missing:
+            self._capture(number, missing)
+        found = {}
+        for tap in taps:
+            file = self._file(tap, number)
+            try:
+                with safe_open(file, "pt") as shard:
+                    found[tap] = shard.get_slice("states")[place].to(self.parts.device)
+            except SafetensorError:
+                raise ValueError(f"{file} is damaged: delete it, and it is made again") from None
+        return found
+
+    def _file(self, tap: str, number: int) -> Path:
+        return self.folder / tap.replace(":", "-") / f"{number:06d}.safetensors"
+
+    def _capture(self, number: int, taps: Sequence[str]) -> None:
+        steps = [
+            self.parts.features(torch.from_numpy(self.sampler(step)[:, :-1]).to(self.parts.device), taps)
+            for step in range(number * STEPS, (number + 1) * STEPS)
+        ]
+        for tap in taps:
+            file = self._file(tap, number)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            tmp = file.with_name(f".tmp-{file.name}")
+            try:
+                save_file({"states": torch.stack([step[tap].cpu() for step in steps])}, tmp)
+                tmp.replace(file)
+            except SafetensorError as error:
+                raise OSError(f"cannot write {file}: {error}") from None
+            finally:
+                tmp.unlink(missing_ok=True)

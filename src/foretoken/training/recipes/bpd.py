@@ -1,0 +1,99 @@
+"""Blockwise parallel decoding: one head per step, drawn at random (arXiv 1811.03115, section 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.bpd import BpdDrafter
+from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
+from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_cross_entropy
+
+PROBED_TOKENS = 64
+"""Tokens, spread over the vocabulary, on which the usual size of the target's states is measured."""
+
+
+@dataclass(frozen=True)
+class BpdSettings(BpdConfig):
+    """The heads' shape and how they are trained.
+
+    Attributes:
+        labels: what heads 2 to k learn: ``"target"`` (the target's own law, which is what they must guess) or
+            ``"text"`` (the paper's labels).
+        mode: ``"frozen"`` (the heads only) or ``"finetune"`` (the target too, whose own loss is that of head 1).
+    """
+
+    labels: str = "target"
+    mode: str = "frozen"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.labels not in ("target", "text"):
+            raise ValueError(f"labels must be target or text, not {self.labels!r}")
+        if self.mode not in ("frozen", "finetune"):
+            raise ValueError(f"mode must be frozen or finetune, not {self.mode!r}")
+
+
+class BpdRecipe(Recipe):
+    """Head i learns the token i places after the one whose state it sees.
+
+    The mean over heads of their losses would need the logits of all of them at once; that of one head, drawn
+    uniformly, is an unbiased estimate of it.
+    """
+
+    method = "bpd"
+    config_class: ClassVar[type[Any]] = BpdSettings
+    net: BpdHeads
+    config: BpdSettings
+
+    @property
+    def trains_target(self) -> bool:
+        """In the mode ``"finetune"``."""
+        return self.config.mode == "finetune"
+
+    def from_target(self) -> dict[str, Any]:
+        """The size of its states."""
+        return {"hidden_size": self.parts.hidden_size}
+
+    def build(self) -> nn.Module:
+        """New heads, whose norms start at the usual size of the target's states."""
+        ids = torch.linspace(0, self.parts.vocab_size - 1, PROBED_TOKENS, device=self.parts.device).long()
+        with torch.no_grad():
+            states = self.parts.features(ids[None], ("last",))["last"].float()
+        return BpdHeads(self.config, size=float(states.square().mean().sqrt()))
+
+    def stored_config(self) -> dict[str, Any]:
+        """Only what the network needs."""
+        found = super().stored_config()
+        return {key: found[key] for key in BpdConfig.__dataclass_fields__}
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """The loss of one head; head 1 is drawn only where it can learn."""
+        first = 1 if self.trains_target else 2
+        return self.head_loss(batch, int(torch.randint(first, self.config.k + 1, (1,), generator=generator)))
+
+    def head_loss(self, batch: Batch, head: int) -> Tensor:
+        """Mean cross-entropy of one head (1 to k) at all places that have a token ``head`` places behind them.
+
+        Raises:
+            ValueError: there are none.
+        """
+        places = batch.length - head + 1
+        if places < 1:
+            raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
+        states = batch.taps["last"][:, :places].flatten(0, 1).float()
+        logits = self.parts.logits(states if head == 1 else self.net(states, [head])[0])
+        if head == 1 or self.config.labels == "text":
+            return cross_entropy(logits, batch.tokens[:, head:].flatten())
+        blocks = torch.arange(len(batch.tokens), device=states.device).repeat_interleave(places)
+        columns = torch.arange(head - 1, batch.length, device=states.device).repeat(len(batch.tokens))
+        return soft_cross_entropy(logits, batch.teacher(blocks, columns))
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """Heads as they are."""
+        return BpdDrafter(self.net, self.parts)

@@ -1,0 +1,134 @@
+"""EAGLE-3's training: drafting from places all over a text; only the target's law is learned (arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.eagle3 import Eagle3Drafter, draft_logits, target_rows
+from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, default_layers
+from foretoken.training.recipes.base import Batch
+from foretoken.training.recipes.features import FeatureRecipe, some_rows, texts_of
+
+DRAFT_VOCAB = 4096
+"""Tokens of the draft vocabulary, where the target has that many."""
+COUNTED = 2**22
+"""Tokens of the training text that are counted at once."""
+
+
+@dataclass(frozen=True)
+class Eagle3Settings(Eagle3Config):
+    """The network's shape and its loss.
+
+    Attributes:
+        unroll: steps of drafting that are trained (the paper's 7 cost twice as much).
+        decay: a step's weight is ``decay`` times that of the step before it.
+    """
+
+    unroll: int = 4
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.unroll < 1 or self.decay <= 0:
+            raise ValueError(f"eagle3 needs unroll >= 1 and decay > 0, not {self.unroll} and {self.decay}")
+
+
+class Eagle3Recipe(FeatureRecipe):
+    """Training-time test: the network learns on its own outputs what it will meet when it drafts."""
+
+    method = "eagle3"
+    config_class: ClassVar[type[Any]] = Eagle3Settings
+    fixed = (*FeatureRecipe.fixed, "vocab_size")
+    net_config = Eagle3Config
+    net_class = Eagle3Net
+    drafter_class = Eagle3Drafter
+    config: Eagle3Settings
+    net: Eagle3Net
+
+    @property
+    def taps(self) -> Sequence[str]:
+        """The fused depths, and what the teacher's law is made of."""
+        return tuple(dict.fromkeys((*self.config.taps, "last")))
+
+    def from_target(self) -> dict[str, Any]:
+        """The shape of the target's own layers, the fused depths, and the size of the draft vocabulary."""
+        return {
+            **super().from_target(),
+            "vocab_size": self.parts.vocab_size,
+            "draft_vocab": min(self.parts.vocab_size, DRAFT_VOCAB),
+            "layers": default_layers(self.parts.num_layers),
+        }
+
+    def configure(self, settings: Mapping[str, str]) -> Any:
+        """The network's shape from the target and from ``key=value`` settings.
+
+        Raises:
+            ValueError: an unknown key, a value of the wrong type, or a depth that the target does not have.
+        """
+        found: Eagle3Settings = super().configure(settings)
+        deepest = max(map(int, found.layers.split(",")))
+        if deepest > self.parts.num_layers:
+            raise ValueError(f"layers={found.layers} reach to {deepest}, and the target has {self.parts.num_layers}")
+        return found
+
+    def build(self) -> nn.Module:
+        """A new network over the first tokens, which starts as the target's own head on its deepest fused state."""
+        net: Any = super().build()
+        size = self.config.hidden_size
+        net.fc.weight.data.mul_(0.1)[:, -size:] += torch.eye(size)
+        norm = self.parts.final_norm
+        if getattr(norm, "weight", None) is not None:
+            net.norm.weight.data.copy_(norm.weight.detach())
+        self._start_head(net)
+        return net
+
+    def _start_head(self, net: Any) -> None:
+        if net.lm_head is not None:
+            net.lm_head.weight.data.copy_(target_rows(net, self.parts)[0])
+
+    def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
+        """Make the most frequent tokens of the training text the draft vocabulary (ties: the lower id)."""
+        self.net.choose(torch.from_numpy(most_frequent(tokens, self.config.vocab_size, self.config.guessed)))
+        self._start_head(self.net)
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Weighted mean over steps of the cross-entropy with the target's law over the draft vocabulary."""
+        config = self.config
+        features = self.net.fuse([batch.taps[tap].float() for tap in config.taps])
+        rows = some_rows(batch, config.unroll, generator)
+        weights = [config.decay**step for step in range(config.unroll)]
+        total = features.new_zeros(())
+        for step, output in enumerate(self.unrolled(batch, features, rows, config.unroll)):
+            total = total + weights[step] / sum(weights) * self.agreement(batch, output, rows + 1 + step)
+        return total
+
+    def agreement(self, batch: Batch, output: Tensor, columns: Tensor) -> Tensor:
+        """The same over the draft vocabulary; places whose likeliest token is outside it do not count."""
+        law = batch.teacher(texts_of(columns), columns.flatten())
+        counted = self.net.t2d[law.argmax(-1)]
+        law = law[:, self.net.vocabulary]
+        law = law / law.sum(-1, keepdim=True).clamp_min(torch.finfo(law.dtype).tiny)
+        logits = draft_logits(self.net, self.parts, self.net.head_state(output.flatten(0, 1)))
+        distances = -(law * torch.log_softmax(logits.float(), -1)).sum(-1)
+        return (distances * counted).sum() / counted.sum().clamp_min(1)
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """The network as it is."""
+        return Eagle3Drafter.of(self.net, self.parts, self.target)
+
+
+def most_frequent(
+    tokens: np.ndarray[Any, np.dtype[Any]], vocab_size: int, count: int
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The ``count`` most frequent of ``vocab_size`` ids in a text, in ascending order; the lower id wins a tie."""
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(tokens), COUNTED):
+        counts += np.bincount(tokens[start : start + COUNTED], minlength=vocab_size)
+    return np.sort(np.argsort(-counts, kind="stable")[:count])

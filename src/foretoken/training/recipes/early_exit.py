@@ -1,0 +1,169 @@
+"""LayerSkip's training: layer dropout and an early-exit loss make a target's first layers a good draft of it.
+
+Elhoushi et al. 2024 (arXiv 2404.16710), sections 4.1 and 4.2.  There is no network beside the target: the result is a
+target, and ``early_exit`` drafts with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.early_exit import EarlyExitDrafter
+from foretoken.models.taps import decoder_layers
+from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_cross_entropy, some_places
+
+PLACES = 128
+"""Places per text and exit whose logits are made."""
+
+
+@dataclass(frozen=True)
+class EarlyExitSettings:
+    """How the target is trained.
+
+    Attributes:
+        num_layers: decoder layers of the target.
+        layer: exit layer that drafts (0: a quarter of the layers).
+        dropout: chance that the last layer is left out for a text; lower layers have less, the first none.
+        scale: weight of the early exits, e_scale of the paper.
+        every: rotational curriculum: in one step one of ``every`` early exits is trained.
+        labels: ``"text"`` (the paper's) or ``"target"`` (early exits learn the law of the last layer).
+    """
+
+    num_layers: int
+    layer: int = 0
+    dropout: float = 0.1
+    scale: float = 1.0
+    every: int = 4
+    labels: str = "text"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1 or self.scale < 0 or self.every < 1:
+            raise ValueError(
+                "early_exit needs 0 <= dropout < 1, scale >= 0 and every >= 1, "
+                f"not {self.dropout}, {self.scale} and {self.every}"
+            )
+        if not 0 <= self.layer < self.num_layers:
+            raise ValueError(f"early_exit needs an exit layer from 1 to {self.num_layers - 1}, not {self.layer}")
+        if self.labels not in ("target", "text"):
+            raise ValueError(f"labels must be target or text, not {self.labels!r}")
+
+    @property
+    def exit_layer(self) -> int:
+        """The exit that drafts."""
+        return self.layer or max(1, self.num_layers // 4)
+
+
+class EarlyExitRecipe(Recipe):
+    """Trains the target itself; every layer's output goes through the same final norm and head."""
+
+    method = "early_exit"
+    config_class: ClassVar[type[Any]] = EarlyExitSettings
+    fixed = ("num_layers",)
+    target_lr = 1.0
+    lr = 1e-3
+    config: EarlyExitSettings
+
+    def from_target(self) -> dict[str, Any]:
+        """How deep the target is."""
+        return {"num_layers": self.parts.num_layers}
+
+    def build(self) -> nn.Module:
+        """Nothing: all weights are the target's."""
+        return nn.Module()
+
+    @property
+    def trains_target(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """The text is read in the loss, with layers dropped; for measuring, the last state is enough."""
+        return ()
+
+    def spec(self, folder: object) -> str:
+        """Nothing is loaded but the target."""
+        return f"early_exit,layer={self.config.exit_layer}"
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """The first layers of the target as it is."""
+        return EarlyExitDrafter(self.target, self.config.exit_layer)
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Weighted sum over the exits of this step and the last layer."""
+        exits = self.exits(batch.step)
+        last = self.config.num_layers
+        names = [*(f"layer:{layer}" for layer in exits), "last"]
+        kept = self.kept_layers(len(batch.tokens), generator)
+        with dropped_layers(self.parts.network, kept):
+            states = self.parts.features(batch.tokens[:, :-1], names, grad=True)
+        rows, columns = some_places(batch, PLACES * len(batch.tokens), 0, generator)
+        logits = self.parts.logits(states["last"][rows, columns])
+        labels = batch.tokens[rows, columns + 1]
+        weights = exit_weights(last, self.config.scale, exits)
+        total = weights[last] * cross_entropy(logits, labels)
+        law = torch.softmax(logits.detach().float(), -1)
+        for layer in exits:
+            early = self.parts.logits(self.parts.normed(states[f"layer:{layer}"][rows, columns]))
+            part = cross_entropy(early, labels) if self.config.labels == "text" else soft_cross_entropy(early, law)
+            total = total + weights[layer] * part
+        return total
+
+    def exits(self, step: int) -> list[int]:
+        """Early exits that are trained in a step: one in every R layers, and others in the next step."""
+        return [
+            layer for layer in range(1, self.config.num_layers) if layer % self.config.every == step % self.config.every
+        ]
+
+    def kept_layers(self, texts: int, generator: torch.Generator) -> Tensor:
+        """Bool [layers, texts]: which layers every text goes through."""
+        chances = torch.tensor(dropout_rates(self.config.num_layers, self.config.dropout))
+        return torch.rand(len(chances), texts, generator=generator) >= chances[:, None]
+
+
+def dropout_rates(layers: int, highest: float) -> list[float]:
+    """Chance per layer that it is left out: exponential from 0 to ``highest`` (S(t) = 1, as for finetuning)."""
+    return [highest * (math.exp(layer * math.log(2) / max(1, layers - 1)) - 1) for layer in range(layers)]
+
+
+def exit_weights(layers: int, scale: float, exits: list[int]) -> dict[int, float]:
+    """Weight by exit (layers that have run; ``layers`` is the whole network), normalised over those of this step.
+
+    With l counted from 0, e(l) = scale * sum of 0..l before the last layer, and (L - 1) + scale * sum of 0..L-2 for it.
+    """
+    raw = {n: scale * (n - 1) * n / 2 for n in exits}
+    raw[layers] = (layers - 1) + scale * (layers - 2) * (layers - 1) / 2
+    total = sum(raw.values())
+    return {n: weight / total for n, weight in raw.items()} if total else {n: float(n == layers) for n in raw}
+
+
+@contextmanager
+def dropped_layers(network: nn.Module, kept: Tensor) -> Iterator[None]:
+    """Forwards inside the block hand a text's states on unchanged at the layers that ``kept`` [layers, b] denies it."""
+    handles = []
+    for layer, mask in zip(decoder_layers(network), kept, strict=True):
+        if not bool(mask.all()):
+            handles.append(layer.register_forward_hook(_passing(mask), with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _passing(mask: Tensor) -> Any:
+    def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        before: Tensor = args[0] if args else kwargs["hidden_states"]
+        after: Tensor = output[0] if isinstance(output, tuple) else output
+        mixed = torch.where(mask.to(after.device)[:, None, None], after, before.to(after.dtype))
+        return (mixed, *output[1:]) if isinstance(output, tuple) else mixed
+
+    return hook

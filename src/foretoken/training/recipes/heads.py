@@ -1,0 +1,117 @@
+"""What the recipes of several heads on one hidden state share: labels, weights, and the accuracies of the tree."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.heads import HeadsDrafter
+from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_cross_entropy, some_places
+
+PLACES = 256
+"""Places per step and block whose heads are trained."""
+RANKS = 10
+"""Ranks per head whose accuracy is measured."""
+
+
+def check_labels(labels: str, decay: float) -> None:
+    """Settings of :class:`HeadsRecipe`.
+
+    Raises:
+        ValueError: labels that do not exist, or weights that are not positive.
+    """
+    if labels not in ("target", "text"):
+        raise ValueError(f"labels must be target or text, not {labels!r}")
+    if not decay > 0:
+        raise ValueError(f"decay must be above 0, not {decay}")
+
+
+class HeadsRecipe(Recipe):
+    """Head i learns the token that the target says i + 1 places after its own.
+
+    The settings have ``heads``, ``labels`` (``"target"``: the target's own law, which is what the heads must guess, or
+    ``"text"``: the next tokens of the text) and ``decay`` (the weight of head i is ``decay ** i``).
+    """
+
+    net_config: ClassVar[type[Any]]
+    net_class: ClassVar[type[nn.Module]]
+    drafter_class: ClassVar[type[HeadsDrafter]]
+
+    def build(self) -> nn.Module:
+        """New heads; own projections start as the target's."""
+        heads = self.net_class(self.net_config(**self.stored_config()))
+        for projection in heads.projections:  # type: ignore[union-attr]
+            projection.weight.data.copy_(self.parts.head.weight.detach())
+        return heads
+
+    def stored_config(self) -> dict[str, Any]:
+        """Only what the network needs."""
+        found = super().stored_config()
+        return {key: found[key] for key in self.net_config.__dataclass_fields__}
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """Heads as they are."""
+        return self.drafter_class.over(self.net, self.parts, self.target, accuracies=measured.get("accuracies"))
+
+    @abstractmethod
+    def states(
+        self, batch: Batch, rows: Tensor, columns: Tensor, generator: torch.Generator | None = None
+    ) -> Sequence[Tensor]:
+        """What the K heads make of the places [m]: K times [m, D].
+
+        Args:
+            batch: the texts.
+            rows: [m] which text.
+            columns: [m] which token: the one before the root.
+            generator: randomness of a training step; none when accuracies are measured.
+        """
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Weighted mean over heads of the cross-entropy."""
+        count = self.config.heads
+        rows, columns = some_places(batch, PLACES * len(batch.tokens), count + 1, generator)
+        total = torch.zeros((), device=rows.device)
+        for i, state in enumerate(self.states(batch, rows, columns, generator)):
+            logits = self.project(i, state)
+            if self.config.labels == "text":
+                part = cross_entropy(logits, batch.tokens[rows, columns + 2 + i])
+            else:
+                part = soft_cross_entropy(logits, batch.teacher(rows, columns + 1 + i))
+            total = total + self.config.decay**i * part
+        return total / sum(self.config.decay**i for i in range(count))
+
+    def project(self, head: int, state: Tensor) -> Tensor:
+        """[m, V] logits of one head's output [m, D]."""
+        projections: Any = self.net.projections
+        if len(projections):
+            logits: Tensor = projections[head](state)
+            return logits
+        return self.parts.logits(state)
+
+    @torch.no_grad()
+    def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """``accuracies`` [K][R]: how often the candidate of each rank is what the target would say.
+
+        Heads that read drafted tokens are given those of the text: the chance is conditional on the path above.
+        """
+        hits = torch.zeros(self.config.heads, RANKS)
+        seen = 0
+        for batch in batches:
+            n = batch.length - self.config.heads - 1
+            if n < 1:
+                continue
+            columns = torch.arange(n, device=batch.tokens.device).repeat(len(batch.tokens))
+            rows = torch.arange(len(batch.tokens), device=batch.tokens.device).repeat_interleave(n)
+            choices = self.parts.logits(batch.taps["last"]).argmax(-1)  # [b, n]: what the target says after each token
+            for i, state in enumerate(self.states(batch, rows, columns)):
+                wanted = choices[rows, columns + 1 + i]
+                logits = self.project(i, state)
+                ranked = logits.topk(min(RANKS, logits.shape[-1]), -1).indices
+                hits[i, : ranked.shape[1]] += (ranked == wanted[:, None]).sum(0).cpu()
+            seen += len(rows)
+        return {"accuracies": (hits / max(1, seen)).tolist()}

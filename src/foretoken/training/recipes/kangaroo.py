@@ -1,0 +1,76 @@
+"""Kangaroo's training: the adapter's law at every place is pulled to the whole model's (arXiv 2404.18911)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.kangaroo import KangarooDrafter
+from foretoken.drafters.nets.decoder import LayerConfig
+from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
+from foretoken.models.features import FeatureModel
+from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy, some_places
+
+PLACES = 256
+"""Places per text and step whose logits are compared with the target's law."""
+
+
+class KangarooRecipe(Recipe):
+    """The adapter reads whole texts of exit states; nothing of the target is trained."""
+
+    method = "kangaroo"
+    config_class: ClassVar[type[Any]] = KangarooConfig
+    fixed = tuple(LayerConfig.__dataclass_fields__)
+    lr = 1e-2
+    net: KangarooNet
+    config: KangarooConfig
+
+    @property
+    def taps(self) -> Sequence[str]:
+        """The exit layer's states and those behind the final norm."""
+        return (f"layer:{self.config.layer}", "last")
+
+    def configure(self, settings: Mapping[str, str]) -> Any:
+        """The adapter's shape.
+
+        Raises:
+            ValueError: an unknown setting, or a layer that the target does not have.
+        """
+        config: KangarooConfig = super().configure(settings)
+        if config.layer >= self.parts.num_layers:
+            last = self.parts.num_layers - 1
+            raise ValueError(f"kangaroo needs an exit layer from 1 to {last}, not {config.layer}")
+        return config
+
+    def from_target(self) -> dict[str, Any]:
+        """The attention of the target's own layers, behind a quarter of them."""
+        shape = asdict(LayerConfig.of_target(self.parts.config))
+        return {**shape, "ffn": 0, "layer": max(1, self.parts.num_layers // 4)}
+
+    def build(self) -> nn.Module:
+        """A new adapter that says what an early exit says: where the target ends with an RMS norm, with that norm."""
+        net = KangarooNet(self.config)
+        some = torch.randn(2, self.config.hidden_size, dtype=self.parts.head.weight.dtype, device=self.parts.device)
+        with torch.no_grad():
+            weight = self.parts.normed(torch.ones_like(some))[0].float().cpu()
+            wanted, plain = self.parts.normed(some).float().cpu(), net.norm(some.float().cpu())
+            if torch.allclose(wanted, plain * weight, rtol=0.05, atol=0.05):
+                net.norm.weight.copy_(weight)
+        return net
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Mean cross-entropy with the whole model's law at random places."""
+        states = batch.taps[self.taps[0]].float()
+        output = self.net(None, states, torch.arange(batch.length, device=states.device).expand(len(states), -1))
+        rows, columns = some_places(batch, PLACES * len(states), 0, generator)
+        logits = self.parts.logits(self.net.head_state(output[rows, columns]))
+        return soft_cross_entropy(logits, batch.teacher(rows, columns))
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """The adapter as it is."""
+        return KangarooDrafter(self.target, FeatureModel(self.net, self.parts, self.target))

@@ -1,0 +1,129 @@
+"""PaSS's training: look-ahead tokens below random places of a text, everything else frozen (arXiv 2311.13581)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
+from foretoken.drafters.pass_tokens import PassTokensDrafter
+from foretoken.models.base import CapabilityError
+from foretoken.models.extra import branch_states, check_rows
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_cross_entropy
+from foretoken.training.recipes.heads import check_labels
+
+LOOK_AHEAD = 512
+"""Most look-ahead tokens per text and step: with a text of that length, twice its tokens go through the target."""
+SAMPLED = 1024
+"""Token embeddings whose mean the rows start from."""
+
+
+@dataclass(frozen=True)
+class PassTokensSettings(PassTokensConfig):
+    """How many look-ahead tokens there are and how they are trained.
+
+    Attributes:
+        labels: ``"target"`` (the target's own law, which is what they must guess) or ``"text"`` (the paper's labels).
+        decay: weight of look-ahead token i (from 0) is ``decay ** i``.
+        noise: spread of the rows that training starts from, in parts of the spread of token embeddings.
+    """
+
+    labels: str = "target"
+    decay: float = 0.8
+    noise: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_labels(self.labels, self.decay)
+        if not self.noise >= 0:
+            raise ValueError(f"noise must be >= 0, not {self.noise}")
+
+
+class PassTokensRecipe(Recipe):
+    """Look-ahead token i below column c learns what the target says after the token at c + i."""
+
+    method = "pass_tokens"
+    lr = 1e-2
+    config_class: ClassVar[type[Any]] = PassTokensSettings
+    fixed = ("hidden_size",)
+    net: PassTokens
+    config: PassTokensSettings
+
+    @property
+    def model(self) -> HuggingFaceModel:
+        """The target.
+
+        Raises:
+            CapabilityError: it cannot run a tree of tokens.
+        """
+        if not isinstance(self.target, HuggingFaceModel):
+            raise CapabilityError(f"pass_tokens needs a target that takes trees, not {type(self.target).__name__}")
+        return self.target
+
+    def from_target(self) -> dict[str, Any]:
+        """The width of the token embedding."""
+        return {"hidden_size": int(self.parts.embed.weight.shape[1])}
+
+    def build(self) -> nn.Module:
+        """Rows at the mean of the token embeddings, and a little apart."""
+        check_rows(self.model.model, torch.empty(self.config.k, self.config.hidden_size))
+        net = PassTokens(PassTokensConfig(self.config.hidden_size, self.config.k))
+        ids = torch.linspace(0, self.parts.vocab_size - 1, SAMPLED, device=self.parts.device).long()
+        known = self.parts.embedding(ids).float().cpu()
+        spread = torch.randn(net.rows.shape) * known.std(0) * self.config.noise
+        net.learned.data[0] = known.mean(0) + spread
+        return net
+
+    def stored_config(self) -> dict[str, Any]:
+        """Only what the network needs."""
+        return {"hidden_size": self.config.hidden_size, "k": self.config.k}
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Weighted mean over look-ahead tokens of the cross-entropy."""
+        b, k = len(batch.tokens), self.config.k
+        last = batch.length - k  # columns that have all labels
+        if last < 1:
+            raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
+        groups = max(1, min(batch.length, LOOK_AHEAD) // k)
+        columns = torch.randint(last, (b, groups), generator=generator).to(batch.tokens.device)
+        states = self.states(batch, columns)
+        rows, columns = torch.arange(b, device=columns.device).repeat_interleave(groups), columns.flatten()
+        total = torch.zeros((), device=columns.device)
+        for i in range(k):
+            logits = self.parts.logits(states[:, :, i].flatten(0, 1))
+            if self.config.labels == "text":
+                part = cross_entropy(logits, batch.tokens[rows, columns + 2 + i])
+            else:
+                part = soft_cross_entropy(logits, batch.teacher(rows, columns + 1 + i))
+            total = total + self.config.decay**i * part
+        return total / sum(self.config.decay**i for i in range(k))
+
+    def states(self, batch: Batch, columns: Tensor) -> Tensor:
+        """[b, g, k, D] of the look-ahead tokens below the places ``columns`` [b, g]."""
+        return branch_states(self.model, batch.tokens[:, :-1], columns, self.net.rows)
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """Rows as they are."""
+        return PassTokensDrafter(self.net, self.target)
+
+    @torch.no_grad()
+    def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """``accuracies`` [k]: how often a look-ahead token's guess is what the target would say."""
+        k = self.config.k
+        hits, seen = torch.zeros(k), 0
+        for batch in batches:
+            if batch.length <= k:
+                continue
+            columns = torch.arange(0, batch.length - k, k, device=batch.tokens.device)[None]
+            guesses = self.parts.logits(self.states(batch, columns))[0].argmax(-1)  # [g, k]
+            choices = self.parts.logits(batch.taps["last"])[0].argmax(-1)  # [n]
+            wanted = torch.stack([choices[columns[0] + 1 + i] for i in range(k)], 1)
+            hits += (guesses == wanted).float().sum(0).cpu()
+            seen += columns.shape[1]
+        return {"accuracies": (hits / max(1, seen)).tolist()}

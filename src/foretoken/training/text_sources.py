@@ -1,0 +1,154 @@
+"""What a draft model is aligned on: the corpus, the target's writing, its own writing, or a mix.
+
+Every source is a pure function of (seed, step) and, where the student writes, of its weights when it wrote.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.training.corpus import BlockSampler
+
+TEXTS = ("fixed", "teacher", "policy", "mixed")
+
+Writer = Callable[[Tensor, Sequence[int]], Tensor]
+"""``(prompts [n, m], their numbers) -> int64 [n, context + 1]``: continues prompts."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """What one step learns from.
+
+    Attributes:
+        tokens: int64 [batch, context + 1]: inputs are ``[:, :-1]``.
+        weights: float32 [batch, context]: how much each position's law counts; 0 leaves it out.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+
+
+class TextSource(ABC):
+    """Text by step."""
+
+    @abstractmethod
+    def __call__(self, step: int) -> Text:
+        """The text of one step."""
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint before ``step`` must keep, as JSON can hold it."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state` gave."""
+        return
+
+
+class FixedText(TextSource):
+    """Blocks of the corpus; every position counts."""
+
+    def __init__(self, blocks: BlockSampler) -> None:
+        self.blocks = blocks
+
+    def __call__(self, step: int) -> Text:
+        """Blocks as they are."""
+        tokens = torch.from_numpy(self.blocks(step))
+        return Text(tokens, torch.ones(tokens.shape[0], tokens.shape[1] - 1))
+
+
+class TeacherText(TextSource):
+    """Rows that the target wrote once, in a new order every pass.
+
+    Args:
+        rows: int64 [n, context + 1].
+        weights: float32 [n, context]; rows without any weight are left out.
+        batch: rows per step.
+        seed: of the order.
+
+    Raises:
+        ValueError: no row has any weight.
+    """
+
+    def __init__(self, rows: Tensor, weights: Tensor, batch: int, seed: int) -> None:
+        kept = weights.sum(1) > 0
+        if not bool(kept.any()):
+            raise ValueError("no written text is left to learn from")
+        self.rows, self.weights = rows[kept], weights[kept]
+        self.batch, self.seed = batch, seed
+
+    def __call__(self, step: int) -> Text:
+        """The rows of one step."""
+        chosen = []
+        for i in range(step * self.batch, (step + 1) * self.batch):
+            turn, place = divmod(i, len(self.rows))
+            chosen.append(int(np.random.default_rng((self.seed, turn)).permutation(len(self.rows))[place]))
+        return Text(self.rows[chosen], self.weights[chosen])
+
+
+class PolicyText(TextSource):
+    """Continuations by the student as it is now, of the beginnings of corpus blocks.
+
+    The student writes for ``refresh`` steps at once, because a batch of many rows costs hardly more than a small one.
+    Only what is written counts in such a row.
+
+    Args:
+        blocks: the corpus.
+        write: the student.
+        prompt: tokens of a block that it continues.
+        refresh: steps that share one writing.
+        mix: probability that a row is the student's; the others are corpus blocks.
+        seed: of that choice.
+    """
+
+    def __init__(
+        self, blocks: BlockSampler, write: Writer, prompt: int, refresh: int, mix: float = 1.0, seed: int = 0
+    ) -> None:
+        self.blocks, self.write, self.prompt = blocks, write, prompt
+        self.refresh, self.mix, self.seed = refresh, mix, seed
+        self._window = -1
+        self._rows: dict[int, Tensor] = {}
+
+    def __call__(self, step: int) -> Text:
+        """Corpus blocks, those of them continued by the student whose turn it is."""
+        if step // self.refresh != self._window:
+            self._renew(step // self.refresh)
+        tokens = torch.from_numpy(self.blocks(step))
+        weights = torch.ones(len(tokens), tokens.shape[1] - 1)
+        for i, number in enumerate(self._numbers(step)):
+            if number in self._rows:
+                tokens[i] = self._rows[number]
+                weights[i, : self.prompt - 1] = 0
+        return Text(tokens, weights)
+
+    def _numbers(self, step: int) -> range:
+        return range(step * self.blocks.batch, (step + 1) * self.blocks.batch)
+
+    def _renew(self, window: int) -> None:
+        """Write what the steps of a window need."""
+        prompts: dict[int, Tensor] = {}
+        for step in range(window * self.refresh, (window + 1) * self.refresh):
+            blocks = torch.from_numpy(self.blocks(step)[:, : self.prompt])
+            for number, block in zip(self._numbers(step), blocks, strict=True):
+                if np.random.default_rng((self.seed, 1, number)).random() < self.mix:
+                    prompts[number] = block
+        numbers = list(prompts)
+        rows = self.write(torch.stack(list(prompts.values())), numbers) if numbers else ()
+        self._window, self._rows = window, dict(zip(numbers, rows, strict=True))
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The rows that were written by earlier weights and are still needed."""
+        if step // self.refresh != self._window:
+            return {}
+        return {"window": self._window, "rows": {str(n): row.tolist() for n, row in self._rows.items()}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on with rows that were written before."""
+        self._window = int(state.get("window", -1))
+        self._rows = {int(n): torch.tensor(row) for n, row in state.get("rows", {}).items()}

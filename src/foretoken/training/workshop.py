@@ -1,0 +1,178 @@
+"""What alignment runs of one target share: settings, the student's network, the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.loading import check_same_tokenizer, check_vocabularies, load_model, load_tokenizer, resolve
+from foretoken.models import wrap
+from foretoken.models.base import LanguageModel
+from foretoken.models.parts import TargetParts
+from foretoken.training.corpus import BlockSampler, build_corpus, read_tokens
+from foretoken.training.divergences import check_loss
+from foretoken.training.text_sources import TEXTS, FixedText, PolicyText, TeacherText, TextSource
+from foretoken.training.written import stored_continuations, write_continuations
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """The run; stored in every checkpoint and compared on resume (only ``steps`` may change).
+
+    Attributes:
+        loss: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.
+        text: ``fixed``, ``teacher``, ``policy`` or ``mixed``.
+        mix: probability that a row of mixed text is the student's.
+        beta: of ``jsd``.
+        temperature: at which models write; 0 is greedy.
+        steps: optimizer steps.
+        batch_size: rows per step.
+        context: tokens per row.
+        prompt: tokens of a row that a writing model is given; a quarter of the row by default (0).
+        written: rows that the target writes, used again and again.
+        refresh: steps that share one writing of the student.
+        lr: peak learning rate.
+        warmup: share of the steps in which it rises.
+        decay: share of the steps in which it falls to zero.
+        seed: of the data order and of everything drawn.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    loss: str = "fkl"
+    text: str = "fixed"
+    mix: float = 0.5
+    beta: float = 0.5
+    temperature: float = 1.0
+    steps: int = 500
+    batch_size: int = 4
+    context: int = 256
+    prompt: int = 0
+    written: int = 1024
+    refresh: int = 8
+    lr: float = 1e-3
+    warmup: float = 0.05
+    decay: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_loss(self.loss, self.beta)
+        if self.text not in TEXTS:
+            raise ValueError(f"unknown text {self.text!r}: choose one of {', '.join(TEXTS)}")
+        if not 0 <= self.mix <= 1:
+            raise ValueError(f"mix must be between 0 and 1, not {self.mix}")
+        if self.context < 2 or not 0 <= self.prompt < self.context:
+            raise ValueError(f"prompt={self.prompt} must leave room to write in a context of {self.context}")
+        for name in ("steps", "batch_size", "written", "refresh"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a row that a writing model is given."""
+        return self.prompt or max(1, self.context // 4)
+
+
+def load_student(draft: str | Path, target: LanguageModel, tokenizer: Any, device: str | None = None) -> Any:
+    """The network to align, in float32.
+
+    Raises:
+        ValueError: no model there, or one of another tokenizer or vocabulary.
+    """
+    loaded = load_model(draft, role="draft", dtype="float32", device=device, exact="approximate")
+    check_vocabularies(target, loaded, str(draft))
+    check_same_tokenizer(tokenizer, load_tokenizer(resolve(draft, "draft")), str(draft))
+    network: Any = getattr(loaded, "model", None)
+    for parameter in network.parameters():
+        parameter.requires_grad_(True)
+    return network
+
+
+class Workshop:
+    """What all students of one target share: its text, cut into rows, and what it wrote itself.
+
+    Args:
+        target: the teacher.
+        tokenizer: its tokenizer.
+        data: text folders or JSONL files.
+        folder: where the encoded text and the target's writing are kept.
+        config: the run.
+        on_rows: told (rows done, rows in all) while the target writes.
+
+    Raises:
+        ValueError: empty or too short data, or a context longer than the target's.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        tokenizer: Any,
+        data: Sequence[str | Path],
+        folder: Path,
+        config: DistillConfig,
+        on_rows: Callable[[int, int], None] | None = None,
+    ) -> None:
+        if config.context > target.context_length:
+            raise ValueError(f"--context {config.context} is longer than the target's {target.context_length}")
+        self.target, self.tokenizer, self.folder, self.config = target, tokenizer, folder, config
+        self.parts = TargetParts(target)
+        self.on_rows = on_rows
+        self.corpus = build_corpus(data, tokenizer, folder)
+        if self.corpus["train"]["tokens"] == 0:
+            raise ValueError(f"no text found below {', '.join(map(str, data))}: give .py, .txt, .md or .jsonl")
+        self.blocks = self._blocks(config.batch_size)
+
+    def _blocks(self, batch: int) -> BlockSampler:
+        config = self.config
+        return BlockSampler(self.folder / "train.bin", self.corpus["dtype"], config.context, batch, config.seed)
+
+    def held_prompts(self, count: int, length: int) -> Tensor:
+        """Evenly spaced pieces of the held-out text, int64 [at most count, length]."""
+        tokens = read_tokens(self.folder / "held.bin", self.corpus["dtype"])
+        last = len(tokens) - length
+        if last < 0:
+            return torch.empty(0, length, dtype=torch.long)
+        starts = sorted({round(i * last / max(1, count - 1)) for i in range(count)})
+        return torch.tensor([tokens[s : s + length].tolist() for s in starts])
+
+    def written(self) -> Tensor:
+        """Rows that the target wrote, int64 [at most ``config.written``, context + 1]; made once, then read."""
+        config = self.config
+        count = min(config.written, self.blocks.num_blocks)
+        prompts = torch.from_numpy(self._blocks(count)(0)[:, : config.prompt_tokens])
+        return stored_continuations(
+            self.folder, self.target, prompts, config.context + 1 - config.prompt_tokens, config.temperature,
+            config.seed, writer=asdict(self.parts.fingerprint()), vocab_size=len(self.tokenizer), on_rows=self.on_rows,
+        )  # fmt: skip
+
+    def written_weights(self, rows: Tensor) -> Tensor:
+        """Float32 [n, context]: 1 where the law of a written token counts."""
+        weights = torch.ones(rows.shape[0], rows.shape[1] - 1)
+        weights[:, : self.config.prompt_tokens - 1] = 0
+        return weights
+
+    def source(self, student: Any) -> TextSource:
+        """The text that ``config.text`` names."""
+        config = self.config
+        if config.text == "fixed":
+            return FixedText(self.blocks)
+        if config.text == "teacher":
+            rows = self.written()
+            return TeacherText(rows, self.written_weights(rows), config.batch_size, config.seed)
+        prompt = config.prompt_tokens
+
+        def write(prompts: Tensor, numbers: Sequence[int]) -> Tensor:
+            model = wrap(student, exact="approximate")  # as it will draft
+            new, width = config.context + 1 - prompt, len(self.tokenizer)
+            return write_continuations(
+                model, prompts, new, config.temperature, config.seed, numbers=numbers, vocab_size=width
+            )
+
+        mix = 1.0 if config.text == "policy" else config.mix
+        return PolicyText(self.blocks, write, prompt, config.refresh, mix, config.seed)

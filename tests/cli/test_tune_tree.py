@@ -1,0 +1,65 @@
+"""``foretoken tune tree``: a tree from measured accuracies that the drafter then fills."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import foretoken as ft
+from foretoken.cli.main import main
+from foretoken.trees.shapes import expected_length, medusa_choices, read_tree
+
+SMALL = ["tune", "tree", "--max-prompts", "1", "--new-tokens", "12", "--max-nodes", "4", "--json"]
+
+
+def test_from_prompts_to_a_tree_that_is_filled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tree.json"
+    assert main([*SMALL, "--out", str(file)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    stored = json.loads(file.read_text())
+    assert report == {**stored, "out": str(file)}
+    assert [tuple(c) for c in stored["choices"]] == medusa_choices(stored["accuracies"], stored["nodes"])
+    rates = {int(n): row["expected_length"] / row["round_ms"] for n, row in stored["sizes"].items()}
+    assert stored["nodes"] == max(rates, key=lambda n: rates[n]) and set(rates) == {1, 2, 3, 4}
+    assert set(stored["speeds"]) == {"plain", "default", "tuned"}
+    llm = ft.load("builtin", drafter=f"medusa,tree={file}", dtype="float32")
+    assert llm.drafter is not None and llm.drafter.max_nodes == stored["nodes"]
+    prompt = "The old man said"
+    assert llm.generate(prompt, max_new_tokens=16).token_ids == llm.plain.generate(prompt, max_new_tokens=16).token_ids
+
+
+def test_what_a_shape_promises_by_hand() -> None:
+    accuracies = [[0.5, 0.2], [0.4, 0.1]]
+    assert expected_length([(0,), (1,), (0, 0)], accuracies) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "holds no tree"),
+        ('{"method": "hydra", "choices": [[0]]}', "made for 'hydra'"),
+        ('{"method": "medusa", "choices": [[0, 0, 0]]}', "lacks the parent"),
+        ('{"method": "medusa", "choices": [[0], [0, 0]]}', "does not fit 1 heads"),
+        ('{"method": "medusa", "choices": []}', "does not fit"),
+    ],
+)
+def test_a_bad_file(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        read_tree(file, "medusa", heads=1)
+
+
+def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more, words in (
+        (["--drafter", "ngram"], "choose one of medusa"),
+        (["--drafter", f"medusa:{tmp_path / 'none'}"], "not a folder"),
+        (["--prompts", str(tmp_path / "none")], "none"),
+    ):
+        assert main([*SMALL, "--out", str(tmp_path / "x.json"), *more]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("error:") == 1
+    with pytest.raises(ValueError, match="cannot read the tree"):
+        ft.load("builtin", drafter=f"medusa,tree={tmp_path / 'none'}")

@@ -1,0 +1,44 @@
+"""Drafters whose weights were really trained for a toy target: right more often than by chance, and often wrong."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from foretoken.drafters.base import Drafter
+from foretoken.models.base import LanguageModel
+from foretoken.models.parts import TargetParts
+from foretoken.training.recipes import find_recipe
+from foretoken.training.recipes.base import Batch, Recipe
+
+STEPS, TEXTS, LENGTH = 30, 4, 40
+
+
+@lru_cache(maxsize=64)
+def _recipe(method: str, vocab: int, target: Any) -> Recipe:
+    generator = torch.Generator().manual_seed(1)
+    recipe = find_recipe(method)(target, TargetParts(target), {}, seed=1)
+    texts = torch.randint(vocab, (STEPS, TEXTS, LENGTH + 1), generator=generator)
+    recipe.prepare(texts.flatten().numpy())
+    recipe.parts.network.requires_grad_(False)
+    optimizer = torch.optim.AdamW(recipe.net.parameters(), lr=2e-2)
+    recipe.net.train()
+    for step, tokens in enumerate(texts):
+        with torch.enable_grad():
+            batch = Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts, step, STEPS)
+            recipe.loss(batch, generator).backward()
+        torch.nn.utils.clip_grad_norm_(recipe.net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    recipe.net.eval()
+    return recipe
+
+
+def trained(method: str, target: LanguageModel) -> Drafter:
+    """A drafter over weights that were trained on the target's laws behind random texts."""
+    recipe = _recipe(method, target.vocab_size, target)
+    tokens = torch.randint(target.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(2))
+    held = Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts)
+    return recipe.drafter(recipe.measure([held]))
