@@ -11,7 +11,7 @@ import pytest
 
 from foretoken.registry import rows
 
-COMMANDS = ("generate", "chat", "methods", "parity", "doctor", "train", "tune")
+COMMANDS = ("generate", "chat", "methods", "parity", "doctor", "train", "tune", "export", "import")
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "matplotlib")
 
 
@@ -29,6 +29,8 @@ for command in {COMMANDS!r}:
     assert foretoken.cli.main.main([command, "--help"]) == 0, command
 assert foretoken.cli.main.main(["train", "lm", "--help"]) == 0
 assert foretoken.cli.main.main(["tune", "layer-skip", "--help"]) == 0
+assert foretoken.cli.main.main(["tune", "tree", "--help"]) == 0
+assert foretoken.cli.main.main(["train", "medusa", "--help"]) == 0
 assert foretoken.cli.main.main(["--help"]) == 0
 assert foretoken.cli.main.main(["methods", "--json"]) == 0
 assert foretoken.cli.main.main(["generate", "--drafter", "nosuch"]) == 2

@@ -11,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from trained import trained
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.bpd import BpdDrafter
@@ -60,6 +62,7 @@ from foretoken.drafters.vocabulary import Vocabulary
 from foretoken.models.base import LanguageModel
 from foretoken.models.features import FeatureModel
 from foretoken.models.parts import TargetParts
+from foretoken.training.recipes import RECIPES
 from foretoken.trees.operations import first_nodes, from_paths
 from foretoken.verifiers.pairing import inner_rule
 
@@ -125,6 +128,10 @@ def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassToke
     """Random look-ahead tokens."""
     net = PassTokens(PassTokensConfig(TargetParts(target).hidden_size, learned))
     return PassTokensDrafter(random_weights(net), target, **options)
+
+
+def _trained(method: str, target: LanguageModel, draft: LanguageModel) -> Drafter:
+    return trained(method, target)
 
 
 @dataclass(frozen=True)
@@ -369,3 +376,6 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
 }
+
+for _method in sorted(RECIPES.keys() - {"early_exit"}):  # that one changes the target and has no weights of its own
+    CASES[_method].append(Case("trained", partial(_trained, _method), network=True))

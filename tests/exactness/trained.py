@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
-
 import torch
 
 from foretoken.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
-from foretoken.models.parts import TargetParts
+from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch, Recipe
 
 STEPS, TEXTS, LENGTH = 30, 4, 40
 
 
-@lru_cache(maxsize=64)
-def _recipe(method: str, vocab: int, target: Any) -> Recipe:
+_RECIPES: dict[tuple[str, Fingerprint], Recipe] = {}
+
+
+def _train(method: str, target: LanguageModel) -> Recipe:
     generator = torch.Generator().manual_seed(1)
     recipe = find_recipe(method)(target, TargetParts(target), {}, seed=1)
-    texts = torch.randint(vocab, (STEPS, TEXTS, LENGTH + 1), generator=generator)
+    texts = torch.randint(target.vocab_size, (STEPS, TEXTS, LENGTH + 1), generator=generator)
     recipe.prepare(texts.flatten().numpy())
     recipe.parts.network.requires_grad_(False)
     optimizer = torch.optim.AdamW(recipe.net.parameters(), lr=2e-2)
@@ -37,8 +36,14 @@ def _recipe(method: str, vocab: int, target: Any) -> Recipe:
 
 
 def trained(method: str, target: LanguageModel) -> Drafter:
-    """A drafter over weights that were trained on the target's laws behind random texts."""
-    recipe = _recipe(method, target.vocab_size, target)
+    """A drafter over weights that were trained on the target's laws behind random texts.
+
+    Toy targets are made anew for every test, always with the same weights: what was trained for one fits all of them.
+    """
+    key = method, TargetParts(target).fingerprint()
+    if key not in _RECIPES:
+        _RECIPES[key] = _train(method, target)
+    recipe = _RECIPES[key].beside(target)
     tokens = torch.randint(target.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(2))
     held = Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts)
     return recipe.drafter(recipe.measure([held]))

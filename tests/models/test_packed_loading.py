@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, OlmoConfig, OlmoForCausalLM
 
 from foretoken.loading import load_model
 from foretoken.models.base import Feed
 from foretoken.models.packing import PackedLinear, can_pack
+from foretoken.models.parts import TargetParts
 
 
 def test_loaded_bfloat16_model_is_packed(tmp_path: Path) -> None:
@@ -29,3 +30,27 @@ def test_loaded_bfloat16_model_is_packed(tmp_path: Path) -> None:
     got = model.forward([Feed(sequence, [1, 2, 3, 4])])[0].logits.float()
     wanted = plain(torch.tensor([[1, 2, 3, 4]])).logits[0].detach().float()
     assert float((got - wanted).abs().max()) < 0.05 * float(wanted.std())
+
+
+def test_a_packed_head_serves_trained_drafters(tmp_path: Path) -> None:
+    """An own vocabulary projection that was packed still has its weight, for laws and for gradients."""
+    if not can_pack(torch.zeros(1, 1, dtype=torch.bfloat16)):
+        pytest.skip("this CPU has no packed bfloat16 products")
+    torch.manual_seed(0)
+    config = OlmoConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, tie_word_embeddings=False, pad_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    plain = OlmoForCausalLM(config).to(torch.bfloat16).eval()
+    plain.save_pretrained(tmp_path)
+    model = load_model(tmp_path)
+    parts = TargetParts(model)
+    assert isinstance(parts.head, PackedLinear)
+    assert torch.equal(parts.head.weight, plain.lm_head.weight)
+    hidden = torch.randn(3, 32, requires_grad=True)
+    logits = parts.logits(hidden)
+    assert torch.allclose(logits, hidden @ plain.lm_head.weight.float().T, atol=1e-5)
+    logits.sum().backward()
+    assert hidden.grad is not None
+    drafts = parts.draft_logits(hidden.detach())
+    assert float((drafts - logits).abs().max()) < 0.05 * float(logits.std())

@@ -15,7 +15,8 @@ from foretoken.models.base import LanguageModel
 from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
 
 if TYPE_CHECKING:
-    from foretoken.training.online import Learner, Mistake
+    from foretoken.training.lessons import Mistake
+    from foretoken.training.online import Learner
 
 
 @dataclass

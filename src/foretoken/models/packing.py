@@ -110,6 +110,17 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.projection = Projection(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
 
+    @property
+    def weight(self) -> Tensor:
+        """[out, in] in the plain layout: a copy, made every time that it is asked for."""
+        packed = self.projection.packed
+        return self.projection.weight if packed is None else packed.to_dense()
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], or ``None``."""
+        return self.projection.bias
+
     def forward(self, x: Tensor) -> Tensor:
         """Same as ``nn.Linear``: [..., in] -> [..., out]."""
         return self.projection(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)

@@ -224,7 +224,7 @@ class Learner:
         total = 0.0
         for lesson in lessons:
             loss = self.losses(lesson).sum() / count
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += float(loss.detach())
         return total
 
