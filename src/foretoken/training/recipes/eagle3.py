@@ -83,9 +83,9 @@ class Eagle3Recipe(FeatureRecipe):
         net: Any = super().build()
         size = self.config.hidden_size
         net.fc.weight.data.mul_(0.1)[:, -size:] += torch.eye(size)
-        norm = self.parts.final_norm
-        if getattr(norm, "weight", None) is not None:
-            net.norm.weight.data.copy_(norm.weight.detach())
+        weight = getattr(self.parts.final_norm, "weight", None)
+        if isinstance(weight, Tensor):
+            net.norm.weight.data.copy_(weight.detach())
         self._start_head(net)
         return net
 
