@@ -9,7 +9,7 @@ held-out code, greedy, in three arms that take turns on every prompt:
 
 All arms write the same tokens, which is checked.
 
-    python benchmarks/online.py --data /tmp/corpus/code --prose /tmp/corpus/prose --out online.png
+    python benchmarks/online.py --data CODE_FOLDER --prose PROSE_FOLDER --out online.png
 """
 
 from __future__ import annotations

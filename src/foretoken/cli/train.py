@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.train_distill import boost_command, distill_command
 from foretoken.cli.train_drafter import make_command
 from foretoken.registry import rows
@@ -81,6 +82,7 @@ def train_lm_command(
         lr=lr,
         seed=seed,
     )
+    keep_freed_memory()
     hf_logging.disable_progress_bar()  # ours is the one to look at
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json, screen
 
@@ -155,6 +156,7 @@ def open_shop(
     from foretoken.loading import load_model, load_tokenizer
     from foretoken.training.workshop import Workshop, load_student
 
+    keep_freed_memory()
     model, tokenizer = load_model(target, device=device), load_tokenizer(target)
     if tokenizer is None:
         raise ValueError(f"{target} has no tokenizer beside it: training text must be encoded with the target's own")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.output import print_json, screen
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def train(
     from foretoken.training.trainer import Progress as Step
     from foretoken.training.trainer import TrainConfig, Trainer
 
+    keep_freed_memory()
     model = load_model(target, device=device)
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
