@@ -4,7 +4,7 @@ Every drafter first guesses chains, so that positions are comparable, and then d
 the 20 code and 20 prose ones of the other scripts, none of them in the training text.  Calls per token counts every
 call of the target, the prompt's included: blockwise parallel decoding promises m / k + 1 calls for m tokens.
 
-    python benchmarks/trained_drafters.py [--only NAME ...] [--new-tokens 64] [--folder DIR] [--json FILE]
+    python benchmarks/trained_drafters.py [--only NAME ...] [--temperature 0 1] [--folder DIR] [--json FILE]
 """
 
 from __future__ import annotations
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--target", default="builtin")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=20, help="how many of each kind")
+    parser.add_argument("--temperature", type=float, nargs="*", default=[0.0, 1.0])
     parser.add_argument("--json", type=Path, dest="out", help="write the numbers here as well")
     options = parser.parse_args()
     print(environment(), f"{options.new_tokens} new tokens", sep=", ")
@@ -122,13 +123,13 @@ def main() -> None:
     prompts = [tokenizer(text)["input_ids"] for text in texts]  # type: ignore[misc]
     names = options.only or [row.name for row in rows("drafter") if row.needs_training] + ["early_exit", "model"]
     found = []
-    for temperature in (0.0, 1.0):
+    for temperature in options.temperature:
         for name in names:
             folder = (options.folder or ZOO) / name
             spec = f"{name}:{folder}" if options.folder and folder.is_dir() else name
             print(f"{spec} at T={temperature}", file=sys.stderr)
             found.append(measure(target, name, spec, prompts, options.new_tokens, temperature))
-        print(f"\n{'Greedy' if temperature == 0 else 'T=1'}:\n")
+        print(f"\n{'Greedy' if temperature == 0 else f'T={temperature:g}'}:\n")
         table([row for row in found if row.temperature == temperature])
     if options.out:
         options.out.write_text(json.dumps([asdict(row) for row in found], indent=1), encoding="utf-8")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 import foretoken as ft
 from foretoken.loading import ZOO, check_folder
+from foretoken.registry import rows
 
+TRAINED = [row.name for row in rows("drafter") if row.needs_training]
 CODE = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push("
 PROSE = "It was a cold evening in November, and the old house "
 
@@ -42,3 +46,23 @@ def test_built_in_pair_speculates_and_keeps_the_output() -> None:
         out = llm.generate(prompt, max_new_tokens=48)
         assert out.token_ids == llm.plain.generate(prompt, max_new_tokens=48).token_ids
         assert out.stats.mean_acceptance_length > 1.2
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_drafters_state_their_acceptance_and_how_they_were_made(name: str) -> None:
+    card, report = (ZOO / name / "README.md").read_text(), json.loads((ZOO / name / "training.json").read_text())
+    for word in (f"foretoken train {name}", "Held-out acceptance", "position 1", "T=1", "tokens seen", "Data"):
+        assert word in card, word
+    assert report["method"] == name and report["acceptance"]["mean_acceptance_length"] > 1
+    assert report["corpus"]["held"]["documents"] > 0
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_drafters_guess_for_the_built_in_target(name: str) -> None:
+    llm = ft.load(dtype="float32", drafter=name)
+    drafted = accepted = 0
+    for prompt in (CODE, PROSE):
+        out = llm.generate(prompt, max_new_tokens=40)
+        assert out.token_ids == llm.plain.generate(prompt, max_new_tokens=40).token_ids
+        drafted, accepted = drafted + out.stats.num_draft_tokens, accepted + out.stats.num_accepted_tokens
+    assert drafted > 0 and accepted > 2
