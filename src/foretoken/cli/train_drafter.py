@@ -104,14 +104,14 @@ def train(
     config = TrainConfig(**{"lr": kind.lr, **run})
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=screen(stderr=True)) as bar:
-        task = bar.add_task("reading text", total=config.steps)
+        task = bar.add_task("reading text", total=config.steps, visible=False)
 
         def on_written(done: int, count: int) -> None:
-            bar.update(task, completed=done, total=count, description="the target writes text")
+            bar.update(task, completed=done, total=count, description="the target writes text", visible=True)
 
         def on_step(step: Step) -> None:
             text = f"loss {step.loss:.3f}  {step.tokens_per_s:,.0f} tokens/s"
-            bar.update(task, completed=step.step, total=step.steps, description=text)
+            bar.update(task, completed=step.step, total=step.steps, description=text, visible=True)
             if step.acceptance is not None:
                 bar.console.print(
                     f"step {step.step}: loss {step.loss:.4f}, {describe(step.acceptance)}", soft_wrap=True
