@@ -1,8 +1,9 @@
 """Trained drafters on the built-in target: how often each position of a draft stands, greedy and at T=1.
 
 Every drafter first guesses chains, so that positions are comparable, and then drafts as it does by default.  Prompts:
-the 20 code and 20 prose ones of the other scripts, none of them in the training text.  Calls per token counts every
-call of the target, the prompt's included: blockwise parallel decoding promises m / k + 1 calls for m tokens.
+the 20 code and 20 prose ones of the other scripts, written for them (short idioms of code may stand in the training
+text; the acceptance on held-out documents is in every drafter's card).  Calls per token counts every call of the
+target, the prompt's included: blockwise parallel decoding promises m / k + 1 calls for m tokens.
 
     python benchmarks/trained_drafters.py [--only NAME ...] [--temperature 0 1] [--folder DIR] [--json FILE]
 """
