@@ -256,8 +256,9 @@ def build_drafter(
     if spec is None or isinstance(spec, Drafter):
         return spec
     if not isinstance(spec, str):
-        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
-        return EnsembleDrafter(build_members(spec, target, **parts))
+        return EnsembleDrafter(
+            build_members(spec, target, target_source=target_source, tokenizer=tokenizer, device=device)
+        )
     if spec == "none":
         return None
     parsed = parse_spec(spec)
@@ -265,13 +266,12 @@ def build_drafter(
     cls = row.load()
     options = convert_options("drafter", parsed.name, cls, parsed.options)
     builder = getattr(cls, "build", None)
-    if builder is not None:
-        return builder(
-            parsed.path, target=target, target_source=target_source, tokenizer=tokenizer, device=device, **options
-        )
-    if parsed.path is not None:
+    if builder is None and parsed.path is not None:
         raise ValueError(f"drafter {parsed.name!r} takes no path; its options: {row.example}")
-    return cls(**options)
+    parts = {"target": target, "target_source": target_source, "tokenizer": tokenizer, "device": device}
+    built: Drafter = cls(**options) if builder is None else builder(parsed.path, **parts, **options)
+    built.spec = spec
+    return built
 
 
 def build_members(

@@ -256,16 +256,35 @@ class Budget:
         min_confidence: stop drafting after a token whose own draft probability is below this (it stays in the draft).
         stop: a richer rule of the same sort: called with the draft law [V] (``None`` if the drafter has none) and
             the drawn token's probability; true ends the draft *after* that token.
+        member: which member of a group of drafters drafts (its index); ``None`` leaves the choice to the group.
     """
 
     max_depth: int = 5
     max_nodes: int = 64
     min_confidence: float = 0.0
     stop: Callable[[Tensor | None, float], bool] | None = None
+    member: int | None = None
 
     def stops_after(self, law: Tensor | None, probability: float) -> bool:
         """Whether drafting ends after a token of this probability."""
         return probability < self.min_confidence or (self.stop is not None and self.stop(law, probability))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a drafter can draft, as a controller sees it.
+
+    Attributes:
+        name: the drafter's registry name, or its whole spec where it was built from one.
+        max_depth: longest draft that it makes by default.
+        max_nodes: most draft nodes that it makes by default.
+        members: the same of the drafters that a group chooses from; ``Budget.member`` counts in this order.
+    """
+
+    name: str
+    max_depth: int
+    max_nodes: int
+    members: Sequence[Limits] = ()
 
 
 @dataclass

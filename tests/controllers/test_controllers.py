@@ -15,7 +15,7 @@ from foretoken.controllers.heuristic import HeuristicController
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng, StepRecord
+from foretoken.types import Budget, Context, Limits, Rng, StepRecord
 from toys import FALSE_ALARM, Law, engine, joint_law, outputs, sampled_p_value, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
@@ -35,13 +35,13 @@ def record(drafted: int, accepted: int) -> StepRecord:
 
 def test_constant_takes_its_length_from_the_drafter() -> None:
     controller = ConstantController()
-    controller.attach(7, 33)
+    controller.attach(Limits("toy", 7, 33))
     assert controller.budget(context(), 1) == Budget(7, 33)
 
 
 def test_constant_keeps_what_it_was_given() -> None:
     controller = ConstantController(k=3, nodes=9)
-    controller.attach(7, 33)
+    controller.attach(Limits("toy", 7, 33))
     controller.observe(context(), record(3, 0))
     assert controller.budget(context(), 1) == controller.budget(context(), 8) == Budget(3, 9)
 
@@ -55,7 +55,7 @@ def test_constant_says_whether_it_drafts(options: dict[str, int], drafts: bool) 
 
 def test_heuristic_two_up_one_down() -> None:
     controller, request = HeuristicController(start=5), context()
-    controller.attach(8, 64)
+    controller.attach(Limits("toy", 8, 64))
     lengths = []
     for drafted, accepted in [(5, 5), (7, 6), (6, 6), (8, 0), (7, 1), (6, 0)]:
         lengths.append(controller.budget(request, 1).max_depth)
@@ -88,17 +88,17 @@ def test_heuristic_counts_every_request_for_itself() -> None:
 
 def test_heuristic_starts_from_the_drafter() -> None:
     controller = HeuristicController()
-    controller.attach(9, 5)
+    controller.attach(Limits("toy", 9, 5))
     budget = controller.budget(context(), 1)
     assert budget.max_depth == 9 and budget.max_nodes >= 20
 
 
 def test_confidence_hands_out_its_threshold() -> None:
     controller = ConfidenceController(0.25)
-    controller.attach(6, 40)
+    controller.attach(Limits("toy", 6, 40))
     assert controller.budget(context(), 1) == Budget(6, 40, min_confidence=0.25)
     given = ConfidenceController(0.25, k=3)
-    given.attach(6, 40)
+    given.attach(Limits("toy", 6, 40))
     assert given.budget(context(), 1).max_depth == 3
 
 

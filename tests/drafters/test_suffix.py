@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from foretoken.drafters.sources import Automaton
-from foretoken.drafters.suffix import Limits, SuffixDrafter, speculate
+from foretoken.drafters.suffix import MatchLimits, SuffixDrafter, speculate
 from foretoken.engine.request import Request
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Rng
@@ -51,7 +51,7 @@ def find(root: Node, tokens: list[int]) -> Node | None:
     return node
 
 
-def plain_path(root: Node, tokens: list[int], limits: Limits) -> float:
+def plain_path(root: Node, tokens: list[int], limits: MatchLimits) -> float:
     """Best expected number of accepted tokens over all suffixes."""
     best = 0.0
     for m in range(1, min(len(tokens), limits.depth - 1) + 1):
@@ -123,7 +123,7 @@ def test_the_automaton_counts_as_the_tree_does(seed: int) -> None:
 def test_the_best_suffix_is_that_of_the_plain_rule(seed: int) -> None:
     rng = random.Random(seed)
     text = [rng.randrange(3) for _ in range(300)]
-    for limits in (Limits(16), Limits(5, depth=8, factor=0.5, offset=1.0), Limits(32, factor=4.0, min_prob=0.01)):
+    for limits in (MatchLimits(16), MatchLimits(5, depth=8, factor=0.5, offset=1.0), MatchLimits(32, factor=4.0, min_prob=0.01)):
         automaton, end, proposed = Automaton(limits.depth, counted=True), 0, 0
         root = Node()
         active: list[Node] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from foretoken.types import Budget, Context, StepRecord
+from foretoken.types import Budget, Context, Limits, StepRecord
 
 
 class Controller(ABC):
@@ -22,8 +22,8 @@ class Controller(ABC):
         """Whether any round can get a draft; if not, the engine runs no drafter code at all."""
         return True
 
-    def attach(self, max_depth: int, max_nodes: int) -> None:  # noqa: B027
-        """Learn the drafter's own limits, before the first round."""
+    def attach(self, limits: Limits) -> None:  # noqa: B027
+        """Learn what the drafter can draft, before the first round."""
 
     @abstractmethod
     def budget(self, context: Context, batch_size: int) -> Budget:

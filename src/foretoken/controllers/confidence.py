@@ -6,7 +6,7 @@ Transformers' assisted generation (threshold 0.4); DISCO, arXiv 2405.04304.
 from __future__ import annotations
 
 from foretoken.controllers.base import Controller
-from foretoken.types import Budget, Context
+from foretoken.types import Budget, Context, Limits
 
 
 class ConfidenceController(Controller):
@@ -27,9 +27,9 @@ class ConfidenceController(Controller):
         self.threshold, self.k = threshold, k
         self._budget = Budget(k or 5, 64, threshold)
 
-    def attach(self, max_depth: int, max_nodes: int) -> None:
+    def attach(self, limits: Limits) -> None:
         """Take the length from the drafter when it was not given."""
-        self._budget = Budget(self.k or max_depth, max_nodes, self.threshold)
+        self._budget = Budget(self.k or limits.max_depth, limits.max_nodes, self.threshold)
 
     def budget(self, context: Context, batch_size: int) -> Budget:
         """The constant budget with its threshold."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foretoken.controllers.base import Controller
-from foretoken.types import Budget, Context
+from foretoken.types import Budget, Context, Limits
 
 
 class ConstantController(Controller):
@@ -28,9 +28,9 @@ class ConstantController(Controller):
         """Not with a length or a tree size of zero."""
         return self.k != 0 and self.nodes != 0
 
-    def attach(self, max_depth: int, max_nodes: int) -> None:
+    def attach(self, limits: Limits) -> None:
         """Take what was not given from the drafter."""
-        self._budget = Budget(max_depth if self.k is None else self.k, max_nodes if self.nodes is None else self.nodes)
+        self._budget = Budget(limits.max_depth if self.k is None else self.k, limits.max_nodes if self.nodes is None else self.nodes)
 
     def budget(self, context: Context, batch_size: int) -> Budget:
         """The constant budget."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foretoken.controllers.base import Controller
-from foretoken.types import Budget, Context, StepRecord
+from foretoken.types import Budget, Context, Limits, StepRecord
 
 
 class HeuristicController(Controller):
@@ -25,10 +25,10 @@ class HeuristicController(Controller):
         self.start, self.up, self.down, self.low, self.high = start, up, down, low, high
         self._nodes = 64
 
-    def attach(self, max_depth: int, max_nodes: int) -> None:
+    def attach(self, limits: Limits) -> None:
         """Start from the drafter's own length."""
-        self.start = self.start or max_depth
-        self._nodes = max(max_nodes, self.high)
+        self.start = self.start or limits.max_depth
+        self._nodes = max(limits.max_nodes, self.high)
 
     def budget(self, context: Context, batch_size: int) -> Budget:
         """The request's current length."""

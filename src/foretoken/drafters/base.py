@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict
+from foretoken.types import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
 
 
 class Drafter(ABC):
@@ -26,6 +26,7 @@ class Drafter(ABC):
         counts_predictions: whether its draft tokens are the caller's prediction (for the statistics).
         rewinds: whether its per-request state survives that the text is cut back; only such a drafter can work inside
             another one, where rejected drafts take text away again.
+        spec: the spec string that it was built from, "" for one that was made by hand.
         runs_target: whether it drafts with parts of the target itself, on ``context.sequence``.
     """
 
@@ -37,6 +38,7 @@ class Drafter(ABC):
     counts_predictions: ClassVar[bool] = False
     rewinds: ClassVar[bool] = False
     runs_target: bool = False
+    spec: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -52,6 +54,11 @@ class Drafter(ABC):
     def proposals(self) -> frozenset[tuple[Kind, bool]]:
         """Every sort of proposal when sampling, as (kind, whether it can branch): a verifier must be right for all."""
         return frozenset({(self.kind, self.draws_trees)})
+
+    @property
+    def limits(self) -> Limits:
+        """What this drafter can draft, for the controller."""
+        return Limits(self.spec or self.name, self.max_depth, self.max_nodes)
 
     def start(self, context: Context) -> None:  # noqa: B027
         """A request joined: do what should count as prefill (``context.hidden`` holds the prompt's taps)."""

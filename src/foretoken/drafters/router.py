@@ -14,7 +14,7 @@ from typing import Any
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.models.base import LanguageModel
-from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict
+from foretoken.types import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
 
 UNKNOWN_COST = 0.1
 """Cost of a draft token of a model whose size is not known, in target steps."""
@@ -120,6 +120,11 @@ class RouterDrafter(GroupDrafter):
         """All that any member proposes: a verifier must be right for whichever is chosen."""
         return frozenset().union(*(member.proposals for member in self.drafters))
 
+    @property
+    def limits(self) -> Limits:
+        """With those of the members, which a controller may choose from."""
+        return replace(super().limits, members=tuple(member.limits for member in self.drafters))
+
     def records(self, context: Context) -> list[Record]:
         """What every member has done for a request."""
         found: list[Record] = context.state.setdefault((self, "records"), [Record() for _ in self.drafters])
@@ -141,13 +146,19 @@ class RouterDrafter(GroupDrafter):
         return sorted(range(len(self.drafters)), key=promise, reverse=True)
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Ask every request's best member; where it guesses nothing, the next one."""
+        """Ask every request's best member; where it guesses nothing, the next one.
+
+        A budget that names a member gets this one's guess or none.
+        """
         trees = [TokenTree.root_only(context.root) for context in contexts]
-        rankings = [self.ranking(context) for context in contexts]
+        rankings = [
+            self.ranking(context) if budget.member is None else [budget.member]
+            for context, budget in zip(contexts, budgets, strict=True)
+        ]
         waiting = list(range(len(contexts)))
         for place in range(len(self.drafters)):
             for index, member in enumerate(self.drafters):
-                asked = [i for i in waiting if rankings[i][place] == index]
+                asked = [i for i in waiting if rankings[i][place : place + 1] == [index]]
                 found = ask(member, [contexts[i] for i in asked], [budgets[i] for i in asked])
                 for i, tree in zip(asked, found, strict=True):
                     if len(tree) > 1:

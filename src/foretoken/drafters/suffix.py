@@ -16,7 +16,7 @@ from foretoken.types import Budget, Context
 
 
 @dataclass(frozen=True)
-class Limits:
+class MatchLimits:
     """How far a match is trusted.
 
     Attributes:
@@ -42,13 +42,13 @@ class Limits:
         return most if self.tree else min(most, self.depth - matched)
 
 
-def speculate(automaton: Automaton, context: Sequence[int], limits: Limits) -> Guess:
+def speculate(automaton: Automaton, context: Sequence[int], limits: MatchLimits) -> Guess:
     """The suffix of ``context`` whose continuation has the largest expected number of accepted tokens."""
     tail = context[max(0, len(context) - limits.depth + 1) :]
     return speculate_from(automaton, *automaton.match(tail), limits)
 
 
-def speculate_from(automaton: Automaton, state: int, matched: int, limits: Limits) -> Guess:
+def speculate_from(automaton: Automaton, state: int, matched: int, limits: MatchLimits) -> Guess:
     """:func:`speculate` for a context whose last ``matched`` tokens lead to ``state``.
 
     All suffixes are tried; longer ones win ties.  Suffixes of one state continue alike, so only the one that allows
@@ -69,7 +69,7 @@ def speculate_from(automaton: Automaton, state: int, matched: int, limits: Limit
     return best
 
 
-def _candidates(automaton: Automaton, state: int, matched: int, limits: Limits) -> list[tuple[int, int, int]]:
+def _candidates(automaton: Automaton, state: int, matched: int, limits: MatchLimits) -> list[tuple[int, int, int]]:
     """(allowed tokens, length, state) for every state whose strings end the context, the most tokens first."""
     found = []
     matched = min(matched, limits.depth - 1)
@@ -236,7 +236,7 @@ class SuffixDrafter(SourceDrafter):
                 raise ValueError(f"suffix needs {name} >= {least}, not {value}")
         if factor < 0 or not 0 <= min_prob <= 1:
             raise ValueError(f"suffix needs factor >= 0 and 0 <= min_prob <= 1, not {factor} and {min_prob}")
-        self.limits = Limits(k, depth, factor, offset, min_prob, tree)
+        self.bounds = MatchLimits(k, depth, factor, offset, min_prob, tree)
         self.shares_state = share
         self.outputs = Outputs(depth, cached, tokens)
         self.max_depth = self.max_nodes = k
@@ -244,13 +244,13 @@ class SuffixDrafter(SourceDrafter):
     @property
     def draws_trees(self) -> bool:
         """Only in tree mode."""
-        return self.limits.tree
+        return self.bounds.tree
 
     def open(self, context: Context) -> NgramSource:
         """Counts of the request's own text."""
         return _Source(self, context.prompt_length)
 
-    def limits_for(self, budget: Budget) -> Limits:
+    def limits_for(self, budget: Budget) -> MatchLimits:
         """The limits of one round."""
-        most = budget.max_nodes if self.limits.tree else min(budget.max_depth, budget.max_nodes)
-        return replace(self.limits, most=min(self.limits.most, most), levels=budget.max_depth)
+        most = budget.max_nodes if self.bounds.tree else min(budget.max_depth, budget.max_nodes)
+        return replace(self.bounds, most=min(self.bounds.most, most), levels=budget.max_depth)

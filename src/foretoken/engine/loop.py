@@ -71,7 +71,7 @@ class Engine:
             self._check_target(drafter)
             if controller is None:
                 raise ValueError("a drafter needs a controller, for example ConstantController()")
-            controller.attach(drafter.max_depth, drafter.max_nodes)
+            controller.attach(drafter.limits)
         if verifier is not None:
             self._check_verifier(verifier, greedy=verifier.greedy_only)
         if controller is not None and not controller.drafts:
