@@ -175,7 +175,7 @@ class _Source(NgramSource):
     def __init__(self, drafter: SuffixDrafter, prompt_length: int) -> None:
         super().__init__()
         self.drafter, self.prompt_length = drafter, prompt_length
-        self.own = _Document(Automaton(drafter.limits.depth, counted=True))
+        self.own = _Document(Automaton(drafter.bounds.depth, counted=True))
         self.output: _Document | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:

@@ -1,0 +1,128 @@
+"""What a round costs and promises: measured once by ``foretoken tune``, or learned while serving.
+
+    expected tokens E = 1 + sum over depths of the chance that the draft stands that far
+    round time      T = target(nodes of the batch) + draft(member, depth) + rest
+
+Section 8 of the specification; SmartSpec, arXiv 2406.14066.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TargetCost:
+    """Seconds of one target call by the number of nodes in it, summed over the batch: v(n) in absolute units.
+
+    Attributes:
+        seconds: node count -> seconds, medians of measured calls.
+    """
+
+    seconds: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        if not self.seconds or min(self.seconds) < 1 or min(self.seconds.values()) <= 0:
+            raise ValueError("a target's cost needs positive seconds for node counts from 1 on")
+
+    def of(self, nodes: int) -> float:
+        """Seconds for ``nodes``: between measured counts interpolated, beyond them along the last slope."""
+        counts = sorted(self.seconds)
+        place = bisect_left(counts, nodes)
+        if place == 0:
+            return self.seconds[counts[0]]
+        if len(counts) == 1:
+            return self.seconds[counts[0]] * max(1.0, nodes / counts[0])
+        high = min(place, len(counts) - 1)
+        left, right = counts[high - 1], counts[high]
+        slope = (self.seconds[right] - self.seconds[left]) / (right - left)
+        return self.seconds[left] + max(slope, 0.0) * (nodes - left)
+
+    def relative(self, nodes: int) -> float:
+        """v(n): the cost of ``nodes`` in calls with one."""
+        return self.of(nodes) / self.of(1)
+
+
+@dataclass(frozen=True)
+class DrafterCost:
+    """What a drafter costs and how far it is believed.
+
+    Attributes:
+        call_s: seconds per round, whatever the length.
+        step_s: seconds per further depth of the draft.
+        survival: per depth (1 first) the chance that a draft stands at least that far, over all rounds asked.
+        proposes: share of the rounds in which it guessed anything at all.
+        nodes_per_depth: draft nodes per depth (1 for a chain).
+    """
+
+    call_s: float
+    step_s: float
+    survival: Sequence[float] = ()
+    proposes: float = 1.0
+    nodes_per_depth: float = 1.0
+
+    def seconds(self, depth: int) -> float:
+        """Seconds to draft ``depth`` levels; nothing for depth 0."""
+        return self.call_s + self.step_s * depth if depth > 0 else 0.0
+
+    def expected_tokens(self, depth: int) -> float:
+        """Tokens of a round with drafts of ``depth``, the target's own one included."""
+        known = list(self.survival[:depth])
+        if known and len(known) < depth:  # beyond what was seen: as the last step
+            last = known[-1] / known[-2] if len(known) > 1 and known[-2] > 0 else known[-1]
+            while len(known) < depth:
+                known.append(known[-1] * min(last, 1.0))
+        return 1.0 + sum(known)
+
+
+@dataclass(frozen=True)
+class RoundCosts:
+    """A target and the drafters that were measured with it on one machine.
+
+    Attributes:
+        target: cost of a target call.
+        drafters: spec -> its cost and acceptance.
+        rest_s: seconds of a round that are neither drafting nor the target call.
+    """
+
+    target: TargetCost
+    drafters: Mapping[str, DrafterCost] = field(default_factory=dict)
+    rest_s: float = 0.0
+
+    def round_s(self, spec: str | None, depth: int, batch: int = 1) -> float:
+        """Seconds of a round of ``batch`` requests with drafts of ``depth`` levels (``None``: plain)."""
+        if spec is None or depth == 0:
+            return self.target.of(batch) + self.rest_s
+        drafter = self.drafters[spec]
+        nodes = batch * (1 + round(drafter.nodes_per_depth * depth * drafter.proposes))
+        return self.target.of(nodes) + drafter.seconds(depth) + self.rest_s
+
+    def speedup(self, spec: str | None, depth: int, batch: int = 1) -> float:
+        """Predicted tokens per second over those of plain decoding."""
+        tokens = 1.0 if spec is None or depth == 0 else self.drafters[spec].expected_tokens(depth)
+        return tokens * self.round_s(None, 0, batch) / self.round_s(spec, depth, batch)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a profile stores it."""
+        return {
+            "target_s": {str(n): s for n, s in sorted(self.target.seconds.items())},
+            "rest_s": self.rest_s,
+            "drafters": {spec: {**vars(cost), "survival": list(cost.survival)} for spec, cost in self.drafters.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> RoundCosts:
+        """What :meth:`as_dict` made.
+
+        Raises:
+            ValueError: something is missing or of the wrong type.
+        """
+        try:
+            target = TargetCost({int(n): float(s) for n, s in found["target_s"].items()})
+            drafters = {spec: DrafterCost(**cost) for spec, cost in found["drafters"].items()}
+            return cls(target, drafters, float(found["rest_s"]))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"these are no measured costs: {error}") from None
