@@ -257,6 +257,7 @@ class Budget:
         stop: a richer rule of the same sort: called with the draft law [V] (``None`` if the drafter has none) and
             the drawn token's probability; true ends the draft *after* that token.
         member: which member of a group of drafters drafts (its index); ``None`` leaves the choice to the group.
+        otherwise: the budget of another member, for when that one guesses nothing.
     """
 
     max_depth: int = 5
@@ -264,6 +265,12 @@ class Budget:
     min_confidence: float = 0.0
     stop: Callable[[Tensor | None, float], bool] | None = None
     member: int | None = None
+    otherwise: Budget | None = None
+
+    @property
+    def deepest(self) -> int:
+        """The longest draft that this budget or its alternatives allow."""
+        return self.max_depth if self.otherwise is None else max(self.max_depth, self.otherwise.deepest)
 
     def stops_after(self, law: Tensor | None, probability: float) -> bool:
         """Whether drafting ends after a token of this probability."""
@@ -300,6 +307,8 @@ class Context:
         hidden: target hidden states of the last round's committed nodes (root first), by tap name, each [n, D]; the
             row of position t is ``hidden[name][t - hidden_start]``.
         prediction: tokens that the caller expects in the answer.
+        reproducible: whether a seed was given for sampled output: then what is drafted may depend on nothing but the
+            request itself, neither on measured times nor on other requests, or the seed would not fix the output.
         sequence: the target's own sequence, for drafters that draft with the target (a ``SequenceState``).
         state: one slot per owner (a drafter or a controller keeps its own per-request state here).
     """
@@ -312,6 +321,7 @@ class Context:
     hidden: dict[str, Tensor] = field(default_factory=dict)
     hidden_start: int = 0
     prediction: Sequence[int] | None = None
+    reproducible: bool = False
     sequence: Any = None
     state: dict[Any, Any] = field(default_factory=dict)
 
@@ -323,7 +333,13 @@ class Context:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Counts and times of one round of one request (seconds are those of the whole batch's round)."""
+    """Counts and times of one round of one request (seconds are those of the whole batch's round).
+
+    Attributes:
+        num_nodes: of this request's tree, the root included; ``round_nodes`` are those of the whole batch.
+        round_id: the same for all requests of a round.
+        member: which member of a group drafted (its index), -1 when there is no group or nothing was drafted.
+    """
 
     request_id: int
     num_nodes: int
@@ -334,4 +350,6 @@ class StepRecord:
     target_s: float
     verify_s: float
     total_s: float
-    drafter: str = ""
+    round_id: int = 0
+    round_nodes: int = 0
+    member: int = -1

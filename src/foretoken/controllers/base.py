@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 from foretoken.types import Budget, Context, Limits, StepRecord
@@ -28,6 +29,10 @@ class Controller(ABC):
     @abstractmethod
     def budget(self, context: Context, batch_size: int) -> Budget:
         """The budget of the next round of a request."""
+
+    def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
+        """The budgets of all requests of the next round; override when they depend on each other."""
+        return [self.budget(context, len(contexts)) for context in contexts]
 
     def observe(self, context: Context, record: StepRecord) -> None:  # noqa: B027
         """Learn from a finished round."""

@@ -148,23 +148,34 @@ class RouterDrafter(GroupDrafter):
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Ask every request's best member; where it guesses nothing, the next one.
 
-        A budget that names a member gets this one's guess or none.
+        A budget that names a member gets this one's guess, or that of the budget's alternative.
         """
         trees = [TokenTree.root_only(context.root) for context in contexts]
-        rankings = [
-            self.ranking(context) if budget.member is None else [budget.member]
-            for context, budget in zip(contexts, budgets, strict=True)
-        ]
+        orders = [self._order(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
         waiting = list(range(len(contexts)))
-        for place in range(len(self.drafters)):
+        for place in range(max(map(len, orders))):
+            waiting = [i for i in waiting if place < len(orders[i])]
             for index, member in enumerate(self.drafters):
-                asked = [i for i in waiting if rankings[i][place : place + 1] == [index]]
-                found = ask(member, [contexts[i] for i in asked], [budgets[i] for i in asked])
+                asked = [i for i in waiting if orders[i][place][0] == index]
+                found = ask(member, [contexts[i] for i in asked], [orders[i][place][1] for i in asked])
                 for i, tree in zip(asked, found, strict=True):
                     if len(tree) > 1:
                         waiting.remove(i)
                         trees[i] = self._owned(contexts[i], index, tree)
         return trees
+
+    def _order(self, context: Context, budget: Budget) -> list[tuple[int, Budget]]:
+        """The members to ask, the first one first, each with its budget."""
+        if budget.member is None:
+            return [(index, budget) for index in self.ranking(context)]
+        chosen: list[tuple[int, Budget]] = []
+        choice: Budget | None = budget
+        while choice is not None:
+            if choice.member is None or not 0 <= choice.member < len(self.drafters):
+                raise ValueError(f"router has no member {choice.member}: it has {len(self.drafters)}, from 0 on")
+            chosen.append((choice.member, choice))
+            choice = choice.otherwise
+        return chosen
 
     def _owned(self, context: Context, index: int, tree: TokenTree) -> TokenTree:
         """A member's tree with its name on it."""

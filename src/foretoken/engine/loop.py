@@ -65,7 +65,7 @@ class Engine:
         self.tokenizer, self.allow_lossy, self.max_batch = tokenizer, allow_lossy, max_batch
         self.waiting: list[tuple[int, Request]] = []
         self.running: list[Running] = []
-        self._ids = 0
+        self._ids = self._rounds = 0
         self._automatic: dict[tuple[Kind, bool, bool], Verifier] = {}
         if drafter is not None:
             self._check_target(drafter)
@@ -162,6 +162,7 @@ class Engine:
         tokens = list(request.prompt)
         sampler = Sampler(request.params, len(tokens))
         context = Context(request_id, tokens, len(tokens), sampler, Rng(request.seed), prediction=request.prediction)
+        context.reproducible = request.seed is not None and not sampler.greedy
         sequence = context.sequence = self.target.open()
         run = Running(request, context, sequence, self._stopper(request))
         self.running.append(run)
@@ -249,8 +250,10 @@ class Engine:
         ]
         observed_s = self._observe(runs, trees, all_scores, verdicts)
         times = (drafted - began + observed_s, target_s, verified - scored, perf_counter() - began)
+        self._rounds += 1
+        counts = (len(runs), sum(map(len, trees)))
         for run, tree, verdict in zip(runs, trees, verdicts, strict=True):
-            self._account(run, tree, verdict, len(runs), times)
+            self._account(run, tree, verdict, counts, times)
         for run, emission in emissions:
             if emission.finish_reason is not None:
                 self._leave(run)
@@ -261,15 +264,15 @@ class Engine:
         if self.drafter is None or self.controller is None:
             return trees
         chosen, budgets = [], []
-        for i, run in enumerate(runs):
-            budget = self._fit(run, self.controller.budget(run.context, len(runs)))
+        for i, (run, wanted) in enumerate(zip(runs, self.controller.budgets([r.context for r in runs]), strict=True)):
+            budget = self._fit(run, wanted)
             if budget.max_depth > 0 and budget.max_nodes > 0:
                 chosen.append(i)
                 budgets.append(budget)
         if chosen:
             proposed = self.drafter.propose_batch([runs[i].context for i in chosen], budgets)
             for i, tree, budget in zip(chosen, proposed, budgets, strict=True):
-                trees[i] = truncate(tree, budget.max_depth)
+                trees[i] = truncate(tree, budget.deepest)
         return trees
 
     def _fit(self, run: Running, budget: Budget) -> Budget:
@@ -277,7 +280,9 @@ class Engine:
         left = run.request.max_new_tokens - len(run.origins) - 1
         room = self.target.context_length - len(run.context.tokens)
         depth = min(budget.max_depth, left, room)
-        return budget if depth == budget.max_depth else replace(budget, max_depth=max(depth, 0))
+        if depth < budget.max_depth:
+            budget = replace(budget, max_depth=max(depth, 0))
+        return budget if budget.otherwise is None else replace(budget, otherwise=self._fit(run, budget.otherwise))
 
     def _feed(self, run: Running, tree: TokenTree) -> Feed:
         if tree.tokens[0] != run.context.root:
@@ -331,7 +336,12 @@ class Engine:
         return perf_counter() - began
 
     def _account(
-        self, run: Running, tree: TokenTree, verdict: Verdict, batch: int, times: tuple[float, float, float, float]
+        self,
+        run: Running,
+        tree: TokenTree,
+        verdict: Verdict,
+        counts: tuple[int, int],
+        times: tuple[float, float, float, float],
     ) -> None:
         draft_s, target_s, verify_s, total_s = times
         accepted = len(verdict.path)
@@ -341,5 +351,9 @@ class Engine:
             run.stats.num_prediction_tokens += tree.num_drafts
             run.stats.num_accepted_prediction_tokens += accepted
         if self.controller is not None:
-            record = StepRecord(run.id, len(tree), tree.num_drafts, accepted, batch, *times)
+            batch, nodes = counts
+            member = tree.drafters[-1] if tree.drafters else -1
+            record = StepRecord(
+                run.id, len(tree), tree.num_drafts, accepted, batch, *times, self._rounds, nodes, member
+            )
             self.controller.observe(run.context, record)
