@@ -313,6 +313,7 @@ def load(
     allow_lossy: bool = False,
     exact: str = "distribution",
     profile: str | Path | None = None,
+    inflate: str | int | None = None,
 ) -> Llm:
     """Load a target and everything around it.
 
@@ -327,22 +328,42 @@ def load(
         device: where the models run.
         allow_lossy: permit verifiers that change the target's law.
         exact: ``"distribution"`` or ``"bitwise"`` (attention sums that do not depend on slot order).
-        profile: a JSON file with ``drafter``, ``verifier`` and ``controller`` specs for what is left at ``"auto"``.
+        profile: a JSON file with ``drafter``, ``verifier`` and ``controller`` specs for what is left at ``"auto"``, and
+            with the costs that ``foretoken tune`` measured.
+        inflate: for benchmarks, make the target one of this size (``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, or a number
+            of parameters) with the outputs that it had.
+
+    Warns:
+        ProfileWarning: the profile was measured with another target or on another machine.
 
     Raises:
         LoadError: a checkpoint is missing, damaged or pickled.
         ValueError: an unknown name or option, a bad profile, or parts that do not fit each other.
     """
-    if profile is not None:
-        tuned = read_profile(profile)
+    tuned = {} if profile is None else read_profile(profile)
+    if tuned:
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
-    model = load_model(target, dtype=dtype, device=device, exact=exact)
+    model = load_model(target, dtype=dtype, device=device, exact=exact, inflate=inflate)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
     built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=device)
-    return assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy)
+    llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy)
+    if profile is not None:
+        _start_from(llm, tuned, profile)
+    return llm
+
+
+def _start_from(llm: Llm, tuned: Mapping[str, Any], profile: str | Path) -> None:
+    """Hand a profile's costs to a controller that uses them."""
+    from foretoken.analysis.profile import costs_for
+
+    controller = llm.engine.controller
+    wanted = controller is not None and type(controller).start_from is not Controller.start_from
+    costs = costs_for(tuned, llm.target, profile, wanted)
+    if controller is not None and costs is not None:
+        controller.start_from(costs)
 
 
 def _is_auto(choice: Any) -> bool:
@@ -366,8 +387,7 @@ def assemble(
     chosen_verifier = (
         None if verifier == "auto" else make("verifier", verifier) if isinstance(verifier, str) else verifier
     )
-    name = "constant" if controller == "auto" else controller
-    chosen_controller = make("controller", name) if isinstance(name, str) else name
+    chosen_controller = make("controller", controller) if isinstance(controller, str) else controller
     return Llm(
         target,
         drafter,

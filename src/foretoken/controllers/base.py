@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+from foretoken.controllers.costs import RoundCosts
 from foretoken.types import Budget, Context, Limits, StepRecord
 
 
@@ -25,6 +26,9 @@ class Controller(ABC):
 
     def attach(self, limits: Limits) -> None:  # noqa: B027
         """Learn what the drafter can draft, before the first round."""
+
+    def start_from(self, costs: RoundCosts) -> None:  # noqa: B027
+        """Begin with costs and acceptances that were measured before (``foretoken tune``)."""
 
     @abstractmethod
     def budget(self, context: Context, batch_size: int) -> Budget:

@@ -122,7 +122,15 @@ class RoundCosts:
         """
         try:
             target = TargetCost({int(n): float(s) for n, s in found["target_s"].items()})
-            drafters = {spec: DrafterCost(**cost) for spec, cost in found["drafters"].items()}
+            drafters = {
+                spec: DrafterCost(**{key: _numbers(value) for key, value in cost.items()})
+                for spec, cost in found["drafters"].items()
+            }
             return cls(target, drafters, float(found["rest_s"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"these are no measured costs: {error}") from None
+
+
+def _numbers(value: Any) -> Any:
+    """A number, or a list of them, as floats."""
+    return [float(item) for item in value] if isinstance(value, list | tuple) else float(value)

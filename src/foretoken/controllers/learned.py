@@ -7,15 +7,21 @@ costs that were seen at different times is then fair.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from foretoken.controllers.costs import RoundCosts
 from foretoken.types import StepRecord
 
-SPEED_RATE = 0.1
+SPEED_RATE = 0.25
 """How fast the common factor follows."""
+PRIOR_WEIGHT = 2.0
+"""How many sightings the slope that is expected of a curve is worth."""
+SURPRISE = 0.2
+"""Rounds off by more than this (natural logarithm) are taken for a change of the machine's speed, mostly."""
+SURE = 4
+"""Sightings from which on a cost is no longer taken to be what is wrong."""
 COST_RATE = 0.05
 """How fast a single cost follows once it is known well."""
 WORST = 3.0
@@ -32,36 +38,50 @@ class Cost:
 
 @dataclass
 class Curve:
-    """Costs at some sizes; in between they are interpolated, beyond the last one they keep its slope.
+    """Costs by size: a line through all that was seen, and at each size what was seen of it there.
 
     Attributes:
-        prior_slope: growth per unit of size, as a share of the first cost, where only one size was seen.
+        growing: share of the cost that is taken to grow with the size as long as little was seen.
     """
 
-    prior_slope: float
+    growing: float
     costs: dict[int, Cost] = field(default_factory=dict)
-    sizes: list[int] = field(default_factory=list)
+    _line: tuple[float, float] | None = None
 
     def put(self, size: int, cost: Cost) -> None:
         """Set the cost of a size."""
-        if size not in self.costs:
-            insort(self.sizes, size)
         self.costs[size] = cost
+        self._line = None
+
+    def move(self, size: int, ratio: float) -> None:
+        """A size was seen again, at ``ratio`` times what was known."""
+        known = self.costs[size]
+        known.seen = min(known.seen + 1, 1 / COST_RATE)
+        known.value *= ratio ** (1.0 / known.seen)
+        self._line = None
 
     def at(self, size: int) -> float:
-        """The cost of a size; it never falls as the size grows."""
-        sizes = self.sizes
-        place = bisect_left(sizes, size)
-        if place < len(sizes) and sizes[place] == size:
-            return self.costs[size].value
-        if len(sizes) == 1:
-            only = self.costs[sizes[0]].value
-            return only * max(0.2, 1.0 + self.prior_slope * (size - sizes[0]))
-        high = min(max(place, 1), len(sizes) - 1)
-        left, right = sizes[high - 1], sizes[high]
-        low_cost, high_cost = self.costs[left].value, self.costs[right].value
-        slope = max(0.0, (high_cost - low_cost) / (right - left))
-        return max(0.2 * low_cost, low_cost + slope * (size - left))
+        """The cost of a size, seen or not."""
+        if self._line is None:
+            self._line = self._fit()
+        base, slope = self._line
+        fitted = base + slope * size
+        known = self.costs.get(size)
+        if known is None:
+            return fitted
+        return fitted + (known.value - fitted) * known.seen / (known.seen + 2.0)
+
+    def _fit(self) -> tuple[float, float]:
+        """Least squares, the slope drawn towards ``growing``; never falling, and never below what is constant."""
+        weight = sum(cost.seen for cost in self.costs.values())
+        size = sum(cost.seen * x for x, cost in self.costs.items()) / weight
+        value = sum(cost.seen * cost.value for cost in self.costs.values()) / weight
+        spread = sum(cost.seen * (x - size) ** 2 for x, cost in self.costs.items())
+        shared = sum(cost.seen * (x - size) * (cost.value - value) for x, cost in self.costs.items())
+        prior = PRIOR_WEIGHT * size * size
+        slope = (shared + prior * self.growing * value / size) / (spread + prior)
+        slope = min(max(slope, 0.0), value / size)
+        return value - slope * size, slope
 
 
 class LearnedCosts:
@@ -77,9 +97,9 @@ class LearnedCosts:
 
     def __init__(self, specs: Sequence[str], start: RoundCosts | None = None) -> None:
         self.speed = Cost(1.0, 0.0)
-        self.target = Curve(prior_slope=0.01)
+        self.target = Curve(growing=0.1)
         self.drafts: dict[tuple[int, int], Curve] = {}
-        self.rest = Cost(0.0, 0.0)
+        self.rest = Curve(growing=0.9)
         self._left = 0 if start is not None else self.SKIPPED
         if start is not None:
             self._start_from(start, specs)
@@ -87,22 +107,26 @@ class LearnedCosts:
     def _start_from(self, start: RoundCosts, specs: Sequence[str]) -> None:
         for nodes, seconds in start.target.seconds.items():
             self.target.put(bucket(nodes), Cost(seconds, 8.0))
-        self.rest = Cost(start.rest_s, 8.0)
+        self.rest.put(1, Cost(start.rest_s, 8.0))
         for index, spec in enumerate(specs):
             cost = start.drafters.get(spec)
             if cost is not None:
-                curve = self.drafts[index, 1] = Curve(prior_slope=0.5)
+                curve = self.drafts[index, 1] = Curve(growing=0.9)
                 for depth in range(1, max(2, len(cost.survival)) + 1):
                     curve.put(depth, Cost(cost.seconds(depth), 8.0))
 
     @property
     def known(self) -> bool:
         """Whether any target call was seen."""
-        return bool(self.target.sizes)
+        return bool(self.target.costs)
 
     def target_s(self, nodes: int) -> float:
         """Cost of a call with that many nodes in all."""
         return self.target.at(bucket(nodes))
+
+    def rest_s(self, batch: int) -> float:
+        """Cost of all that is neither drafting nor the target's call, for a batch."""
+        return self.rest.at(batch) if self.rest.costs else 0.0
 
     def draft_s(self, member: int, depth: int, batch: int) -> float | None:
         """Cost of drafts of a depth for a batch; ``None`` when the member never drafted."""
@@ -121,28 +145,35 @@ class LearnedCosts:
         if self._left > 0:
             self._left -= 1
             return
-        self._learn(self.target, bucket(record.round_nodes or record.num_nodes), record.target_s, paced=True)
+        rest_s = record.total_s - record.target_s - record.draft_s
+        seen = [(self.target, bucket(record.round_nodes or record.num_nodes), record.target_s)]
+        seen.append((self.rest, record.batch_size, rest_s))
         if member is not None and depth > 0:
-            curve = self.drafts.setdefault((member, bucket(drafting)), Curve(prior_slope=0.5))
-            self._learn(curve, depth, record.draft_s, paced=False)
-        rest = (record.total_s - record.target_s - record.draft_s) / self.speed.value
-        self.rest.seen = min(self.rest.seen + 1, 1 / COST_RATE)
-        self.rest.value += (min(rest, WORST * self.rest.value or rest) - self.rest.value) / self.rest.seen
+            curve = self.drafts.setdefault((member, bucket(drafting)), Curve(growing=0.9))
+            seen.append((curve, depth, record.draft_s))
+        trust = self._pace(seen)
+        for curve, size, seconds in seen:
+            if seconds > 0:
+                self._learn(curve, size, seconds, trust)
 
-    def _learn(self, curve: Curve, size: int, seconds: float, paced: bool) -> None:
-        speed = self.speed
+    def _pace(self, seen: Sequence[tuple[Curve, int, float]]) -> float:
+        """Follow the machine's speed; how far the round can be trusted to say anything else (1: as expected)."""
+        known = [(seconds, curve.costs[size].value) for curve, size, seconds in seen if size in curve.costs]
+        expected = self.speed.value * sum(value for _, value in known)
+        if expected <= 0:
+            return 1.0
+        ratio = sum(seconds for seconds, _ in known) / expected
+        self.speed.seen += 1
+        self.speed.value *= min(max(ratio, 1 / WORST), WORST) ** max(SPEED_RATE, 1.0 / (self.speed.seen + 1))
+        return 1.0 / (1.0 + (math.log(ratio) / SURPRISE) ** 2) if ratio > 0 else 0.0
+
+    def _learn(self, curve: Curve, size: int, seconds: float, trust: float) -> None:
         known = curve.costs.get(size)
-        if seconds <= 0:
+        if known is None or known.value <= 0:
+            curve.put(size, Cost(seconds / self.speed.value))
             return
-        if known is None:
-            curve.put(size, Cost(seconds / speed.value))
-            return
-        ratio = min(max(seconds / (speed.value * known.value), 1 / WORST), WORST)
-        if paced:
-            speed.seen += 1
-            speed.value *= ratio ** max(SPEED_RATE, 1.0 / (speed.seen + 1))
-        known.seen = min(known.seen + 1, 1 / COST_RATE)
-        known.value *= ratio ** (1.0 / known.seen)
+        ratio = min(max(seconds / (self.speed.value * known.value), 1 / WORST), WORST)
+        curve.move(size, ratio ** (trust if known.seen >= SURE else 1.0))
 
 
 def bucket(size: int) -> int:
@@ -190,8 +221,11 @@ class Hazards:
             self.hits[place] += place < accepted
 
 
-def survival(depth: int, local: Hazards, general: Hazards, prior: float = 0.6, weight: float = 4.0) -> list[float]:
+def survival(depth: int, local: Hazards, general: Hazards, prior: float = 0.6, weight: float = 8.0) -> list[float]:
     """[depth] chance that a draft stands at least so far: this request's, drawn towards what is seen in general.
+
+    A position of which little is seen is taken to be like the one before it: longer drafts are then tried until they
+    disappoint.
 
     Args:
         depth: positions.
@@ -200,17 +234,17 @@ def survival(depth: int, local: Hazards, general: Hazards, prior: float = 0.6, w
         prior: chance where nothing was seen at all.
         weight: how many tries the general picture is worth beside the local one.
     """
-    stands, found = 1.0, []
-    later_tries, later_hits = sum(general.tries[1:]), sum(general.hits[1:])
-    mine_tries, mine_hits = sum(local.tries[1:]), sum(local.hits[1:])
-    tail = (later_hits + 2 * prior) / (later_tries + 2)
-    tail = (mine_hits + weight * tail) / (mine_tries + weight)
+    stands, found, before = 1.0, [], prior
     for place in range(depth):
-        base = prior if place == 0 else tail
-        if place < len(general.tries):
-            base = (general.hits[place] + 2 * base) / (general.tries[place] + 2)
-        if place < len(local.tries):
-            base = (local.hits[place] + weight * base) / (local.tries[place] + weight)
-        stands *= base
+        before = _shrunk(general, place, before, 2.0 if place == 0 else 4.0)
+        stands *= _shrunk(local, place, before, weight)
         found.append(stands)
     return found
+
+
+def _shrunk(seen: Hazards, place: int, prior: float, weight: float) -> float:
+    """The share of hits at a position, drawn towards ``prior`` as by ``weight`` further tries."""
+    if place >= len(seen.tries):
+        return prior
+    total = seen.tries[place] + weight
+    return (seen.hits[place] + weight * prior) / total if total > 0 else prior

@@ -123,7 +123,8 @@ class RouterDrafter(GroupDrafter):
     @property
     def limits(self) -> Limits:
         """With those of the members, which a controller may choose from."""
-        return replace(super().limits, members=tuple(member.limits for member in self.drafters))
+        members = zip(self.drafters, self.costs, strict=True)
+        return replace(super().limits, members=tuple(replace(m.limits, relative_cost=cost) for m, cost in members))
 
     def records(self, context: Context) -> list[Record]:
         """What every member has done for a request."""

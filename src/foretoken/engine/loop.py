@@ -12,7 +12,7 @@ Plain decoding is the same loop with an empty draft.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -32,6 +32,9 @@ from foretoken.verifiers.pairing import auto_verifier, check_pair, check_proposa
 
 NOTHING = Budget(max_depth=0, max_nodes=0)
 
+OnRound = Callable[[Sequence[Running], Sequence[TokenTree], Sequence[Verdict], tuple[float, float, float, float]], None]
+"""Told of every round: the requests, their trees and verdicts, and (draft_s, target_s, verify_s, total_s)."""
+
 
 class Engine:
     """Serves requests over one target.
@@ -44,6 +47,7 @@ class Engine:
         tokenizer: for stop strings.
         allow_lossy: accept a verifier that changes the target's law.
         max_batch: most requests that run together; others wait.
+        on_round: told of every finished round, for benchmarks and displays; its time is in no round's.
 
     Raises:
         ValueError: the drafter and the verifier do not fit, or the verifier is lossy and that was not allowed.
@@ -60,9 +64,11 @@ class Engine:
         tokenizer: Any | None = None,
         allow_lossy: bool = False,
         max_batch: int = 64,
+        on_round: OnRound | None = None,
     ) -> None:
         self.target, self.drafter, self.verifier, self.controller = target, drafter, verifier, controller
         self.tokenizer, self.allow_lossy, self.max_batch = tokenizer, allow_lossy, max_batch
+        self.on_round = on_round
         self.waiting: list[tuple[int, Request]] = []
         self.running: list[Running] = []
         self._ids = self._rounds = 0
@@ -254,6 +260,8 @@ class Engine:
         counts = (len(runs), sum(map(len, trees)))
         for run, tree, verdict in zip(runs, trees, verdicts, strict=True):
             self._account(run, tree, verdict, counts, times)
+        if self.on_round is not None:
+            self.on_round(runs, trees, verdicts, times)
         for run, emission in emissions:
             if emission.finish_reason is not None:
                 self._leave(run)
@@ -354,6 +362,6 @@ class Engine:
             batch, nodes = counts
             member = tree.drafters[-1] if tree.drafters else -1
             record = StepRecord(
-                run.id, len(tree), tree.num_drafts, accepted, batch, *times, self._rounds, nodes, member
+                run.id, len(tree), tree.num_drafts, accepted, batch, *times, self._rounds, nodes, member, max(tree.depths)
             )
             self.controller.observe(run.context, record)

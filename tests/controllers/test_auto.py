@@ -1,0 +1,349 @@
+"""The controllers that weigh cost against acceptance, in simulated worlds where both are known.
+
+A world says what a target call and a draft cost and how likely a draft token is accepted; rounds are drawn from it and
+shown to the controller as the engine would show them.  Seconds are the world's own: no clock is read.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from foretoken.controllers.auto import AutoController
+from foretoken.controllers.base import Controller
+from foretoken.controllers.constant import ConstantController
+from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.controllers.goodput import GoodputController
+from foretoken.controllers.learned import Curve, Hazards, LearnedCosts, bucket, survival
+from foretoken.sampling import Sampler, SamplingParams
+from foretoken.types import Budget, Context, Limits, Rng, StepRecord
+
+
+@dataclass(frozen=True)
+class Member:
+    """A drafter of a world: seconds per level, chance of every token, share of the rounds with a guess."""
+
+    step_s: float
+    accepts: float
+    answers: float = 1.0
+    deepest: int = 8
+
+
+@dataclass
+class World:
+    """What rounds cost and give."""
+
+    members: list[Member]
+    node_s: float = 0.001
+    call_s: float = 0.1
+    noise: float = 0.05
+    speed: Callable[[int], float] = lambda _: 1.0
+    seed: int = 0
+    rounds: int = 0
+    rng: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+
+    @property
+    def limits(self) -> Limits:
+        """As a router would state them."""
+        members = tuple(Limits(f"m{i}", m.deepest, m.deepest) for i, m in enumerate(self.members))
+        return Limits("router", max(m.deepest for m in self.members), 64, members=members)
+
+    def play(self, controller: Controller, contexts: list[Context], rounds: int) -> float:
+        """Tokens per second over some rounds of a batch."""
+        tokens, seconds = 0, 0.0
+        for _ in range(rounds):
+            self.rounds += 1
+            drafts = [self.drafted(budget) for budget in controller.budgets(contexts)]
+            nodes = sum(1 + depth for _, depth, _ in drafts)
+            slow = self.speed(self.rounds) * self.rng.lognormvariate(0.0, self.noise)
+            target_s = slow * (self.call_s + self.node_s * nodes)
+            asked = {member: depth for member, depth, _ in drafts if depth}
+            draft_s = slow * sum(self.members[member].step_s * depth for member, depth in asked.items())
+            total_s = target_s + draft_s + 0.002 * slow
+            for context, (member, depth, stood) in zip(contexts, drafts, strict=True):
+                record = StepRecord(
+                    context.request_id, 1 + depth, depth, stood, len(contexts), draft_s, target_s, 0.0, total_s,
+                    self.rounds, nodes, member if depth else -1, depth,
+                )  # fmt: skip
+                controller.observe(context, record)
+                tokens += 1 + stood
+            seconds += total_s
+        return tokens / seconds
+
+    def drafted(self, budget: Budget) -> tuple[int, int, int]:
+        """Who drafts, how many tokens, how many of them stand."""
+        choice: Budget | None = budget
+        while choice is not None and choice.max_depth > 0:
+            index = choice.member or 0
+            member = self.members[index]
+            if self.rng.random() < member.answers:
+                depth = min(choice.max_depth, member.deepest)
+                stood = 0
+                while stood < depth and self.rng.random() < member.accepts:
+                    stood += 1
+                return index, depth, stood
+            choice = choice.otherwise
+        return -1, 0, 0
+
+
+def contexts(count: int, start: int = 0, **options: bool) -> list[Context]:
+    """Requests that sample."""
+    maker = Sampler(SamplingParams(temperature=1.0))
+    return [Context(start + i, [0], 1, maker, Rng(0), **options) for i in range(count)]  # type: ignore[arg-type]
+
+
+class Fixed(Controller):
+    """Always one member and length."""
+
+    name = "fixed"
+
+    def __init__(self, member: int, depth: int) -> None:
+        self.member, self.depth = member, depth
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        return Budget(self.depth, self.depth, member=self.member)
+
+
+def best_fixed(world: Callable[[], World], batch: int, rounds: int = 600) -> float:
+    """Tokens per second of the best member and length, plain decoding included."""
+    members = world().members
+    choices = [(0, 0), *((i, depth) for i in range(len(members)) for depth in (1, 2, 3, 4, 6, 8))]
+    return max(world().play(Fixed(*choice), contexts(batch), rounds) for choice in choices)
+
+
+WORLDS = {
+    "good draft": [Member(0.01, 0.8)],
+    "dear draft": [Member(0.2, 0.7)],
+    "useless draft": [Member(0.02, 0.02)],
+    "copying is best": [Member(0.03, 0.6), Member(0.0005, 0.9)],
+    "copying sometimes": [Member(0.01, 0.7), Member(0.0005, 0.85, answers=0.3)],
+    "two alike": [Member(0.02, 0.7), Member(0.021, 0.7)],
+}
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("name", WORLDS)
+def test_auto_finds_the_best_and_never_loses(name: str, batch: int) -> None:
+    def world() -> World:
+        return World(WORLDS[name])
+
+    controller, played = AutoController(), world()
+    controller.attach(played.limits)
+    rate = 0.0
+    for request in range(6):  # requests of 100 rounds, the first two of which are to learn from
+        found = played.play(controller, contexts(batch, start=batch * request), 100)
+        rate += found / 4 if request >= 2 else 0.0
+    plain = world().play(Fixed(0, 0), contexts(batch), 600)
+    assert rate >= 0.97 * plain
+    assert rate >= 0.95 * best_fixed(world, batch)
+
+
+def test_a_controller_that_only_drafts_does_lose() -> None:
+    """The check above can fail."""
+    world = World(WORLDS["dear draft"])
+    controller = ConstantController(k=4)
+    controller.attach(world.limits)
+    assert world.play(controller, contexts(1), 300) < 0.9 * World(WORLDS["dear draft"]).play(
+        Fixed(0, 0), contexts(1), 300
+    )
+
+
+def test_auto_asks_another_member_where_the_first_has_no_guess() -> None:
+    world = World([Member(0.01, 0.7), Member(0.0005, 0.9, answers=0.3)])
+    controller = AutoController()
+    controller.attach(world.limits)
+    world.play(controller, contexts(1), 300)
+    (budget,) = controller.budgets(contexts(1, start=7))
+    assert budget.member == 1
+    assert budget.otherwise is not None and budget.otherwise.member == 0 and budget.otherwise.otherwise is None
+
+
+def test_auto_falls_back_and_comes_back() -> None:
+    """A draft that stops being right, and later is right again."""
+    good, bad = World([Member(0.03, 0.8)], seed=1), World([Member(0.03, 0.0)], seed=2)
+    controller = AutoController()
+    controller.attach(good.limits)
+    request = contexts(1)
+    good.play(controller, request, 200)
+    bad.rounds = good.rounds
+    bad.play(controller, request, 100)
+    late = bad.play(controller, request, 300)
+    assert late >= 0.97 * World([Member(0.03, 0.0)]).play(Fixed(0, 0), contexts(1), 300)
+    good.rounds = bad.rounds
+    good.play(controller, contexts(1, start=1), 300)
+    again = good.play(controller, contexts(1, start=2), 100)
+    assert again >= 0.9 * best_fixed(lambda: World([Member(0.03, 0.8)]), 1)
+
+
+def test_auto_is_not_misled_by_a_machine_that_changes_speed() -> None:
+    def world() -> World:
+        return World([Member(0.02, 0.75)], speed=lambda round_: 3.0 if (round_ // 80) % 2 else 1.0)
+
+    controller, played = AutoController(), world()
+    controller.attach(played.limits)
+    played.play(controller, contexts(1), 160)
+    assert played.play(controller, contexts(1, start=1), 640) >= 0.95 * best_fixed(world, 1, rounds=640)
+
+
+@pytest.mark.parametrize("accepts", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_goodput_finds_its_length(accepts: float, batch: int) -> None:
+    def world() -> World:
+        return World([Member(0.02, accepts)], node_s=0.004)
+
+    controller, played = GoodputController(), world()
+    controller.attach(played.limits.members[0])
+    played.play(controller, contexts(batch), 200)
+    rate = played.play(controller, contexts(batch), 400)
+    assert rate >= 0.93 * best_fixed(world, batch)
+    assert rate >= 0.97 * world().play(Fixed(0, 0), contexts(batch), 400)
+
+
+def test_goodput_drafts_less_in_a_large_batch() -> None:
+    """v(n) grows with the batch: the same acceptance pays for shorter drafts (section 8 of the specification)."""
+    costs = RoundCosts(TargetCost({1: 1.0, 16: 1.05, 64: 4.0}), {"d": DrafterCost(0.0, 0.05, (0.7, 0.49, 0.34))})
+    controller = GoodputController()
+    controller.attach(Limits("d", 8, 8))
+    controller.start_from(costs)
+    lengths = [controller.best(batch) for batch in (1, 8, 64)]
+    assert lengths[0] > lengths[1] >= lengths[2] == 0
+
+
+# -- seeds -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_seeded_request_is_planned_by_its_own_past_only() -> None:
+    """Other requests and measured times must not reach it."""
+
+    def budgets(company: bool, slow: float) -> list[Budget]:
+        world = World([Member(0.02, 0.6), Member(0.001, 0.5)], speed=lambda _: slow, seed=int(slow))
+        controller = AutoController()
+        controller.attach(world.limits)
+        (mine,) = contexts(1, reproducible=True)
+        others = contexts(3, start=1) if company else []
+        if company:
+            world.play(controller, contexts(2, start=9), 50)
+        seen = []
+        past = random.Random(5)
+        for round_ in range(60):
+            budget = controller.budgets([mine, *others])[0]
+            seen.append(budget)
+            stood = past.randrange(budget.max_depth + 1) if budget.max_depth else 0
+            depth, member = budget.max_depth, budget.member if budget.max_depth else -1
+            record = StepRecord(0, 1 + depth, depth, stood, 1, slow, slow, 0.0, 2 * slow, round_, 9, member or 0, depth)
+            controller.observe(mine, record)
+        return seen
+
+    assert budgets(False, 1.0) == budgets(True, 7.0)
+
+
+def test_an_unseeded_request_learns_from_others() -> None:
+    """The check above can fail."""
+    world = World([Member(0.02, 0.0)])
+    controller = AutoController()
+    controller.attach(world.limits)
+    before = controller.budgets(contexts(1))[0]
+    world.play(controller, contexts(1, start=3), 400)
+    fresh = contexts(1, start=9)
+    controller.budgets(fresh)
+    assert before.max_depth > 0 and controller.budgets(fresh)[0].max_depth == 0
+
+
+def test_a_new_request_drafts_in_its_first_round() -> None:
+    """Whatever is known of others: it may be unlike them."""
+    world = World([Member(0.02, 0.0)])
+    controller = AutoController()
+    controller.attach(world.limits)
+    world.play(controller, contexts(1), 400)
+    assert controller.budgets(contexts(1, start=9))[0].max_depth > 0
+
+
+def test_auto_starts_from_a_profile() -> None:
+    costs = RoundCosts(
+        TargetCost({1: 1.0, 9: 1.1}),
+        {"a": DrafterCost(0.0, 0.5, (0.5, 0.2)), "b": DrafterCost(0.0, 0.01, (0.9, 0.8, 0.7, 0.6))},
+    )
+    controller = AutoController()
+    controller.attach(Limits("router", 8, 64, members=(Limits("a", 4, 4), Limits("b", 8, 8))))
+    controller.start_from(costs)
+    (budget,) = controller.budgets(contexts(1, reproducible=True))
+    assert budget.member == 1 and budget.max_depth == 8
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ValueError, match="auto needs k >= 1"):
+        AutoController(k=0)
+    with pytest.raises(ValueError, match="goodput needs k >= 1"):
+        GoodputController(k=0)
+    with pytest.raises(ValueError, match="goodput needs memory >= 1"):
+        GoodputController(memory=0.5)
+
+
+# -- what is learned -------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_finds_a_line() -> None:
+    curve, costs = Curve(growing=0.1), {1: 1.1, 5: 1.5, 9: 1.9}
+    learned = LearnedCosts(["d"])
+    for round_ in range(60):
+        nodes = (1, 5, 9)[round_ % 3]
+        learned.observe(StepRecord(0, nodes, 0, 0, 1, 0.0, costs[nodes], 0.0, costs[nodes], round_, nodes), None, 0, 0)
+    curve = learned.target
+    assert [curve.at(size) / curve.at(1) for size in (5, 9, 17)] == pytest.approx(
+        [1.5 / 1.1, 1.9 / 1.1, 2.7 / 1.1], rel=0.06
+    )
+
+
+def test_a_curve_never_falls() -> None:
+    curve = Curve(growing=0.1)
+    curve.put(1, replace_cost(2.0))
+    curve.put(8, replace_cost(1.0))
+    assert curve.at(40) >= curve.at(20) > 0
+
+
+def replace_cost(value: float) -> object:
+    from foretoken.controllers.learned import Cost
+
+    return Cost(value, 10.0)
+
+
+def test_hazards_by_hand() -> None:
+    """Drafts of three: one stood whole, one fell at the second place, one had no guess."""
+    hazards = Hazards()
+    for depth, stood in ((3, 3), (3, 1), (0, 0)):
+        hazards.add(depth, stood)
+    assert hazards.tries == [2, 2, 1] and hazards.hits == [2, 1, 1]
+    assert (hazards.asked, hazards.answered) == (3, 2)
+    assert survival(3, hazards, Hazards(), weight=0.0) == pytest.approx([1.0, 0.5, 0.5])
+    first = (2 + 2 * 0.6) / (2 + 2)
+    second = (1 + 4 * first) / (2 + 4)
+    assert survival(2, Hazards(), hazards) == pytest.approx([first, first * second])
+
+
+@pytest.mark.parametrize(("size", "found"), [(1, 1), (16, 16), (17, 18), (31, 32), (33, 36), (100, 104)])
+def test_buckets(size: int, found: int) -> None:
+    assert bucket(size) == found
+
+
+def test_costs_survive_json() -> None:
+    costs = RoundCosts(TargetCost({1: 0.5, 4: 0.6}), {"d": DrafterCost(0.1, 0.2, (0.5,), 0.9)}, 0.01)
+    assert RoundCosts.from_dict(costs.as_dict()) == replace(costs, drafters={"d": DrafterCost(0.1, 0.2, [0.5], 0.9)})
+    with pytest.raises(ValueError, match="no measured costs"):
+        RoundCosts.from_dict({"target_s": {}})
+
+
+def test_costs_between_and_beyond_what_was_measured() -> None:
+    target = TargetCost({1: 1.0, 3: 2.0, 5: 2.0})
+    assert [target.of(n) for n in (1, 2, 3, 4, 9)] == [1.0, 1.5, 2.0, 2.0, 2.0]
+    drafter = DrafterCost(0.1, 0.2, (0.8, 0.4))
+    assert drafter.expected_tokens(2) == pytest.approx(2.2)
+    assert drafter.expected_tokens(4) == pytest.approx(2.2 + 0.2 + 0.1)
+    assert (drafter.seconds(0), drafter.seconds(3)) == (0.0, pytest.approx(0.7))
+    with pytest.raises(ValueError, match="positive seconds"):
+        TargetCost({1: 0.0})
