@@ -9,6 +9,7 @@ import pytest
 
 import foretoken as ft
 from foretoken.cli.main import main
+from foretoken.trees.sequoia import solve
 from foretoken.trees.shapes import expected_length, medusa_choices, read_tree
 
 SMALL = ["tune", "tree", "--max-prompts", "1", "--new-tokens", "12", "--max-nodes", "4", "--json"]
@@ -28,6 +29,30 @@ def test_from_prompts_to_a_tree_that_is_filled(tmp_path: Path, capsys: pytest.Ca
     assert llm.drafter is not None and llm.drafter.max_nodes == stored["nodes"]
     prompt = "The old man said"
     assert llm.generate(prompt, max_new_tokens=16).token_ids == llm.plain.generate(prompt, max_new_tokens=16).token_ids
+
+
+@pytest.mark.parametrize(("shape", "temperature"), [("sequoia", 1.0), ("medusa", 0.0)])
+def test_a_tree_for_a_draft_model(
+    shape: str, temperature: float, target: str, draft: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tree.json"
+    command = [*SMALL, "--target", target, "--drafter", f"model:{draft}", "--shape", shape, "--out", str(file)]
+    assert main([*command, "--temperature", str(temperature), "--max-depth", "3"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    stored = json.loads(file.read_text())
+    assert report == {**stored, "out": str(file)}
+    assert (stored["method"], stored["shape"], stored["temperature"]) == ("model", shape, temperature)
+    (acceptance,) = {tuple(row) for row in stored["accuracies"]}
+    assert len(stored["accuracies"]) == 3 and 0 < sum(acceptance) <= 1 and min(acceptance) >= 0
+    choices = [tuple(choice) for choice in stored["choices"]]
+    assert expected_length(choices, stored["accuracies"]) == pytest.approx(stored["expected_length"])
+    for size, row in stored["sizes"].items():
+        assert row["expected_length"] <= solve(acceptance, int(size), 3).expected_length(int(size), 3) + 1e-9
+    llm = ft.load(target, drafter=f"model:{draft},tree={file}", dtype="float32")
+    assert llm.drafter is not None
+    assert (llm.drafter.max_nodes, llm.drafter.max_depth) == (len(choices), max(map(len, choices)))
+    out, plain = (one.generate("for item in", max_new_tokens=12) for one in (llm, llm.plain))
+    assert out.token_ids == plain.token_ids and out.stats.num_accepted_tokens > 0
 
 
 def test_what_a_shape_promises_by_hand() -> None:
@@ -54,7 +79,11 @@ def test_a_bad_file(text: str, words: str, tmp_path: Path) -> None:
 
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more, words in (
-        (["--drafter", "ngram"], "choose one of medusa"),
+        (["--drafter", "ngram"], "choose one of model"),
+            (["--drafter", "early_exit"], "choose one of model"),
+        (["--shape", "sequoia"], "choose one of medusa"),
+        (["--drafter", "model", "--shape", "oak"], "choose one of sequoia, medusa"),
+        (["--temperature", "1"], "measured greedily"),
         (["--drafter", f"medusa:{tmp_path / 'none'}"], "not a folder"),
         (["--prompts", str(tmp_path / "none")], "none"),
     ):

@@ -17,6 +17,7 @@ import torch
 
 from foretoken.analysis.layer_skip import FINAL_RUNS, Speed
 from foretoken.drafters.heads import HeadsDrafter
+from foretoken.drafters.model import ModelDrafter
 from foretoken.llm import assemble
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.parts import TargetParts
@@ -36,17 +37,23 @@ class Workload:
 
     Attributes:
         target: the model.
-        drafter: heads that fill a tree.
+        drafter: heads that fill a tree, or a draft model (:mod:`foretoken.analysis.positional`).
         prompts: token ids of every prompt.
         new_tokens: generated per prompt, ends of text ignored.
         sizes: node counts to choose from.
+        shape: ``"medusa"`` or, for a draft model, ``"sequoia"``.
+        temperature: of the text that a draft model is measured on; heads are measured greedily.
+        depth: most levels of a draft model's tree.
     """
 
     target: LanguageModel
-    drafter: HeadsDrafter
+    drafter: HeadsDrafter | ModelDrafter
     prompts: Sequence[Sequence[int]]
     new_tokens: int = 64
     sizes: Sequence[int] = SIZES
+    shape: str = "medusa"
+    temperature: float = 0.0
+    depth: int = 8
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,13 @@ class Outcome:
     Attributes:
         method: registry name of the drafter.
         choices: the tree.
-        accuracies: [K][R] chance per head and rank.
+        accuracies: [K][R] chance per level and rank (for a draft model the same row for every level: how often the
+            child tried first, second, ... is the accepted one).
         sizes: per node count the milliseconds of a round and the tokens that it promises.
         speeds: measured, by arm: ``"plain"``, ``"default"`` and ``"tuned"``.
+        shape: how the tree was built.
+        temperature: of the text that was measured on.
+        draft_ms: milliseconds of drafting per level and per node, for a draft model.
     """
 
     method: str
@@ -66,18 +77,24 @@ class Outcome:
     accuracies: list[list[float]]
     sizes: dict[int, tuple[float, float]]
     speeds: dict[str, Speed]
+    shape: str = "medusa"
+    temperature: float = 0.0
+    draft_ms: tuple[float, float] | None = None
 
     def public(self) -> dict[str, Any]:
         """As it is stored, and printed by ``--json``."""
         return {
             "format": 1,
             "method": self.method,
+            "shape": self.shape,
+            "temperature": self.temperature,
             "choices": [list(choice) for choice in self.choices],
             "nodes": len(self.choices),
             "accuracies": self.accuracies,
             "expected_length": expected_length(self.choices, self.accuracies),
             "sizes": {str(n): {"round_ms": ms, "expected_length": length} for n, (ms, length) in self.sizes.items()},
             "speeds": {name: asdict(speed) for name, speed in self.speeds.items()},
+            **({} if self.draft_ms is None else {"draft_ms": dict(zip(("level", "node"), self.draft_ms, strict=True))}),
         }
 
     def save(self, file: Path) -> None:
@@ -96,11 +113,11 @@ def tune(work: Workload, on_progress: Callable[[str], None] = lambda _: None) ->
     accuracies = measured_accuracies(work, texts)
     on_progress("timing trees")
     trees = {size: medusa_choices(accuracies, size) for size in work.sizes}
-    costs = _costs(work, trees, max(texts, key=len))
+    costs = target_costs(work, trees, max(texts, key=len))
     sizes = {size: (costs[size], expected_length(trees[size], accuracies)) for size in trees}
     best = max(trees, key=lambda size: sizes[size][1] / sizes[size][0])
     on_progress("comparing")
-    speeds = _compared(work, trees[best])
+    speeds = compared(work, trees[best])
     return Outcome(work.drafter.name, trees[best], accuracies, sizes, speeds)
 
 
@@ -115,8 +132,10 @@ def measured_accuracies(work: Workload, texts: Sequence[Sequence[int]]) -> list[
     """[K][R] how often the head's candidate of each rank is what the target says, over whole texts.
 
     Raises:
-        ValueError: every text is shorter than the heads look ahead.
+        ValueError: every text is shorter than the heads look ahead, or no heads.
     """
+    if not isinstance(work.drafter, HeadsDrafter):
+        raise ValueError(f"{work.drafter.name} has no heads: measure it as a draft model")
     parts = TargetParts(work.target)
     recipe: Any = find_recipe(work.drafter.name)
     settings = {key: str(value) for key, value in asdict(work.drafter.heads.config).items() if key not in recipe.fixed}
@@ -133,7 +152,7 @@ def measured_accuracies(work: Workload, texts: Sequence[Sequence[int]]) -> list[
 
 
 @torch.inference_mode()
-def _costs(work: Workload, trees: dict[int, list[Choice]], text: Sequence[int]) -> dict[int, float]:
+def target_costs(work: Workload, trees: dict[int, list[Choice]], text: Sequence[int]) -> dict[int, float]:
     """Milliseconds of scoring every tree behind ``text``: medians of interleaved calls, never falling with the size."""
     sequence = work.target.open()
     try:
@@ -154,13 +173,14 @@ def _costs(work: Workload, trees: dict[int, list[Choice]], text: Sequence[int]) 
     return costs
 
 
-def _compared(work: Workload, tuned: list[Choice]) -> dict[str, Speed]:
+def compared(work: Workload, tuned: list[Choice]) -> dict[str, Speed]:
     """Plain decoding, the drafter as it was and with the new tree, interleaved."""
     arms = {"plain": None, "default": work.drafter, "tuned": work.drafter.reshaped(tuned)}
     runs: dict[str, list[Speed]] = {name: [] for name in arms}
     for _ in range(FINAL_RUNS):
         for name, drafter in arms.items():
             llm = assemble(work.target, drafter, "auto", "auto", None)
-            outs = [llm.generate(list(p), max_new_tokens=work.new_tokens, ignore_eos=True) for p in work.prompts]
+            asked = {"max_new_tokens": work.new_tokens, "temperature": work.temperature, "seed": 0}
+            outs = [llm.generate(list(p), ignore_eos=True, **asked) for p in work.prompts]
             runs[name].append(Speed.over([out.stats for out in outs]))
     return {name: sorted(found, key=lambda s: s.tokens_per_s)[len(found) // 2] for name, found in runs.items()}

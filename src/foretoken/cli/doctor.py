@@ -70,10 +70,12 @@ def _measure(common: Common, repeat: int) -> dict[str, Any]:
 
 
 def _about(source: str, target: Any) -> dict[str, Any]:
+    from foretoken.bench.inflate import target_name
+
     model = getattr(target, "model", None)
     parameters = sum(p.numel() for p in model.parameters()) if model is not None else None
     return {
-        "source": source,
+        "source": target_name(target, source),
         "parameters": parameters,
         "dtype": str(getattr(target, "dtype", "")).removeprefix("torch."),
         "device": str(getattr(target, "device", "cpu")),

@@ -63,7 +63,7 @@ def generate_command(
                 "stats": output.stats.as_dict(),
             }
     if as_json:
-        print_json(report)
+        print_json({**report, **_inflated(llm)})
     elif compare:
         _print_comparison(llm, text, result, common.temperature > 0, explain)
     elif explain:
@@ -72,6 +72,14 @@ def generate_command(
         _print_stats(output.stats)
     else:
         _stream(llm, text, options)
+
+
+def _inflated(llm: Llm) -> dict[str, Any]:
+    """A note for JSON about an inflated target; nothing about another one."""
+    from foretoken.bench.inflate import inflation
+
+    found = inflation(llm.target)
+    return {} if found is None else {"inflation": found}
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 import typer
 
-from foretoken.cli import chat, datastore, doctor, export, generate, methods, parity, train, tune, tune_tree
+from foretoken.cli import (
+    bench,
+    chat,
+    datastore,
+    doctor,
+    export,
+    generate,
+    methods,
+    parity,
+    plan,
+    train,
+    tune,
+    tune_all,
+    tune_tree,
+)
 
 app = typer.Typer(
     name="foretoken",
@@ -21,8 +36,11 @@ app.command("generate")(generate.generate_command)
 app.command("chat")(chat.chat_command)
 app.command("methods")(methods.methods_command)
 app.command("parity")(parity.parity_command)
+app.add_typer(bench.app, name="bench")
+app.command("plan")(plan.plan_command)
 app.command("doctor")(doctor.doctor_command)
 app.add_typer(train.app, name="train")
+tune.app.callback(invoke_without_command=True)(tune_all.tune_command)
 tune.app.command("tree")(tune_tree.tree_command)
 app.add_typer(tune.app, name="tune")
 app.add_typer(datastore.app, name="datastore")
@@ -42,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     line and exit code 130.
     """
     try:
-        code = app(args=None if argv is None else list(argv), prog_name="foretoken", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = app(args=None if argv is None else list(argv), prog_name="foretoken", standalone_mode=False)
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:
@@ -50,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:
         print("interrupted", file=sys.stderr)
     return code if isinstance(code, int) else 0
+
+
+def _warn(message: Warning | str, *place: object, **more: object) -> None:
+    """A warning as one line on stderr."""
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _report(error: Exception) -> int:

@@ -16,7 +16,7 @@ def methods_command(
     role: Annotated[str | None, typer.Option(help=f"Only one role: {', '.join(ROLES)}.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List every drafter, verifier and controller."""
+    """List every drafter, verifier, tree and controller."""
     import foretoken
 
     if role is not None and role not in ROLES:
@@ -42,12 +42,12 @@ def _print_tables(found: list[dict[str, Any]]) -> None:
         table = Table(title=f"{role}s", title_justify="left", title_style="bold", expand=False)
         table.add_column("name", style="bold cyan", no_wrap=True)
         table.add_column("what it does", ratio=3)
-        table.add_column("drafts" if role == "drafter" else "for drafts" if role == "verifier" else "paper", ratio=1)
+        table.add_column("drafts" if role == "drafter" else "paper" if role == "controller" else "for drafts", ratio=1)
         table.add_column("lossless", no_wrap=True)
         for row in mine:
             lossless = "yes" if row["lossless"] else "no: --allow-lossy"
             # The example stands in the text: a column of its own would leave an 80 character terminal no room.
-            example = f"\nexample: {row['example']}" if role == "drafter" else ""
+            example = f"\nexample: {row['example']}" if role in ("drafter", "tree") else ""
             third = row["paper"] if role == "controller" else row["kind"]
             table.add_row(row["name"], _summary(row) + example, third, lossless)
         console.print(table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from foretoken.registry import Role, find, parse_spec, rows
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
+    from foretoken.models.base import LanguageModel
 
 
 def _names(role: Role) -> str:
@@ -44,6 +46,9 @@ class Common:
     ] = None
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, float64, bfloat16 or float16.")] = "auto"
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")] = "auto"
+    inflate: Annotated[
+        str | None, typer.Option(help="For measuring: the target's outputs at the cost of 300m, 1b, 3b, 7b parameters.")
+    ] = None
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0
@@ -85,7 +90,7 @@ class Common:
 
         SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
         chosen = drafter or self.drafter
-        return load(
+        llm = load(
             self.target,
             None if chosen == "none" else chosen,
             self.verifier,
@@ -94,7 +99,34 @@ class Common:
             device=None if self.device == "auto" else self.device,
             allow_lossy=self.allow_lossy,
             profile=self.profile,
+            inflate=self.inflate,
         )
+        self._tell_inflated(llm.target)
+        return llm
+
+    def load_target(self) -> LanguageModel:
+        """Load the target alone.
+
+        Raises:
+            ValueError: a bad checkpoint, dtype, device or size.
+        """
+        from foretoken.loading import load_model
+
+        target = load_model(
+            self.target,
+            dtype=None if self.dtype == "auto" else self.dtype,
+            device=None if self.device == "auto" else self.device,
+            inflate=self.inflate,
+        )
+        self._tell_inflated(target)
+        return target
+
+    def _tell_inflated(self, target: LanguageModel) -> None:
+        """Whatever is printed below is about an inflated target: say so first."""
+        if self.inflate is not None:
+            from foretoken.bench.inflate import target_name
+
+            print(f"target: {target_name(target, self.target)}", file=sys.stderr)
 
 
 def with_common(omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -55,16 +55,12 @@ def parity_command(
 
 def _run(common: Common, drafters: list[str] | None, prompts: Path | None, samples: int) -> Report:
     from foretoken.bench.parity import Settings, read_prompts, run_parity
-    from foretoken.loading import load_model, load_tokenizer
+    from foretoken.loading import load_tokenizer
     from foretoken.sampling import SamplingParams
 
     SamplingParams(common.temperature, common.top_k, common.top_p, common.min_p)
     texts = read_prompts(prompts)
-    target = load_model(
-        common.target,
-        dtype=None if common.dtype == "auto" else common.dtype,
-        device=None if common.device == "auto" else common.device,
-    )
+    target = common.load_target()
     settings = Settings(
         target_source=common.target,
         verifier=common.verifier,

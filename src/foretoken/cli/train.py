@@ -1,4 +1,4 @@
-"""``foretoken train METHOD``: training of language models and drafters."""
+"""``foretoken train METHOD``: training of language models, drafters and stop heads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.train_distill import boost_command, distill_command
 from foretoken.cli.train_drafter import make_command
+from foretoken.cli.train_specdec_pp import specdec_pp_command
 from foretoken.registry import rows
 
 app = typer.Typer(help="Train a language model or a drafter.", no_args_is_help=True)
@@ -26,6 +27,7 @@ for _row in rows("drafter"):
 
 app.command("distill")(distill_command)
 app.command("boost")(boost_command)
+app.command("specdec_pp")(specdec_pp_command)
 
 
 @app.command("lm")

@@ -12,6 +12,7 @@ from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.output import print_json, screen
 
 if TYPE_CHECKING:
+    from foretoken.controllers.base import Controller
     from foretoken.drafters.base import Drafter
     from foretoken.models.base import LanguageModel
 
@@ -138,18 +139,25 @@ def train(
     return report
 
 
-def held_out(model: LanguageModel, drafter: Drafter, prompts: Sequence[list[int]]) -> dict[str, Any]:
+def held_out(
+    model: LanguageModel, drafter: Drafter, prompts: Sequence[list[int]], controller: str | Controller = "auto"
+) -> dict[str, Any]:
     """Acceptance of a drafter on held-out prompts, through the real engine: greedy, and ``"sampled"`` at T=1."""
-    return {**_held_out(model, drafter, prompts, 0.0), "sampled": _held_out(model, drafter, prompts, 1.0)}
+    sampled = _held_out(model, drafter, prompts, controller, 1.0)
+    return {**_held_out(model, drafter, prompts, controller, 0.0), "sampled": sampled}
 
 
 def _held_out(
-    model: LanguageModel, drafter: Drafter, prompts: Sequence[list[int]], temperature: float
+    model: LanguageModel,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    controller: str | Controller,
+    temperature: float,
 ) -> dict[str, Any]:
     from foretoken.engine.stats import SpecStats
     from foretoken.llm import assemble
 
-    llm = assemble(model, drafter, "auto", "auto", None)
+    llm = assemble(model, drafter, "auto", controller, None)
     total = SpecStats()
     room = model.context_length - max(map(len, prompts))
     asked: dict[str, Any] = {"temperature": temperature, "seed": 0, "ignore_eos": True}

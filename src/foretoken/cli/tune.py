@@ -16,11 +16,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Find settings that are fast for a target on this machine.", no_args_is_help=True)
 
 
-@app.callback()
-def _group() -> None:
-    """Find settings that are fast for a target on this machine."""
-
-
 @app.command("layer-skip")
 @with_common(
     omit=("drafter", "verifier", "controller", "profile", "max_new_tokens", "top_k", "top_p", "min_p", "allow_lossy")
@@ -57,16 +52,12 @@ def _workload(common: Common, prompts: Path | None, new_tokens: int, most: int, 
     from foretoken.analysis.layer_skip import Workload, fitting_prompts
     from foretoken.bench.parity import read_prompts
     from foretoken.drafters.own_layers import num_layers_of
-    from foretoken.loading import load_model, load_tokenizer
+    from foretoken.loading import load_tokenizer
     from foretoken.sampling import SamplingParams
 
     SamplingParams(common.temperature)
     texts = read_prompts(prompts)
-    target = load_model(
-        common.target,
-        dtype=None if common.dtype == "auto" else common.dtype,
-        device=None if common.device == "auto" else common.device,
-    )
+    target = common.load_target()
     num_layers_of(target)
     ids = fitting_prompts(texts, load_tokenizer(common.target), target, new_tokens, most)
     return Workload(target, ids, new_tokens, k, common.temperature, common.seed or 0)

@@ -1,4 +1,4 @@
-"""``foretoken tune tree``: the tree that the heads of Medusa or Hydra should fill on this machine."""
+"""``foretoken tune tree``: the fixed tree that heads or a draft model should fill on this machine."""
 
 from __future__ import annotations
 
@@ -12,19 +12,25 @@ from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
     from foretoken.analysis.tree import Outcome, Workload
+    from foretoken.drafters.base import Drafter
 
 DEFAULT = "medusa"
 
 
 @with_common(
     omit=(
-        "drafter", "verifier", "controller", "profile", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
-        "seed", "allow_lossy",
+        "drafter", "verifier", "controller", "profile", "max_new_tokens", "top_k", "top_p", "min_p", "seed",
+        "allow_lossy",
     )
 )  # fmt: skip
 def tree_command(
     out: Annotated[Path, typer.Option(help="File for the tree, which loads as NAME,tree=FILE.")],
-    drafter: Annotated[str, typer.Option(help="Heads that fill a tree: medusa[:FOLDER] or hydra[:FOLDER].")] = DEFAULT,
+    drafter: Annotated[
+        str, typer.Option(help="What fills the tree: heads (medusa[:FOLDER], hydra[:FOLDER]) or model[:PATH].")
+    ] = DEFAULT,
+    shape: Annotated[
+        str, typer.Option(help="How it is built: medusa (greedily) or sequoia (for draft models, their default).")
+    ] = "",
     prompts: Annotated[
         Path | None,
         typer.Option(help="Text file (one prompt a line) or JSONL with prompt, text or turns; built-in ones if none."),
@@ -32,13 +38,14 @@ def tree_command(
     new_tokens: Annotated[int, typer.Option(min=8, help="Tokens that the target writes per prompt.")] = 64,
     max_prompts: Annotated[int, typer.Option(min=1, help="Most prompts to use, spread over the file.")] = 8,
     max_nodes: Annotated[int, typer.Option(min=1, help="Largest tree to try.")] = 64,
+    max_depth: Annotated[int, typer.Option(min=1, help="Deepest tree of a draft model to try.")] = 8,
     as_json: Json = False,
     *,
     common: Common,
 ) -> None:
-    """Choose a tree from measured accuracies per head and rank, and from what its nodes cost on this machine."""
+    """Choose a tree from how often its places are right, and from what nodes and levels cost on this machine."""
     with json_only(as_json):
-        work = _workload(common, drafter, prompts, new_tokens, max_prompts, max_nodes)
+        work = _workload(common, drafter, shape, prompts, new_tokens, max_prompts, max_nodes, max_depth)
         outcome = _tuned(work)
         outcome.save(out)
         if not as_json:
@@ -47,32 +54,63 @@ def tree_command(
         print_json({**outcome.public(), "out": str(out)})
 
 
-def _workload(common: Common, spec: str, prompts: Path | None, new_tokens: int, most: int, max_nodes: int) -> Workload:
+def _workload(
+    common: Common,
+    spec: str,
+    shape: str,
+    prompts: Path | None,
+    new_tokens: int,
+    most: int,
+    max_nodes: int,
+    max_depth: int,
+) -> Workload:
     from foretoken.analysis.layer_skip import fitting_prompts
     from foretoken.analysis.tree import SIZES, Workload
     from foretoken.bench.parity import read_prompts
-    from foretoken.drafters.heads import HeadsDrafter
-    from foretoken.loading import build_drafter, load_model, load_tokenizer
-    from foretoken.registry import rows
+    from foretoken.loading import build_drafter, load_tokenizer
+    from foretoken.sampling import SamplingParams
 
+    SamplingParams(common.temperature)
     texts = read_prompts(prompts)
-    target = load_model(
-        common.target,
-        dtype=None if common.dtype == "auto" else common.dtype,
-        device=None if common.device == "auto" else common.device,
-    )
-    heads = build_drafter(spec, target, target_source=common.target)
-    if not isinstance(heads, HeadsDrafter):
-        able = [row.name for row in rows("drafter") if issubclass(row.load(), HeadsDrafter)]
-        raise ValueError(f"{spec!r} fills no tree of fixed shape: choose one of {', '.join(able)}")
+    target = common.load_target()
+    found = build_drafter(spec, target, target_source=common.target)
+    chosen = _checked_shape(spec, found, shape, common.temperature)
     ids = fitting_prompts(texts, load_tokenizer(common.target), target, new_tokens, most)
     sizes = [size for size in SIZES if size <= max_nodes]
-    return Workload(target, heads, ids, new_tokens, sizes)
+    return Workload(target, found, ids, new_tokens, sizes, chosen, common.temperature, max_depth)  # type: ignore[arg-type]
+
+
+def _checked_shape(spec: str, drafter: Drafter | None, shape: str, temperature: float) -> str:
+    """The shape to build for a drafter.
+
+    Raises:
+        ValueError: a drafter that fills no fixed tree, or a shape or temperature that it cannot be measured for.
+    """
+    from foretoken.drafters.heads import HeadsDrafter
+    from foretoken.drafters.model import ModelDrafter
+    from foretoken.registry import rows
+
+    # Drafters that run the target's own layers look at a request's states, which a tuner does not have.
+    classes = {row.name: row.load() for row in rows("drafter")}
+    able = [
+        name for name, cls in classes.items() if issubclass(cls, HeadsDrafter | ModelDrafter) and not cls.runs_target
+    ]
+    if drafter is None or drafter.name not in able:
+        raise ValueError(f"{spec!r} fills no tree of fixed shape: choose one of {', '.join(able)}")
+    heads = isinstance(drafter, HeadsDrafter)
+    known = ("medusa",) if heads else ("sequoia", "medusa")
+    if shape and shape not in known:
+        raise ValueError(f"unknown shape {shape!r} for {drafter.name}: choose one of {', '.join(known)}")
+    if heads and temperature:
+        raise ValueError("heads are measured greedily: leave out --temperature, or tune a draft model")
+    return shape or known[0]
 
 
 def _tuned(work: Workload) -> Outcome:
-    from foretoken.analysis.tree import tune
+    from foretoken.analysis import positional, tree
+    from foretoken.drafters.heads import HeadsDrafter
 
+    tune = tree.tune if isinstance(work.drafter, HeadsDrafter) else positional.tune
     with screen(stderr=True).status("starting") as status:
         return tune(work, status.update)
 

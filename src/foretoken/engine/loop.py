@@ -362,6 +362,15 @@ class Engine:
             batch, nodes = counts
             member = tree.drafters[-1] if tree.drafters else -1
             record = StepRecord(
-                run.id, len(tree), tree.num_drafts, accepted, batch, *times, self._rounds, nodes, member, max(tree.depths)
+                run.id,
+                len(tree),
+                tree.num_drafts,
+                accepted,
+                batch,
+                *times,
+                self._rounds,
+                nodes,
+                member,
+                max(tree.depths),
             )
             self.controller.observe(run.context, record)

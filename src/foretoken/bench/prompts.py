@@ -1,0 +1,260 @@
+"""Prompts of a benchmark: built-in ones, and loaders for the files that people have.
+
+Every format is read from a local file; ``.gz`` is unpacked on the way.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BUILTIN_FILE = Path(__file__).with_name("builtin_prompts.jsonl")
+TEXT_SUFFIXES = (".txt", ".md")
+Row = Mapping[str, Any]
+
+
+class _Shape(ValueError):
+    """A row that is not of its format; the caller adds file and line."""
+
+
+@dataclass(frozen=True)
+class BenchPrompt:
+    """One prompt.
+
+    Attributes:
+        category: the group that it is counted in.
+        text: what is completed when the tokenizer has no chat template.
+        messages: the conversation, for formats that are conversations.
+    """
+
+    category: str
+    text: str
+    messages: tuple[dict[str, str], ...] = ()
+
+    def encode(self, tokenizer: Any, chat: bool = True) -> list[int]:
+        """Token ids: by the chat template where ``chat``, the tokenizer has one, and this is a conversation."""
+        if chat and self.messages and getattr(tokenizer, "chat_template", None):
+            found = tokenizer.apply_chat_template(list(self.messages), add_generation_prompt=True, return_dict=True)
+            return list(found["input_ids"])
+        return list(tokenizer(self.text)["input_ids"])
+
+
+# -- one row of every format -----------------------------------------------------------------------------------------
+
+
+def _text_of(row: Row, key: str) -> str:
+    value = row.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise _Shape(f"{key!r} must be a text")
+    return value
+
+
+def _category_of(row: Row, default: str) -> str:
+    value = row.get("category", default)
+    if not isinstance(value, str) or not value.strip():
+        raise _Shape("'category' must be a text")
+    return value
+
+
+def _plain(row: Row) -> BenchPrompt:
+    return BenchPrompt(_category_of(row, "default"), _text_of(row, "prompt"))
+
+
+def _turns(row: Row) -> BenchPrompt:
+    """Spec-Bench and MT-bench: the first turn (later ones need the model's own answers)."""
+    turns = row.get("turns")
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
+        raise _Shape("'turns' must be a list of texts")
+    return BenchPrompt(_category_of(row, "default"), turns[0], ({"role": "user", "content": turns[0]},))
+
+
+def _humaneval(row: Row) -> BenchPrompt:
+    return BenchPrompt("humaneval", _text_of(row, "prompt"))
+
+
+def _mbpp(row: Row) -> BenchPrompt:
+    """The task and its tests as a docstring at the top of a program."""
+    tests = row.get("test_list") or []
+    if not isinstance(tests, list):
+        raise _Shape("'test_list' must be a list")
+    lines = "\n".join(str(test) for test in tests)
+    return BenchPrompt("mbpp", f'"""\n{_text_of(row, "text")}\n{lines}\n"""\n')
+
+
+def _gsm8k(row: Row) -> BenchPrompt:
+    question = _text_of(row, "question")
+    return BenchPrompt("gsm8k", f"Question: {question}\nAnswer:", ({"role": "user", "content": question},))
+
+
+def _chat(row: Row) -> BenchPrompt:
+    """A transcript up to the last message that an assistant would answer."""
+    found = row.get("messages")
+    if not isinstance(found, list):
+        raise _Shape("'messages' must be a list of messages")
+    messages = [_message(message) for message in found]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise _Shape("the conversation has no message to answer")
+    text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return BenchPrompt(_category_of(row, "chat"), f"{text}\n\nassistant:", tuple(messages))
+
+
+def _message(message: Any) -> dict[str, str]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise _Shape("a message needs a 'role' and a 'content'")
+    content = message.get("content")
+    if isinstance(content, list):  # parts: what is no text is left out
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if content is None:  # a call of a tool
+        content = json.dumps(message.get("tool_calls", ""))
+    if not isinstance(content, str):
+        raise _Shape("a message's 'content' must be a text or a list of parts")
+    return {"role": message["role"], "content": content}
+
+
+READERS: dict[str, Callable[[Row], BenchPrompt]] = {
+    "jsonl": _plain,
+    "spec_bench": _turns,
+    "mt_bench": _turns,
+    "humaneval": _humaneval,
+    "mbpp": _mbpp,
+    "gsm8k": _gsm8k,
+    "chat": _chat,
+}
+FORMATS = ("auto", *READERS, "text")
+KEYS = "prompt (and category), turns, question and answer, text and code, or messages"
+
+
+def _format_of(row: Row) -> str:
+    """The format that a row's keys tell."""
+    if "messages" in row:
+        return "chat"
+    if "turns" in row:
+        return "spec_bench"
+    if "prompt" in row:
+        return "humaneval" if "entry_point" in row or "canonical_solution" in row else "jsonl"
+    if "question" in row:
+        return "gsm8k"
+    if "text" in row and ("code" in row or "test_list" in row):
+        return "mbpp"
+    raise _Shape(f"no known prompt in the keys {', '.join(map(repr, row)) or '(none)'}: give {KEYS}")
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]:
+    """Prompts of a file, of all files of a folder, or the built-in ones.
+
+    Args:
+        source: ``.jsonl``, ``.json``, ``.txt`` or ``.md`` (one prompt a line), each perhaps with ``.gz``; a folder of
+            them; ``None`` for the built-in prompts.
+        format: one of :data:`FORMATS`; ``auto`` looks at every row.
+
+    Raises:
+        ValueError: an unknown format, no prompts, or a row of the wrong shape (with file and line).
+        OSError: no such file.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"unknown prompt format {format!r}: choose one of {', '.join(FORMATS)}")
+    file = BUILTIN_FILE if source is None else source
+    if file.is_dir():
+        wanted = (".jsonl", ".json", *TEXT_SUFFIXES)
+        files = [f for f in sorted(file.iterdir()) if f.is_file() and _suffix(f) in wanted]
+    else:
+        files = [file]
+    prompts = [prompt for one in files for prompt in _read(one, format)]
+    if not prompts:
+        raise ValueError(f"{file} holds no prompts: give text, one prompt a line, or JSONL rows with {KEYS}")
+    return prompts
+
+
+def _suffix(file: Path) -> str:
+    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+
+
+def _read(file: Path, format: str) -> Iterator[BenchPrompt]:
+    text = _contents(file)
+    if format == "text" or (format == "auto" and _suffix(file) in TEXT_SUFFIXES):
+        for line in text.splitlines():
+            if line.strip():
+                yield BenchPrompt("text", line)
+        return
+    for number, row in _rows(file, text):
+        try:
+            if not isinstance(row, dict):
+                raise _Shape(f"a row must be a JSON object, not {type(row).__name__}")
+            yield READERS[_format_of(row) if format == "auto" else format](row)
+        except _Shape as error:
+            asked = "" if format == "auto" else f" (--format {format})"
+            raise ValueError(f"{file}, line {number}: {error}{asked}") from None
+
+
+def _contents(file: Path) -> str:
+    raw = file.read_bytes()
+    try:
+        return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8-sig")
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, OSError) as error:
+        raise ValueError(f"{file} cannot be read as text: {error}") from None
+
+
+def _rows(file: Path, text: str) -> Iterator[tuple[int, Any]]:
+    """Line numbers and JSON values: one a line, or the whole file where it is ``.json``."""
+    if _suffix(file) == ".json":
+        value = _parsed(text, file, 1)
+        if isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value) and value:
+            value = {"messages": value}
+        for row in value if isinstance(value, list) else [value]:
+            yield 1, row
+        return
+    # Not splitlines(): JSON strings may hold U+2028 and its like.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, _parsed(line, file, number)
+
+
+def _parsed(text: str, file: Path, line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = line + error.lineno - 1
+        raise ValueError(
+            f"{file}, line {where}: this is no JSON ({error.msg}); plain text needs --format text"
+        ) from None
+
+
+def select(
+    prompts: Sequence[BenchPrompt], categories: Sequence[str] = (), most: int | None = None
+) -> dict[str, list[BenchPrompt]]:
+    """Prompts by category, in the order in which the categories appear.
+
+    Args:
+        prompts: what was loaded.
+        categories: those wanted; all if none.
+        most: most prompts of a category, spread evenly over it.
+
+    Raises:
+        ValueError: an unknown category (lists those that there are).
+    """
+    counts = Counter(prompt.category for prompt in prompts)
+    for name in categories:
+        if name not in counts:
+            known = ", ".join(f"{known} ({count})" for known, count in counts.items())
+            raise ValueError(f"no prompts of category {name!r}: choose from {known}")
+    found: dict[str, list[BenchPrompt]] = {name: [] for name in counts if not categories or name in categories}
+    for prompt in prompts:
+        if prompt.category in found:
+            found[prompt.category].append(prompt)
+    return {name: _spread(group, most) for name, group in found.items()}
+
+
+def _spread(group: list[BenchPrompt], most: int | None) -> list[BenchPrompt]:
+    if most is None or len(group) <= most:
+        return group
+    return [group[i * len(group) // most] for i in range(most)]

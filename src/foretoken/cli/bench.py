@@ -1,0 +1,320 @@
+"""``foretoken bench``: what speculation brings on your prompts and machine; ``bench report`` makes a page of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from foretoken.bench.specs import OTHER_ENGINES, check_arm
+from foretoken.cli.options import Common, Json, with_common
+from foretoken.cli.output import json_only, screen
+from foretoken.registry import find, parse_spec, rows
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foretoken.bench.run import BenchSettings, OnProgress
+    from foretoken.bench.summary import BenchResult
+
+_NAMES = ", ".join(row.name for row in rows("drafter"))
+_FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, text"
+Number = TypeVar("Number", int, float)
+
+app = typer.Typer(help="Measure what speculation brings on your prompts and machine.", no_args_is_help=False)
+
+
+@app.callback(invoke_without_command=True)
+@with_common(omit=("drafter", "temperature", "inflate"), max_new_tokens=128)
+def bench_command(
+    context: typer.Context,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafter",
+            "--arm",
+            help=f"May be given several times. A spec NAME[:PATH][,KEY=VALUE...], perhaps with @CONTROLLER behind it: "
+            f"auto, {_NAMES}; or another engine: {OTHER_ENGINES}. Plain decoding is always measured.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="File or folder of prompts, may be given several times; built-in prompts by default."),
+    ] = None,
+    format: Annotated[str, typer.Option(help=f"Format of the prompts: {_FORMATS}.")] = "auto",
+    category: Annotated[
+        list[str] | None, typer.Option(help="Only these categories; may be given several times.")
+    ] = None,
+    max_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Most prompts per category, spread over the file.")
+    ] = None,
+    temperature: Annotated[
+        list[str] | None, typer.Option(help="Temperatures, joined by commas or given several times; 0 is greedy.")
+    ] = None,
+    batch: Annotated[
+        list[str] | None, typer.Option(help="Batch sizes, joined by commas or given several times.")
+    ] = None,
+    inflate: Annotated[
+        str | None,
+        typer.Option(help="Make the target one of this size with the same outputs: 300m, 1b, 3b, 7b or a number."),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Runs per prompt; the one of median time counts.")] = 1,
+    stop_at_eos: Annotated[
+        bool, typer.Option("--stop-at-eos", help="Let outputs end early; by default all have the same length.")
+    ] = False,
+    no_chat_template: Annotated[
+        bool, typer.Option("--no-chat-template", help="Complete conversations as plain text.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="File for the run (JSON lines); OUT.partial while it runs.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with OUT.partial.")] = False,
+    with_card: Annotated[
+        bool, typer.Option("--card", help="A Markdown card: OUT with the suffix .md, or printed without --out.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print cells and, as the last line, the summary; the rest goes to stderr.")
+    ] = False,
+    *,
+    common: Common,
+) -> None:
+    """Measure drafters against plain decoding: by category, temperature and batch size, interleaved, with proof.
+
+    Ctrl-C loses nothing: --resume goes on with what is in OUT.partial.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    arms = _checked(common, drafter or ["auto"])
+    temperatures, batches = _numbers("temperature", temperature, float, 0.0), _numbers("batch", batch, int, 1)
+    if resume and out is None:
+        raise ValueError("--resume goes on with OUT.partial: give --out too")
+    lines_out = as_json or (out is None and not sys.stdout.isatty())
+    with json_only(lines_out):
+        from foretoken.bench.partial import check_out
+        from foretoken.bench.prompts import load_prompts, select
+        from foretoken.bench.run import BenchSettings
+
+        if out is not None:
+            check_out(out, resume)
+        settings = BenchSettings(arms, temperatures, batches, repeat, common.seed or 0, not no_chat_template)
+        loaded = [prompt for source in (prompts or [None]) for prompt in load_prompts(source, format)]  # type: ignore[list-item]
+        chosen = select(loaded, category or (), max_prompts)
+        result = _run(common, chosen, settings, out, resume, not stop_at_eos, inflate)
+        if not as_json:
+            _print(screen(), result, out)
+        if with_card:
+            _write_card(result, out)
+    if lines_out:
+        for line in result.lines:
+            sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+
+def _checked(common: Common, arms: Sequence[str]) -> list[str]:
+    """The arms' specs, checked before seconds are spent on loading."""
+    if common.verifier != "auto":
+        find("verifier", parse_spec(common.verifier).name)
+    if common.controller != "auto":
+        find("controller", parse_spec(common.controller).name)
+    for arm in arms:
+        check_arm(arm)
+    return list(arms)
+
+
+def _numbers(
+    name: str, given: Sequence[str] | None, kind: Callable[[str], Number], default: Number
+) -> tuple[Number, ...]:
+    """Numbers that were joined by commas or given one by one.
+
+    Raises:
+        ValueError: something else.
+    """
+    parts = [part.strip() for text in given or () for part in text.split(",")]
+    try:
+        return tuple(kind(part) for part in parts) or (default,)
+    except ValueError:
+        word = "numbers" if kind is float else "whole numbers"
+        raise ValueError(f"--{name} takes {word} joined by commas, not {','.join(parts)!r}") from None
+
+
+def _run(
+    common: Common,
+    prompts: Mapping[str, Sequence[Any]],
+    settings: BenchSettings,
+    out: Path | None,
+    resume: bool,
+    ignore_eos: bool,
+    inflate: str | None,
+) -> BenchResult:
+    from foretoken.bench.partial import partial_of
+    from foretoken.bench.run import run_bench
+    from foretoken.bench.serving import Shared
+    from foretoken.loading import load_model, load_tokenizer
+    from foretoken.sampling import SamplingParams
+
+    SamplingParams(max(settings.temperatures), common.top_k, common.top_p, common.min_p)
+    device = None if common.device == "auto" else common.device
+    dtype = None if common.dtype == "auto" else common.dtype
+    shared = Shared(
+        load_model(common.target, dtype=dtype, device=device, inflate=inflate),
+        common.target,
+        load_tokenizer(common.target),
+        common.verifier,
+        common.controller,
+        common.profile,
+        device,
+        common.allow_lossy,
+        common.max_new_tokens,
+        ignore_eos,
+        {"top_k": common.top_k, "top_p": common.top_p, "min_p": common.min_p},
+        inflate,
+    )
+    with _bar() as on_progress:
+        try:
+            return run_bench(shared, prompts, settings, out, resume, on_progress)
+        except KeyboardInterrupt:
+            if out is not None and partial_of(out).exists():
+                print(f"what is finished is in {partial_of(out)}; --resume goes on from here", file=sys.stderr)
+            raise
+
+
+@contextmanager
+def _bar() -> Iterator[OnProgress]:
+    """A progress bar that is drawn between runs only: an animated one would take time from what is measured."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    console = screen(stderr=True)
+    shown = console.is_terminal
+    with Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not shown) as bar:
+        task = bar.add_task("", total=None)
+
+        def on_progress(done: int, total: int, text: str) -> None:
+            if shown:
+                bar.update(task, completed=done, total=total or None, description=text, refresh=True)
+
+        yield on_progress
+
+
+# -- for people ------------------------------------------------------------------------------------------------------
+
+
+def _print(console: Console, result: BenchResult, out: Path | None) -> None:
+    everything = [*result.cells, *result.summary["overall"]]
+    for setting in dict.fromkeys((c["temperature"], c["batch"]) for c in everything):
+        here = [c for c in everything if (c["temperature"], c["batch"]) == setting]
+        prefill = {
+            found["arm"]: f"{1000 * found['prefill_s']:.1f}"
+            for found in result.summary["prefill"]
+            if (found["temperature"], found["batch"]) == setting
+        }
+        _print_setting(console, here, prefill)
+    ties = sum(found["ties"] for found in result.summary["equality"])
+    differences = sum(found["differences"] for found in result.summary["equality"])
+    if ties:
+        console.print(f"{ties} greedy outputs differ from plain decoding's by a numerical tie", soft_wrap=True)
+    if differences:
+        console.print(f"{differences} greedy outputs really differ from plain decoding's", style="red", soft_wrap=True)
+    for skipped in result.summary["skipped"]:
+        console.print(f"left out: {skipped}", style="dim", soft_wrap=True)
+    if cut := result.summary["settings"]["cut_prompts"]:
+        console.print(f"{cut} prompts were too long for the context and lost their beginning", style="dim")
+    if out is not None:
+        console.print(f"written to {out}: foretoken bench report {out} --out report.html", soft_wrap=True)
+
+
+def _print_setting(console: Console, cells: Sequence[Mapping[str, Any]], prefill: Mapping[str, str]) -> None:
+    """Speed-ups by category (rows) and arm (columns), and what explains them below."""
+    from rich import box
+    from rich.table import Table
+
+    arms = list(dict.fromkeys(c["arm"] for c in cells))
+    title = f"speed-up, T={cells[0]['temperature']:g}, batch {cells[0]['batch']}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("category", overflow="fold")
+    for arm in arms:
+        table.add_column(arm, justify="right", overflow="fold")
+    for category in dict.fromkeys(c["category"] for c in cells):
+        here = {c["arm"]: c for c in cells if c["category"] == category}
+        table.add_row(category, *(_speed(here[arm]) for arm in arms))
+    overall = {c["arm"]: c for c in cells if c["category"] == "overall"}
+    table.add_section()
+    for label, show in _DETAILS.items():
+        table.add_row(label, *(show(overall[arm]) for arm in arms), style="dim")
+    table.add_row("prefill, ms", *(prefill[arm] for arm in arms), style="dim")
+    console.print(table)
+
+
+def _speed(cell: Mapping[str, Any]) -> str:
+    return f"{cell['tokens_per_s']:.1f} tok/s" if cell["arm"] == "plain" else f"{cell['speedup']:.2f}"
+
+
+def _number(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda cell: "" if cell[name] is None else format(cell[name], form)
+
+
+def _interval(cell: Mapping[str, Any]) -> str:
+    return "" if cell["arm"] == "plain" else "{:.2f}-{:.2f}".format(*cell["speedup_ci95"])
+
+
+def _same(cell: Mapping[str, Any]) -> str:
+    return "" if cell["identical"] is None else "yes" if cell["identical"] else "no"
+
+
+def _share(name: str) -> Callable[[Mapping[str, Any]], str]:
+    def show(cell: Mapping[str, Any]) -> str:
+        parts = [cell[part] for part in ("draft_s", "target_s", "overhead_s")]
+        return "" if None in parts or not sum(parts) else f"{cell[name] / sum(parts):.0%}"
+
+    return show
+
+
+_DETAILS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "95 % interval": _interval,
+    "predicted": _number("predicted_speedup", ".2f"),
+    "tokens/round": _number("mean_acceptance_length", ".2f"),
+    "accepted": _number("acceptance_rate", ".0%"),
+    "drafting": _share("draft_s"),
+    "target": _share("target_s"),
+    "overhead": _share("overhead_s"),
+    "same as plain": _same,
+}
+
+
+def _write_card(result: BenchResult, out: Path | None) -> None:
+    from foretoken.bench.card import card
+
+    text = card(result.cells, result.summary)
+    if out is None:
+        print(text, end="")
+        return
+    file = out.with_suffix(".md")
+    file.write_text(text, encoding="utf-8")
+    screen().print(f"card written to {file}", soft_wrap=True)
+
+
+# -- report ----------------------------------------------------------------------------------------------------------
+
+
+@app.command("report")
+def report_command(
+    run: Annotated[Path, typer.Argument(help="File that `foretoken bench --out` wrote.")],
+    out: Annotated[Path, typer.Option(help="HTML file, self-contained.")],
+    plots: Annotated[Path | None, typer.Option(help="Folder for the charts as PNG files, 300 dpi.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a self-contained HTML page of a benchmark: bars, curves, and token trees round by round."""
+    from foretoken.bench.report import write_plots, write_report
+    from foretoken.cli.output import print_json
+
+    with json_only(as_json):
+        write_report(run, out)
+        pictures = [] if plots is None else write_plots(run, plots)
+    if as_json:
+        print_json({"run": str(run), "out": str(out), "plots": [str(file) for file in pictures]})
+        return
+    screen().print(f"report written to {out}", soft_wrap=True)
+    if pictures:
+        screen().print(f"{len(pictures)} plots written to {plots}", soft_wrap=True)

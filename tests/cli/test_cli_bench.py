@@ -1,0 +1,175 @@
+"""``foretoken bench``: the contract of its lines, its errors, and going on after an interrupt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken.bench import run as bench_run
+
+CELL = {
+    "arm", "category", "temperature", "batch", "prompts", "new_tokens", "tokens_per_s", "speedup", "speedup_ci95",
+    "mean_acceptance_length", "acceptance_rate", "identical", "draft_s", "target_s", "overhead_s", "predicted_speedup",
+}  # fmt: skip
+SUMMARY = {"summary", "target", "machine", "arms", "settings", "cells", "costs", "positions", "rounds", "traces"}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.jsonl"
+    rows = [("code", "def add(a, b):"), ("code", "for item in items:"), ("prose", "a return, a b")]
+    file.write_text("".join(json.dumps({"category": c, "prompt": p}) + "\n" for c, p in rows))
+    return str(file)
+
+
+def bench(run: Any, target: str, *more: str) -> Any:
+    return run("bench", "--target", target, "--max-new-tokens", "6", *more)
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_the_file_the_table_and_the_card(run: Any, target: str, draft: str, prompts: str, tmp_path: Path) -> None:
+    out, spec = tmp_path / "run.jsonl", f"model:{draft},k=3"
+    result = bench(
+        run, target, "--drafter", spec, "--drafter", "ngram@constant,k=2", "--prompts", prompts, "--out", str(out),
+        "--temperature", "0,1", "--batch", "1", "--batch", "2", "--card",
+    )  # fmt: skip
+    assert result.code == 0, result.err
+    *cells, summary = lines(out.read_text())
+    assert len(cells) == 3 * 2 * 2 * 2 == summary["cells"]
+    assert all(set(cell) == CELL for cell in cells)
+    assert set(summary) >= SUMMARY
+    assert summary["arms"] == ["plain", spec, "ngram@constant,k=2"]
+    assert {cell["identical"] for cell in cells if cell["temperature"] == 0} == {True}
+    assert any(cell["acceptance_rate"] > 0.5 for cell in cells if cell["arm"] == spec)
+    assert "speed-up, T=1, batch 2" in result.out and "prose" in result.out and "foretoken bench report" in result.out
+    card = (tmp_path / "run.md").read_text()
+    assert all(word in card for word in ("threads", "load", "dtype", "torch", "| `plain` |", spec))
+    assert not (tmp_path / "run.jsonl.partial").exists()
+    page = tmp_path / "report.html"
+    reported = run("bench", "report", str(out), "--out", str(page))
+    assert reported.code == 0 and "<html" in page.read_text().lower() and str(page) in reported.out
+    assert run("bench", "report", str(out), "--out", str(page), "--json").json["out"] == str(page)
+
+
+def test_json_lines_on_stdout(run: Any, target: str, prompts: str) -> None:
+    for more in (("--json",), ()):  # a pipe gets lines without being asked
+        result = bench(run, target, "--drafter", "ngram", "--prompts", prompts, "--category", "prose", *more)
+        assert result.code == 0, result.err
+        *cells, summary = lines(result.out)
+        assert [(c["arm"], c["category"]) for c in cells] == [("plain", "prose"), ("ngram", "prose")]
+        assert summary["summary"] is True
+    assert "speed-up" in result.err
+
+
+def test_other_engines_beside_ours(run: Any, target: str, prompts: str) -> None:
+    result = bench(
+        run,
+        target,
+        "--arm",
+        "transformers:plain",
+        "--prompts",
+        prompts,
+        "--max-prompts",
+        "1",
+        "--batch",
+        "1,2",
+        "--json",
+    )
+    assert result.code == 0, result.err
+    *cells, summary = lines(result.out)
+    theirs = [c for c in cells if c["arm"] == "transformers:plain"]
+    assert {c["batch"] for c in theirs} == {1}
+    assert all(c["identical"] and c["speedup"] > 0 and c["draft_s"] is None for c in theirs)
+    assert summary["skipped"] == ["transformers:plain at batch 2: it serves one request at a time"]
+    filtered = bench(run, target, "--arm", "transformers:plain", "--prompts", prompts, "--top-k", "5")
+    assert filtered.code == 2 and "by temperature alone" in filtered.err
+
+
+def test_an_interrupted_run_is_resumed(
+    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run.jsonl"
+    arguments = ("--drafter", "ngram", "--prompts", prompts, "--out", str(out))
+    real, calls = bench_run.make_served_arm, []
+
+    def stopping(name: str, shared: Any) -> Any:
+        arm = real(name, shared)
+        decode = arm.run
+
+        def counted(unit: Any, setting: Any, tracing: bool) -> Any:
+            if unit.category != "warm-up":
+                calls.append((name, unit.category, unit.number))
+                if len(calls) == 4 and not resuming:
+                    raise KeyboardInterrupt
+            return decode(unit, setting, tracing)
+
+        arm.run = counted
+        return arm
+
+    resuming = False
+    monkeypatch.setattr(bench_run, "make_served_arm", stopping)
+    stopped = bench(run, target, *arguments)
+    assert stopped.code == 130 and "--resume goes on from here" in stopped.err
+    assert not out.exists()
+    resuming, again = True, bench(run, target, *arguments)
+    assert again.code == 2 and "add --resume" in again.err
+    first = calls[:3]
+    calls.clear()
+    other = bench(run, target, *arguments, "--resume", "--seed", "3")
+    assert other.code == 2 and "other settings (seed)" in other.err and calls == []
+    finished = bench(run, target, *arguments, "--resume")
+    assert finished.code == 0, finished.err
+    assert len(calls) == 3 and not set(first) & set(calls)
+    *cells, summary = lines(out.read_text())
+    assert {(c["arm"], c["category"]) for c in cells} == {(a, c) for a in ("plain", "ngram") for c in ("code", "prose")}
+    assert summary["cells"] == 4 and len(summary["traces"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--category", "poems"), "no prompts of category 'poems': choose from code (2), prose (1)"),
+        (("--drafter", "nothing"), "unknown drafter 'nothing': choose one of"),
+        (("--drafter", "transformers:fast"), "unknown arm transformers:fast"),
+        (("--drafter", "ngram,x=1"), "unknown option 'x'"),
+        (("--temperature", "warm"), "--temperature takes numbers joined by commas, not 'warm'"),
+        (("--temperature", "-1"), "a temperature must be 0 or more"),
+        (("--batch", "1,two"), "--batch takes whole numbers joined by commas, not '1,two'"),
+        (("--batch", "0"), "a batch size must be 1 to 64"),
+        (("--format", "xml"), "unknown prompt format 'xml'"),
+        (("--format", "gsm8k"), "line 1: 'question' must be a text"),
+        (("--resume",), "give --out too"),
+        (("--max-new-tokens", "0"), "max_new_tokens must be 1 to"),
+        (("--prompts", "missing.jsonl"), "missing.jsonl"),
+        (("--controller", "nothing"), "unknown controller 'nothing'"),
+    ],
+)
+def test_mistakes_are_one_line(run: Any, target: str, prompts: str, arguments: tuple[str, ...], words: str) -> None:
+    result = bench(run, target, "--prompts", prompts, *arguments)
+    assert result.code == 2 and result.out == ""
+    assert words in result.err and result.err.count("\n") == 1, result.err
+
+
+def test_files_that_cannot_be_read_or_written(run: Any, target: str, prompts: str, tmp_path: Path) -> None:
+    empty, wrong = tmp_path / "empty.jsonl", tmp_path / "wrong.jsonl"
+    empty.write_text("")
+    wrong.write_text('{"prompt": "a"}\n{"title": "b"}\n')
+    for arguments, words in (
+        (("--prompts", str(empty)), f"{empty} holds no prompts"),
+        (("--prompts", str(wrong)), f"{wrong}, line 2: no known prompt in the keys 'title'"),
+        (("--prompts", prompts, "--out", str(tmp_path)), "is a folder"),
+        (("--prompts", prompts, "--out", str(tmp_path / "no" / "run.jsonl")), "there is no folder"),
+    ):
+        result = bench(run, target, *arguments)
+        assert result.code == 2 and words in result.err and result.err.count("\n") == 1, result.err
+
+
+def test_a_report_of_nothing(run: Any, tmp_path: Path) -> None:
+    result = run("bench", "report", str(tmp_path / "missing.jsonl"), "--out", str(tmp_path / "r.html"))
+    assert result.code == 2 and "missing.jsonl" in result.err and result.err.count("\n") == 1

@@ -1,0 +1,162 @@
+"""``foretoken tune --target X --out profile.json``: what it writes and who reads it, an interrupt, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import save_model
+
+from foretoken.analysis import tuner
+from foretoken.analysis.probe import Measured, Workload
+
+SHORT = ("--new-tokens", "24", "--max-prompts", "2", "--minutes", "0.2", "--drafters", "ngram,jacobi,m=4")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """Prompts with categories, as a benchmark has them."""
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": text, "category": "code"} for text in ("for item in items", "def add(a, b):", "print(a, a, a")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few timed calls: the figures do not matter here."""
+    monkeypatch.setattr(tuner, "COUNTS", (1, 4, 16))
+    monkeypatch.setattr(tuner, "REPEATS", 1)
+    monkeypatch.setattr(tuner, "TURNS", 1)
+    monkeypatch.setattr(tuner, "LATEST", 1e9)
+
+
+def check(result: Any, *words: str) -> None:
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.splitlines()[-1].startswith("error: ") and "Traceback" not in result.err
+    for word in words:
+        assert word in result.err.splitlines()[-1], result.err
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_profile_is_read_by_other_commands(
+    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuner, "PAYS", 0.0)  # whatever is fastest on a busy machine, it is a drafter
+    out = tmp_path / "new" / "profile.json"
+    result = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT, "--json")
+    assert result.code == 0, result.err
+    found = result.json
+    assert set(found) == {
+        "drafter", "verifier", "controller", "temperature", "speedup", "plain_tokens_per_s", "table", "skipped", "out",
+        "prompts", "new_tokens",
+    }  # fmt: skip
+    stored = json.loads(out.read_text())
+    assert stored["target"]["source"] == target and stored["drafter"] == found["drafter"]
+    drafters = {row["drafter"].split(",")[0] for row in found["table"]}
+    assert {"ngram", "jacobi"} <= drafters <= {"ngram", "jacobi", "router"}
+    assert {"depth", "nodes", "predicted_speedup", "measured_speedup", "controller", "why"} < set(found["table"][0])
+    assert set(stored["costs"]["target_s"]) == {"1", "4", "16"}
+    command = ("generate", "for item", "--target", target, "--max-new-tokens", "16", "--json")
+    tuned = run(*command, "--profile", str(out))
+    assert tuned.code == 0 and "warning" not in tuned.err, tuned.err
+    assert tuned.json["token_ids"] == run(*command, "--drafter", "none").json["token_ids"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_elsewhere_a_profile_warns_and_works(
+    run: Any, target: str, prompts: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "profile.json"
+    made = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
+    assert made.code == 0 and "plain decoding" in made.out and "predicted" in made.out, made.err
+    stored = json.loads(out.read_text())
+    out.write_text(json.dumps({**stored, "drafter": "ngram", "controller": "auto"}))
+    other = str(save_model(tmp_path / "other", tokenizer, seed=3))
+    command = ("generate", "for item", "--max-new-tokens", "16", "--json")
+    found = run(*command, "--target", other, "--profile", str(out))
+    assert found.code == 0
+    (line,) = [line for line in found.err.splitlines() if line.startswith("warning: ")]
+    assert "another target" in line and "foretoken tune" in line
+    assert found.json["token_ids"] == run(*command, "--target", other, "--drafter", "none").json["token_ids"]
+    stored["machine"]["torch_threads"] = 77
+    out.write_text(json.dumps({**stored, "drafter": "ngram", "controller": "auto"}))
+    moved = run(*command, "--target", target, "--profile", str(out))
+    assert moved.code == 0 and "torch_threads was 77" in moved.err and "measured again" in moved.err
+
+
+@pytest.mark.usefixtures("quick")
+def test_ctrl_c_keeps_what_was_measured(
+    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, asked = tmp_path / "profile.json", []
+    original = tuner.measure_drafter
+
+    def interrupted(work: Workload, spec: str, *more: Any) -> Measured:
+        asked.append(spec)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return original(work, spec, *more)
+
+    monkeypatch.setattr(tuner, "measure_drafter", interrupted)
+    command = ("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
+    result = run(*command)
+    assert (result.code, result.out) == (130, "")
+    assert f"{out}.partial" in result.err and "--resume" in result.err and result.err.endswith("interrupted\n")
+    assert not out.exists() and not list(tmp_path.glob(".*"))
+    check(run(*command), "--resume", "interrupted run")
+    assert run(*command, "--resume").code == 0
+    assert asked[:3] == ["ngram,k=16", "jacobi,m=4", "jacobi,m=4"] and "ngram,k=16" not in asked[1:]
+    assert out.exists() and not Path(f"{out}.partial").exists()
+
+
+# -- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--drafters", "nosuch"), ("nosuch", "choose one of", "ngram")),
+        (("--drafters", "ngram,z=3"), ("valid ones",)),
+        (("--drafters", "model"), ("needs a path",)),
+        (("--drafters", "ngram,,suffix"), ("empty place",)),
+        (("--prompts", "no/such/prompts.txt"), ("no/such/prompts.txt",)),
+        (("--temperature", "-1"), ("temperature",)),
+        (("--minutes", "0"), ("minutes",)),
+        (("--new-tokens", "8"), ("--new-tokens",)),
+        (("--new-tokens", "160"), ("no prompt leaves room",)),
+        (("--target", "./no/such/folder"), ("no/such/folder",)),
+        (("--no-such-option",), ("--no-such-option",)),
+    ],
+)
+def test_bad_options(run: Any, target: str, tmp_path: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    check(run("tune", "--target", target, "--out", str(tmp_path / "p.json"), *arguments), *words)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("p.txt", b"\n\n"), ("p.jsonl", b""), ("p.jsonl", b'{"a": 1}\n'), ("p.jsonl", b"{\n"), ("p.txt", b"\xff\xfe")],
+)
+def test_prompt_files_of_the_wrong_shape(run: Any, target: str, tmp_path: Path, name: str, content: bytes) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    check(run("tune", "--target", target, "--out", str(tmp_path / "o.json"), "--prompts", str(file)), name)
+
+
+def test_files_and_places(run: Any, target: str, prompts: str, tmp_path: Path) -> None:
+    command = ("tune", "--target", target, "--prompts", prompts)
+    check(run(*command), "--out")
+    check(run(*command, "--out", str(tmp_path)), "is a folder")
+    check(run(*command, "--out", f"{prompts}/x.json", "--drafters", "ngram"))
+    check(run("tune", "--target", target, "layer-skip", "--out", "x.json"), "--target", "behind the subcommand")
+
+
+def test_the_group_alone_shows_help(run: Any) -> None:
+    result = run("tune")
+    assert result.code == 2
+    for word in ("layer-skip", "tree", "--drafters"):
+        assert word in result.out + result.err
