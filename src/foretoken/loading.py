@@ -9,17 +9,24 @@ from typing import Any
 
 import torch
 
+from foretoken.controllers.costs import RoundCosts
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.inside import works_inside
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.inflated import InflatedModel
+from foretoken.models.inflation import inflate as inflate_network
+from foretoken.models.inflation import parse_size, shape_for
+from foretoken.models.lean import MAX_PARAMETERS
 from foretoken.models.packing import pack_linears
-from foretoken.registry import convert_options, find, parse_spec, rows, split_specs
+from foretoken.registry import convert_options, find, make, parse_spec, rows, split_specs
+from foretoken.trees.base import Shape
 from foretoken.verifiers.pairing import inner_rule as inner_rule
 
 BUILTIN = "builtin"
+DEFAULT_GROUP = "router,drafters=(model,k=8|ngram,k=10)"
 ZOO = Path(__file__).parent / "zoo"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {
@@ -129,27 +136,64 @@ def load_model(
     device: str | torch.device | None = None,
     exact: str = "distribution",
     lean: bool = True,
+    inflate: str | int | None = None,
 ) -> LanguageModel:
     """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
 
+    ``inflate`` (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
+    :mod:`foretoken.models.inflation`.
+
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
-        ValueError: unknown dtype.
+        ValueError: unknown dtype, or a model that cannot be inflated to that size.
     """
+    if inflate is not None:
+        return _load_inflated(source, inflate, role, dtype, device, exact, lean)
     if isinstance(source, LanguageModel):
         return source
     if not isinstance(source, str | Path):
         return wrap(source, exact=exact, lean=lean)
+    model = wrap(_load_network(source, role, dtype, device), exact=exact, lean=lean)
+    return _packed(model)
+
+
+def _load_inflated(
+    source: Any,
+    size: str | int,
+    role: str,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    exact: str,
+    lean: bool,
+) -> LanguageModel:
+    """A model that is inflated in memory; what is packed is packed layer by layer."""
+    if isinstance(source, LanguageModel):
+        raise ValueError(f"only a checkpoint or a Transformers model can be inflated, not {type(source).__name__}")
+    wanted = parse_size(size)
+    small = _load_network(source, role, dtype, device) if isinstance(source, str | Path) else source
+    shape = shape_for(small.config.get_text_config(), wanted)
+    big = inflate_network(small, shape, packed=exact == "distribution" and wanted > MAX_PARAMETERS)
+    return _packed(InflatedModel(big, small, shape, exact=exact, lean=lean))
+
+
+def _packed(model: LanguageModel) -> LanguageModel:
+    """Pack a model's layers where that is faster: they are ours to change, the model was just loaded."""
+    if isinstance(model, HuggingFaceModel) and not model.is_lean and model.exact == "distribution":
+        pack_linears(model.model)
+    return model
+
+
+def _load_network(
+    source: str | Path, role: str, dtype: str | torch.dtype | None, device: str | torch.device | None
+) -> Any:
+    """The ``PreTrainedModel`` of a path, a hub id or ``"builtin"``, checked before it is read."""
     wanted, device = parse_dtype(dtype), parse_device(device)
     path = resolve(source, role)
     local = Path(path)
     if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
         check_folder(local.expanduser())
         path = str(local.expanduser())
-    model = wrap(_from_pretrained(path, wanted, device), exact=exact, lean=lean)
-    if isinstance(model, HuggingFaceModel) and not model.is_lean and exact == "distribution":
-        pack_linears(model.model)  # ours to change: it was just loaded
-    return model
+    return _from_pretrained(path, wanted, device)
 
 
 def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.device | None) -> Any:
@@ -298,7 +342,7 @@ def build_members(
 
 def default_members(target: LanguageModel, target_source: Any) -> list[str | Drafter]:
     """What a group of drafters is made of when no members are given: the default drafter and two that copy."""
-    first = default_drafter(target, target_source) or "ngram"
+    first = "model" if default_drafter(target, target_source) == DEFAULT_GROUP else "ngram"
     return list(dict.fromkeys((first, "ngram", "suffix,share=false")))
 
 
@@ -315,6 +359,23 @@ def build_nested_drafter(outer: str, spec: str, target: LanguageModel, **parts: 
     if built is None:
         raise ValueError(f"{outer} cannot use {name!r} inside: choose one of {', '.join(able)}")
     return built
+
+
+def static_trees() -> list[str]:
+    """Names of the trees of fixed shape."""
+    return [row.name for row in rows("tree") if issubclass(row.load(), Shape)]
+
+
+def build_tree(spec: str, sort: type[Any]) -> Any:
+    """A tree from its spec, of the sort ``Shape`` (fixed) or ``Growth`` (by the draft's confidence).
+
+    Raises:
+        ValueError: an unknown name or option, or a tree of the other sort; the message lists the choices.
+    """
+    able = [row.name for row in rows("tree") if issubclass(row.load(), sort)]
+    if parse_spec(spec).name not in able:
+        raise ValueError(f"the tree cannot be {spec!r}: choose one of {', '.join(able)}")
+    return make("tree", spec)
 
 
 def build_draft_model(
@@ -386,13 +447,14 @@ def _is_small(path: str) -> bool:
 
 
 def read_profile(file: str | Path) -> dict[str, Any]:
-    """The specs that a profile gives for ``drafter``, ``verifier`` and ``controller``.
+    """What a profile says: specs for ``drafter``, ``verifier`` and ``controller``, and what was measured.
 
-    A profile is a JSON object; other keys (what a tuner measured) are left alone.  A drafter of ``null`` is plain
-    decoding.
+    A profile is a JSON object; a drafter of ``null`` is plain decoding.  ``costs`` become :class:`RoundCosts`;
+    ``target`` and ``machine`` say where they were measured (:mod:`foretoken.analysis.profile` compares them with what
+    is there); other keys are left alone.
 
     Raises:
-        ValueError: no such file, no JSON object, or a spec that is not a string.
+        ValueError: no such file, no JSON object, a newer format, or a part of the wrong shape.
     """
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -401,11 +463,29 @@ def read_profile(file: str | Path) -> dict[str, Any]:
         raise ValueError(f"cannot read the profile {file}: {reason}") from None
     if not isinstance(found, dict):
         raise ValueError(f"the profile {file} must be a JSON object with drafter, verifier and controller")
+    if found.get("format", 1) != 1:
+        raise ValueError(f"the profile {file} has format {found['format']}, and 1 is known: run foretoken tune again")
     specs = {key: found[key] for key in ("drafter", "verifier", "controller") if key in found}
     for key, spec in specs.items():
         if not isinstance(spec, str) and not (key == "drafter" and spec is None):
             raise ValueError(f"{key} in the profile {file} must be a spec string, not {json.dumps(spec)}")
-    return specs
+    return {**specs, **_measured_parts(found, file)}
+
+
+def _measured_parts(found: dict[str, Any], file: str | Path) -> dict[str, Any]:
+    """A profile's ``target``, ``machine`` and ``costs``, as far as it has them."""
+    parts = {key: found[key] for key in ("target", "machine", "costs") if found.get(key) is not None}
+    for key, part in parts.items():
+        if not isinstance(part, dict):
+            raise ValueError(f"{key} in the profile {file} must be an object, not {json.dumps(part)}")
+    if "target" in parts and not isinstance(parts["target"].get("fingerprint"), str):
+        raise ValueError(f"target in the profile {file} lacks its fingerprint: run foretoken tune again")
+    if "costs" in parts:
+        try:
+            parts["costs"] = RoundCosts.from_dict(parts["costs"])
+        except ValueError as error:
+            raise ValueError(f"costs in the profile {file} are damaged: {error}; run foretoken tune again") from None
+    return parts
 
 
 def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
@@ -427,11 +507,12 @@ def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
 
 
 def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
-    """What ``drafter="auto"`` means: the built-in draft model for the built-in target, else n-grams.
+    """What ``drafter="auto"`` means: for the built-in target its draft model and n-grams, of which the controller
+    picks; n-grams for any other.
 
     Plain decoding (``None``) for a target whose state cannot be rolled back.
     """
     if not target.capabilities.rollback:
         return None
     has_draft = (ZOO / "draft" / "config.json").exists()
-    return "model" if str(target_source) == BUILTIN and has_draft else "ngram"
+    return DEFAULT_GROUP if str(target_source) == BUILTIN and has_draft else "ngram"

@@ -72,6 +72,11 @@ def _controller(name: str, cls: str, paper: str, summary: str, **more: Any) -> R
     return Row(name, "controller", f"controllers.{name}:{cls}", paper, summary, **more)
 
 
+def _tree(name: str, cls: str, paper: str, summary: str, kind: str, **more: Any) -> Row:
+    more.setdefault("example", name)
+    return Row(name, "tree", f"trees.{name}:{cls}", paper, summary, kind, **more)
+
+
 ROWS: tuple[Row, ...] = (
     # Drafters without training.
     _drafter("model", "ModelDrafter", "Leviathan et al. 2023, arXiv 2211.17192; SpecInfer, arXiv 2305.09781",
@@ -197,13 +202,49 @@ ROWS: tuple[Row, ...] = (
               "Accepts token ids within a distance of the argmax (ordinal outputs).", "any", lossless=False),
     _verifier("min_block", "MinBlockVerifier", "Stern et al. 2018, arXiv 1811.03115",
               "Accepts at least a given number of draft tokens.", "any", lossless=False),
+    # Trees: fixed shapes first, then those that grow by the draft's confidence.
+    _tree("expansion", "Expansion", "SpecInfer, arXiv 2305.09781",
+          "Every node of a level gets the same number of children.", "iid, without_replacement or point",
+          example="expansion,widths=3x2x1"),
+    _tree("medusa_tree", "MedusaTree", "Medusa, arXiv 2401.10774",
+          "The nodes of highest path product, from accuracies by place and rank.", "iid, without_replacement or point",
+          example="medusa_tree,nodes=16"),
+    _tree("sequoia", "Sequoia", "Sequoia, arXiv 2402.12374",
+          "The best fixed tree for how often the child tried k-th is accepted, by dynamic programming.",
+          "without_replacement, iid or point", example="sequoia,nodes=16,depth=6"),
+    _tree("eagle2", "Eagle2", "EAGLE-2, arXiv 2406.16858",
+          "Expands the likeliest nodes of every level and keeps the likeliest of all.", "point"),
+    _tree("opt_tree", "OptTree", "OPT-Tree, arXiv 2406.17276",
+          "The most expected tokens for a size, one level deeper while that adds more than a threshold.", "point",
+          example="opt_tree,threshold=0.2"),
+    _tree("cost_aware", "CostAware", "SmartSpec, arXiv 2406.14066; section 8 of the specification",
+          "Adds nodes and levels while their value is above what they cost on this machine.", "point",
+          example="cost_aware,node_cost=0.01,step_cost=0.1"),
     # Controllers.
+    _controller("auto", "AutoController", "",
+                "Picks drafter and length by measured cost and acceptance; drafts nothing where that pays more."),
+    _controller("goodput", "GoodputController", "SmartSpec, arXiv 2406.14066",
+                "The length with most expected tokens per second by a measured cost model, for the whole batch."),
     _controller("constant", "ConstantController", "Leviathan et al. 2023, arXiv 2211.17192",
                 "Always the same draft length.", example="constant,k=5"),
     _controller("heuristic", "HeuristicController", "Transformers' assisted generation",
                 "Two more after a full acceptance, one less otherwise."),
     _controller("confidence", "ConfidenceController", "Transformers' assisted generation; DISCO, arXiv 2405.04304",
                 "Stops drafting after a token below a probability threshold."),
+    _controller("draft_verify", "DraftVerifyController", "Draft & Verify, arXiv 2309.08168",
+                "Stops where no token is likely enough; the bar follows the request's acceptance rate."),
+    _controller("adaedl", "AdaedlController", "AdaEDL, arXiv 2410.18351",
+                "Stops where the entropy of the draft's law promises too little acceptance; the bar moves."),
+    _controller("svip", "SvipController", "SVIP, arXiv 2411.18462",
+                "Stops where the entropy of the draft's law is too high."),
+    _controller("specdec_pp", "SpecdecPpController", "SpecDec++, arXiv 2405.19715",
+                "Stops when a trained head on the draft model's hidden states expects a rejection.",
+                needs="draft model with hidden states; trained head", needs_training=True),
+    _controller("tapout", "TapoutController", "TapOut, arXiv 2511.02017",
+                "Learns in every request which of five stop rules brings most."),
+    _controller("bandit", "BanditController", "BanditSpec, arXiv 2505.15141",
+                "Drafters and draft lengths, none included, as the arms of a bandit that maximises speed.",
+                example="bandit,c=0.1"),
 )  # fmt: skip
 
 
@@ -351,8 +392,20 @@ def _convert(text: str, kind: type[Any] | None) -> Any:
     return kind(text) if kind else text
 
 
-def make(role: Literal["verifier", "controller"], spec: str) -> Any:
-    """Build a verifier or a controller from a spec string (drafters need models: see :mod:`foretoken.loading`)."""
+def make(role: Literal["verifier", "controller", "tree"], spec: str) -> Any:
+    """Build a verifier, a controller or a tree from a spec string (drafters need models: see :mod:`foretoken.loading`).
+
+    A class that is made from a file or folder has a class method ``build(path, **options)``.
+
+    Raises:
+        ValueError: unknown name or option, or a path for a method that takes none.
+    """
     parsed = parse_spec(spec)
     cls = find(role, parsed.name).load()
-    return cls(**convert_options(role, parsed.name, cls, parsed.options))
+    options = convert_options(role, parsed.name, cls, parsed.options)
+    builder = getattr(cls, "build", None)
+    if builder is not None:
+        return builder(parsed.path, **options)
+    if parsed.path is not None:
+        raise ValueError(f"{role} {parsed.name!r} takes no path")
+    return cls(**options)

@@ -46,7 +46,7 @@ def test_what_is_measured_is_the_mean_over_draws() -> None:
 
 
 def test_greedy_ranks() -> None:
-    """The target always says the draft's second choice."""
+    """The target always says the draft's third choice."""
     target, draft = fixed_tables(P, Q)
     work = Workload(target, ModelDrafter(draft), [[0, 1]], new_tokens=10)
     assert measured_acceptance(work, width=3) == (0.0, 0.0, 1.0)

@@ -80,7 +80,7 @@ def test_a_bad_file(text: str, words: str, tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more, words in (
         (["--drafter", "ngram"], "choose one of model"),
-            (["--drafter", "early_exit"], "choose one of model"),
+        (["--drafter", "early_exit"], "choose one of model"),
         (["--shape", "sequoia"], "choose one of medusa"),
         (["--drafter", "model", "--shape", "oak"], "choose one of sequoia, medusa"),
         (["--temperature", "1"], "measured greedily"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.controllers.base import Controller
 from foretoken.drafters.eagle import EagleDrafter
 from foretoken.drafters.features import FeatureDrafter
 from foretoken.drafters.mtp import MtpDrafter
@@ -114,18 +115,14 @@ def test_a_round_without_a_draft_is_not_forgotten() -> None:
     drafter = new_drafter(FAMILIES[0], target)
     seen = []
 
-    class Sometimes:
-        drafts = True
+    class Sometimes(Controller):
+        name = "sometimes"
 
-        def attach(self, *_: int) -> None: ...
-        def budget(self, context: Context, batch: int) -> Budget:
+        def budget(self, context: Context, batch_size: int) -> Budget:
             seen.append(len(context.tokens))
             return Budget(3, 4) if len(seen) % 3 == 0 else Budget(0, 0)
 
-        def observe(self, *_: Any) -> None: ...
-        def finish(self, *_: Any) -> None: ...
-
-    run = serve(engine(target, drafter, controller=Sometimes()), [Request(PROMPT, SamplingParams(), 14)])[0]  # type: ignore[arg-type]
+    run = serve(engine(target, drafter, controller=Sometimes()), [Request(PROMPT, SamplingParams(), 14)])[0]
     plain = serve(engine(target), [Request(PROMPT, SamplingParams(), 14)])[0]
     assert run.output == plain.output and run.stats.num_draft_tokens > 0
 
@@ -154,6 +151,29 @@ def test_the_tree_of_the_worked_example() -> None:
     assert max(drafter.propose(context, Budget(1, 64)).depths) == 1
     drafter.finish(context)
     assert not context.state
+
+
+def proposed(grow: str, **options: int) -> set[tuple[int, ...]]:
+    """Token paths that a head of fixed law (.6, .3, .1) drafts."""
+    target = HuggingFaceModel(llama())
+    model = Fixed(network(EagleNet, EagleConfig, target), TargetParts(target), target)
+    drafter = EagleDrafter(model, **options, grow=grow)  # type: ignore[arg-type]
+    context = Context(0, list(PROMPT), len(PROMPT), Sampler(SamplingParams()), Rng(0))
+    context.hidden = {"last": torch.ones(len(PROMPT) - 1, 16)}
+    drafter.start(context)
+    tree = drafter.propose(context, Budget(8, 64))
+    return {tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(1, len(tree))}
+
+
+def test_trees_that_grow_otherwise() -> None:
+    """Values: .6 .36 .3 .216 .18 .18 .1296 ...; E by depth of the best four: 1, 1.44, 1.476."""
+    assert proposed("opt_tree,threshold=0", nodes=4, depth=6, width=3) == {(0,), (0, 0), (1,), (0, 0, 0)}
+    stopped = proposed("opt_tree,threshold=0.95", nodes=9, depth=6, width=3)
+    assert max(map(len, stopped)) == 2  # the first level adds 1.0, the second one .93
+    dear = proposed("cost_aware,node_cost=0.25,step_cost=0", nodes=16, depth=6, width=3)
+    assert dear == {(0,), (0, 0)}  # tokens per time with 1, 2 and 3 nodes: 1.28, 1.307, 1.291
+    free = proposed("cost_aware,node_cost=0,step_cost=0", nodes=16, depth=6, width=3)
+    assert len(free) == 16
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -191,6 +211,9 @@ def test_bad_options() -> None:
     for option in ("nodes", "depth", "width"):
         with pytest.raises(ValueError, match=f"eagle needs {option} >= 1"):
             new_drafter(FAMILIES[0], target, **{option: 0})
+    for grow, words in (("sequoia", "choose one of eagle2, opt_tree, cost_aware"), ("opt_tree,k=1", "threshold")):
+        with pytest.raises(ValueError, match=words):
+            new_drafter(FAMILIES[0], target, grow=grow)
     model = FeatureModel(network(EagleNet, EagleConfig, target), TargetParts(target), target)
     with pytest.raises(ValueError, match="hidden state"):
         model.forward([Feed(model.open(), [1, 2])])

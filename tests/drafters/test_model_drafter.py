@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +86,48 @@ def test_budgets_limit_depth_and_nodes(draw: str, depth: int, nodes: int) -> Non
     full = [0, 3, 3 + 6, 3 + 6 + 12][depth]
     assert len(tree) - 1 == min(full, nodes)
     assert max(tree.depths) <= depth
+
+
+SHAPE = [(0,), (0, 0), (1,), (0, 1), (0, 0, 0), (2,), (2, 0)]
+"""The root has three children, the first of them two, the second none, the third one."""
+
+
+def ranks_of(tree: TokenTree) -> set[tuple[int, ...]]:
+    """Every node as the ranks on its path, in sibling order."""
+    rank = {child: i for children in tree.children for i, child in enumerate(children)}
+    return {tuple(rank[i] for i in tree.path(node)[1:]) for node in range(1, len(tree))}
+
+
+@pytest.mark.parametrize("draw", ["iid", "without_replacement", "greedy"])
+@pytest.mark.parametrize("params", [T1, SamplingParams()], ids=["sampled", "greedy"])
+def test_every_place_of_a_shape_is_filled(draw: str, params: SamplingParams, tmp_path: Path) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps({"method": "model", "choices": SHAPE}))
+    drafter = ModelDrafter(tables(vocab=5)[1], tree=str(file), draw=draw)
+    assert (drafter.max_nodes, drafter.max_depth, drafter.draws_trees) == (7, 3, True)
+    for seed in range(3):
+        assert ranks_of(propose(drafter, params, seed=seed)[1]) == set(SHAPE)
+    assert ranks_of(propose(drafter, params, Budget(2, 64))[1]) == {c for c in SHAPE if len(c) < 3}
+    for nodes in range(7):  # a smaller budget keeps the first ones of the list
+        assert ranks_of(propose(drafter, params, Budget(9, nodes))[1]) == set(SHAPE[:nodes])
+
+
+def test_a_full_expansion_is_the_same_tree_either_way() -> None:
+    for seed in range(3):
+        trees = [
+            propose(ModelDrafter(tables(vocab=5)[1], tree=tree), seed=seed)[1]
+            for tree in ("3x2x1", "expansion,widths=3x2x1")
+        ]
+        assert trees[0].tokens == trees[1].tokens and trees[0].parents == trees[1].parents
+
+
+def test_reshaped() -> None:
+    chain = ModelDrafter(tables(vocab=5)[1], k=2)
+    other = chain.reshaped(SHAPE)
+    assert ranks_of(propose(other)[1]) == set(SHAPE) and other.kind is Kind.WITHOUT_REPLACEMENT
+    assert len(propose(chain)[1]) == 3 and chain.kind is Kind.IID
+    with pytest.raises(ValueError, match="without rank 0"):
+        chain.reshaped([(1,)])
 
 
 def test_depths_beyond_k_are_not_drafted() -> None:
@@ -323,6 +367,10 @@ def test_one_forward_a_level_for_the_whole_batch() -> None:
         ({"tree": "3xx2"}, "positive child counts per level"),
         ({"tree": "0x2"}, "positive child counts per level"),
         ({"tree": "a"}, "positive child counts per level"),
+        ({"tree": "a"}, "expansion, medusa_tree, sequoia with its options"),
+        ({"tree": "none.json"}, "cannot read the tree none.json"),
+        ({"tree": "opt_tree"}, "one of expansion"),
+        ({"tree": "sequoia,nodes=0"}, "nodes >= 1"),
     ],
 )
 def test_bad_options(options: dict[str, str], words: str) -> None:

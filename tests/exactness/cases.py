@@ -105,11 +105,17 @@ def hydra(target: LanguageModel, nodes: int, random: bool, prefix: bool = False)
     return HydraDrafter(random_weights(net) if random else net, parts, nodes, target=target)
 
 
-def feature_drafter(drafter: Any, net: Any, config: Any, target: LanguageModel) -> Drafter:
+SEQUOIA = "sequoia,nodes=6,depth=3,acceptance=0.5 0.25 0.2"
+"""(0), (1), (0,0), (2), (1,0), (0,0,0): places of one level with different numbers of children."""
+
+
+def feature_drafter(drafter: Any, net: Any, config: Any, target: LanguageModel, **options: Any) -> Drafter:
     """A random network over the target's features."""
     parts = TargetParts(target)
     shape = dataclasses.asdict(LayerConfig.of_target(parts.config))
-    made: Drafter = drafter(FeatureModel(random_weights(net(config(**shape))), parts, target), nodes=5, depth=3)
+    made: Drafter = drafter(
+        FeatureModel(random_weights(net(config(**shape))), parts, target), nodes=5, depth=3, **options
+    )
     return made
 
 
@@ -168,6 +174,10 @@ CASES: dict[str, list[Case]] = {
         Case("wor-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="without_replacement")),
         Case("greedy-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="greedy")),
         Case("itself", lambda target, draft: ModelDrafter(target, k=3)),
+        *(
+            Case(f"sequoia-{draw}", lambda target, draft, d=draw: ModelDrafter(draft, tree=SEQUOIA, draw=d))  # type: ignore[misc]
+            for draw in ("without_replacement", "iid", "greedy")
+        ),
     ],
     "online": [
         Case(
@@ -348,7 +358,18 @@ CASES: dict[str, list[Case]] = {
         Case("fresh", lambda target, draft: bpd(target, random=False), network=True),
     ],
     "eagle": [
-        Case("tree", lambda target, draft: feature_drafter(EagleDrafter, EagleNet, EagleConfig, target), network=True)
+        Case(
+            label,
+            lambda target, draft, g=grow: feature_drafter(  # type: ignore[misc]
+                EagleDrafter, EagleNet, EagleConfig, target, grow=g
+            ),
+            network=True,
+        )
+        for label, grow in {
+            "tree": "eagle2",
+            "opt-tree": "opt_tree,threshold=0.1",
+            "cost-aware": "cost_aware,node_cost=0.05,step_cost=0.02",
+        }.items()
     ],
     "eagle3": [
         Case("own-head", lambda target, draft: eagle3(target, share_head=False), network=True),

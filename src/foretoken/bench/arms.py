@@ -7,7 +7,7 @@ rate counts only the tokens that came after it, so that both are tokens per seco
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -171,26 +171,27 @@ def make_arm(spec: str, context: ArmContext) -> Arm:
     Raises:
         ValueError: an unknown arm, drafter or option, a target that the arm cannot run, or a missing package.
     """
-    if spec == "none":
-        return _foretoken(spec, context)
     parsed = parse_spec(spec)
-    if parsed.name == "transformers":
-        from foretoken.bench.transformers_arms import ARMS as classes
-
-        default = "plain"
-    elif parsed.name == "llama.cpp":
-        from foretoken.bench.llama_cpp_arms import ARMS as classes
-
-        default = "plain"
-    else:
+    if parsed.name not in FOREIGN:
         return _foretoken(spec, context)
-    kind = parsed.path or default
+    classes = _classes(parsed.name)
+    kind = parsed.path or "plain"
     if kind not in classes:
         known = ", ".join(f"{parsed.name}:{name}" for name in classes)
         raise ValueError(f"unknown arm {parsed.name}:{kind}: choose one of {known}")
     cls: Any = classes[kind]
     arm: Arm = cls(spec, context, **convert_options("drafter", f"{parsed.name}:{kind}", cls, parsed.options))
     return arm
+
+
+def _classes(engine: str) -> Mapping[str, Any]:
+    if engine == "transformers":
+        from foretoken.bench import transformers_arms
+
+        return transformers_arms.ARMS
+    from foretoken.bench import llama_cpp_arms
+
+    return llama_cpp_arms.ARMS
 
 
 def is_foreign(spec: str) -> bool:

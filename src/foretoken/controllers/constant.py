@@ -30,7 +30,9 @@ class ConstantController(Controller):
 
     def attach(self, limits: Limits) -> None:
         """Take what was not given from the drafter."""
-        self._budget = Budget(limits.max_depth if self.k is None else self.k, limits.max_nodes if self.nodes is None else self.nodes)
+        self._budget = Budget(
+            limits.max_depth if self.k is None else self.k, limits.max_nodes if self.nodes is None else self.nodes
+        )
 
     def budget(self, context: Context, batch_size: int) -> Budget:
         """The constant budget."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from foretoken.types import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
 
@@ -58,7 +58,12 @@ class Drafter(ABC):
     @property
     def limits(self) -> Limits:
         """What this drafter can draft, for the controller."""
-        return Limits(self.spec or self.name, self.max_depth, self.max_nodes)
+        return Limits(self.spec or self.name, self.max_depth, self.max_nodes, states=self.states)
+
+    @property
+    def states(self) -> Any:
+        """Fingerprint of the draft model whose hidden states it tells a :class:`~foretoken.types.PathStop`, or None."""
+        return None
 
     def start(self, context: Context) -> None:  # noqa: B027
         """A request joined: do what should count as prefill (``context.hidden`` holds the prompt's taps)."""

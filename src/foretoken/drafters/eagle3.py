@@ -28,8 +28,10 @@ class Eagle3Drafter(FeatureDrafter):
 
     name = "eagle3"
 
-    def __init__(self, model: FeatureModel, nodes: int = 16, depth: int = 5, width: int = 4) -> None:
-        super().__init__(model, nodes, depth, width)
+    def __init__(
+        self, model: FeatureModel, nodes: int = 16, depth: int = 5, width: int = 4, grow: str = "eagle2"
+    ) -> None:
+        super().__init__(model, nodes, depth, width, grow)
         self.net: Eagle3Net = model.model
         self.taps = tuple(dict.fromkeys(self.net.config.taps))
 

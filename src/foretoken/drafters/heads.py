@@ -14,11 +14,9 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
+from foretoken.trees.medusa_tree import TYPICAL
 from foretoken.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
 from foretoken.types import Budget, Context, TokenTree
-
-TYPICAL = tuple(tuple(0.5 * 0.75**head * 0.4**rank for rank in range(10)) for head in range(8))
-"""Accuracies by head and rank that a tree is made from when none were measured."""
 
 
 class HeadsDrafter(Drafter):

@@ -6,9 +6,12 @@ Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (2302.01318); trees b
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +19,12 @@ from torch.nn import functional
 
 from foretoken.drafters.base import Drafter
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.sampling import Sampler
+from foretoken.trees.base import Shape
+from foretoken.trees.counts import Counts, Levels, Places, Ranks
+from foretoken.trees.expansion import parse_widths as parse_widths
+from foretoken.trees.shapes import Choice, read_tree
 from foretoken.types import Budget, Context, Kind, TokenTree
 
 Draw = Literal["iid", "without_replacement", "greedy"]
@@ -33,12 +41,15 @@ class _Growing:
     tokens: list[int]
     greedy: bool
     text: Sequence[int]  # the committed tokens in the draft model's own ids
+    counts: Counts  # children per place of the tree
     parents: list[int] = field(default_factory=lambda: [-1])
     law_of: list[int] = field(default_factory=lambda: [-1])
     laws: list[Tensor] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [0])
     scratch_of: dict[int, int] = field(default_factory=dict)
-    path_of: dict[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})
+    path_of: dict[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})  # node -> tokens below the root
+    place_of: dict[int, Choice] = field(default_factory=lambda: {0: ()})  # node -> ranks below the root
+    standing: dict[int, float] = field(default_factory=lambda: {0: 1.0})
 
 
 class ModelDrafter(Drafter):
@@ -47,7 +58,9 @@ class ModelDrafter(Drafter):
     Args:
         model: the draft model.
         k: chain length, when no tree is asked for.
-        tree: children per level, ``"3x2x1"`` (SpecInfer's fixed expansion).
+        tree: children per level, ``"3x2x1"`` (SpecInfer's fixed expansion); a file of ``foretoken tune tree``; or the
+            spec of a static tree, ``"sequoia,nodes=16"``.  Siblings take the ranks of such a tree in the order in which
+            they are drawn.
         draw: how siblings are drawn when the request samples: ``"iid"``, ``"without_replacement"`` or ``"greedy"``
             (the most likely ones, verified as point masses).  The default is ``"without_replacement"`` for trees and
             ``"iid"`` for chains.  A greedy request always gets greedy drafts.
@@ -68,18 +81,36 @@ class ModelDrafter(Drafter):
     ) -> None:
         if k < 1:
             raise ValueError(f"{self.name} needs k >= 1, not {k}")
-        self.widths = parse_widths(tree) if tree else (1,) * k
-        is_tree = any(w > 1 for w in self.widths)
+        self.places = places_of(tree, self.name) if tree else Levels((1,) * k)
+        is_tree = self.places.branches
         draw = draw or ("without_replacement" if is_tree else "iid")
         if draw not in ("iid", "without_replacement", "greedy"):
             raise ValueError(f"draw must be iid, without_replacement or greedy, not {draw!r}")
-        for need in ("rollback", "tree_mask", "keep_path")[: 3 if is_tree else 1]:
-            if not getattr(model.capabilities, need):
-                raise CapabilityError(f"this model cannot draft so: {model.capabilities.missing.get(need, need)}")
+        check_growth(model, is_tree)
         self.model = model
         self.vocab_size = model.vocab_size if target is None else target.vocab_size
         self.draw = draw
-        self.max_depth = len(self.widths)
+        self._take(self.places)
+
+    def _take(self, places: Places) -> None:
+        self.places, self.max_depth = places, places.max_depth
+        if isinstance(places, Ranks):
+            self.max_nodes = len(places.choices)
+
+    def reshaped(self, choices: Sequence[Choice]) -> Self:
+        """The same draft model that fills another tree, with distinct siblings if it branches.
+
+        Raises:
+            ValueError: no tree whose siblings can be drawn in order.
+            CapabilityError: the draft model cannot grow trees.
+        """
+        places = Ranks(choices)
+        check_growth(self.model, places.branches)
+        found = copy.copy(self)
+        found._take(places)
+        if places.branches and found.draw == "iid":
+            found.draw = "without_replacement"
+        return found
 
     @classmethod
     def build(
@@ -97,10 +128,18 @@ class ModelDrafter(Drafter):
             return Kind.POINT
         return Kind.IID if self.draw == "iid" else Kind.WITHOUT_REPLACEMENT
 
+    @cached_property
+    def states(self) -> Fingerprint | None:
+        """Fingerprint of the draft model; ``None`` when it has no hidden states."""
+        try:
+            return TargetParts(self.model).fingerprint()
+        except CapabilityError:
+            return None
+
     @property
     def draws_trees(self) -> bool:
-        """Whether any level has several children."""
-        return any(w > 1 for w in self.widths)
+        """Whether any node has several children."""
+        return self.places.branches
 
     def start(self, context: Context) -> None:
         """Prefill the draft model's own cache."""
@@ -128,13 +167,14 @@ class ModelDrafter(Drafter):
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Grow all trees level by level: one draft forward per level for the whole batch."""
         trees = [self._begin(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        growing = [t for t in trees if self._width(t, 0)]
+        growing = [t for t in trees if self._width(t, 0)]  # children of the root
         feeds = [Feed(t.sequence, self._unread(t), wanted=1) for t in growing]
-        for depth in range(self.max_depth):
+        for _ in range(self.max_depth):
             rows = self._score(feeds, growing) if feeds else []
             following, feeds = [], []
             for tree, row in zip(growing, rows, strict=True):
-                feed = self._expand(tree, self._widened(row.logits), depth)
+                follow(tree, row)
+                feed = self._expand(tree, self._widened(row.logits))
                 if feed is not None:
                     following.append(tree)
                     feeds.append(feed)
@@ -143,7 +183,8 @@ class ModelDrafter(Drafter):
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[_Growing]) -> list[Rows]:
         """One draft forward for the trees that grow, a feed for each."""
-        return self.model.forward(feeds)
+        rules = (tree.budget.path_stop for tree in trees)
+        return self.model.forward(feeds, tuple({rule.tap for rule in rules if rule and self.states is not None}))
 
     def _unread(self, tree: _Growing) -> Sequence[int]:
         """The tokens of the text that the draft model must be fed before it can go on."""
@@ -164,24 +205,26 @@ class ModelDrafter(Drafter):
     def _begin(self, context: Context, budget: Budget) -> _Growing:
         sequence: SequenceState = context.state[self]
         greedy = context.maker.greedy or self.draw == "greedy"
-        return _Growing(context, budget, sequence, context.maker, [context.root], greedy, self.read(context))
+        counts = self.places.within(budget.max_depth, budget.max_nodes)
+        return _Growing(context, budget, sequence, context.maker, [context.root], greedy, self.read(context), counts)
 
-    def _width(self, tree: _Growing, depth: int) -> int:
-        """Children per node at this depth (0: stop)."""
-        context_room = self.model.context_length - len(tree.text)
-        if not tree.text or depth >= min(self.max_depth, tree.budget.max_depth) or depth > context_room:
+    def _width(self, tree: _Growing, node: int) -> int:
+        """Children that a node gets (0: none)."""
+        place = tree.place_of[node]
+        if not tree.text or len(place) > self.model.context_length - len(tree.text):
             return 0
         room = tree.budget.max_nodes - (len(tree.tokens) - 1)
-        return min(self.widths[depth], room)
+        return max(0, min(tree.counts(place), room))
 
-    def _expand(self, tree: _Growing, logits: Tensor, depth: int) -> Feed | None:
+    def _expand(self, tree: _Growing, logits: Tensor) -> Feed | None:
         """Add the children of the frontier; return the feed that scores them, if the tree goes on."""
         parents, tree.frontier = tree.frontier, []
         for row, parent in enumerate(parents):
-            width = self._width(tree, depth)
+            width = self._width(tree, parent)
             if width:
                 self._add_children(tree, logits[row], parent, width)
-        if not self._width(tree, depth + 1) or not tree.frontier:
+        tree.frontier = [node for node in tree.frontier if self._width(tree, node)]
+        if not tree.frontier:
             return None
         committed_and_fed = len(tree.sequence.scratch_tokens)
         for i, node in enumerate(tree.frontier):
@@ -206,13 +249,16 @@ class ModelDrafter(Drafter):
             chosen = self._choose(tree, ranking, law, width)
         if not tree.greedy and law is not None:
             tree.laws.append(law)
-        for token in chosen:
+        for rank, token in enumerate(chosen):
             node = len(tree.tokens)
             tree.tokens.append(token)
             tree.parents.append(parent)
             tree.law_of.append(-1 if tree.greedy else len(tree.laws) - 1)
             tree.path_of[node] = (*tree.path_of[parent], token)
+            tree.place_of[node] = (*tree.place_of[parent], rank)
             # A stop may only suppress what comes after the token: the token itself stays in the draft.
+            if ends_path(tree, parent):
+                continue
             if law is None or not tree.budget.stops_after(*self._confidence(logits, law, token, tree)):
                 tree.frontier.append(node)
 
@@ -246,6 +292,35 @@ class ModelDrafter(Drafter):
         return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.kind, laws, tuple(tree.law_of))
 
 
+def places_of(tree: str, name: str) -> Places:
+    """The static tree that an option ``tree`` asks for: child counts per level, a file, or a spec.
+
+    Raises:
+        ValueError: none of these, or a file of another drafter; the message lists the choices.
+    """
+    from foretoken.loading import build_tree, static_trees
+
+    if tree[:1].isdigit() and not set(tree.lower()) - set("0123456789x"):
+        return Levels(parse_widths(tree))
+    if tree.partition(",")[0] in static_trees():
+        return Ranks(build_tree(tree, Shape).choices())
+    if tree.endswith(".json") or Path(tree).expanduser().is_file():
+        return Ranks(read_tree(tree, name))
+    raise ValueError(
+        f"tree={tree!r} must be positive child counts per level, for example 3x2x1, a file of `foretoken tune tree`, "
+        f"or one of {', '.join(static_trees())} with its options"
+    )
+
+
+def check_growth(model: LanguageModel, branches: bool) -> None:
+    """Raises:
+    CapabilityError: the model cannot draft chains, or not trees where ``branches``.
+    """
+    for need in ("rollback", "tree_mask", "keep_path")[: 3 if branches else 1]:
+        if not getattr(model.capabilities, need):
+            raise CapabilityError(f"this model cannot draft so: {model.capabilities.missing.get(need, need)}")
+
+
 def readable(tokens: list[int], own: int, wide: int) -> list[int]:
     """A text over ``wide`` ids for a model that has ``own``: token 0 stands for ids that it lacks."""
     return tokens if own >= wide else [token if token < own else 0 for token in tokens]
@@ -258,7 +333,23 @@ def widened(logits: Tensor, wide: int) -> Tensor:
 
 
 def asks_for_confidence(budget: Budget) -> bool:
-    return budget.min_confidence > 0 or budget.stop is not None
+    """Whether a stop rule looks at the law or at the probability of a drawn token."""
+    return budget.min_confidence > 0 or (budget.stop is not None and budget.path_stop is None)
+
+
+def follow(tree: _Growing, row: Rows) -> None:
+    """Tell a rule that reads hidden states what the draft model makes of the tokens that it was just fed."""
+    rule = tree.budget.path_stop
+    if rule is None or rule.tap not in row.taps or tree.frontier == [0]:  # the root is committed: it stands
+        return
+    above = [tree.standing[tree.parents[node]] for node in tree.frontier]
+    tree.standing.update(zip(tree.frontier, rule.follow(above, row.taps[rule.tap]), strict=True))
+
+
+def ends_path(tree: _Growing, parent: int) -> bool:
+    """Whether such a rule ends the draft with the children of ``parent``."""
+    rule = tree.budget.path_stop
+    return rule is not None and parent in tree.standing and rule.ends(tree.standing[parent])
 
 
 def _positive(law: Tensor, drawn: Tensor) -> Tensor:
@@ -291,18 +382,3 @@ def draw_without_replacement(law: Tensor, count: int, context: Context) -> list[
         chosen.append(token)
         rest[token] = 0.0
     return chosen
-
-
-def parse_widths(text: str) -> tuple[int, ...]:
-    """``"3x2x1"`` -> ``(3, 2, 1)``.
-
-    Raises:
-        ValueError: not positive integers joined by ``x``.
-    """
-    try:
-        widths = tuple(int(part) for part in text.lower().split("x"))
-    except ValueError:
-        widths = ()
-    if not widths or min(widths) < 1:
-        raise ValueError(f"tree={text!r} must be positive child counts per level, for example 3x2x1")
-    return widths

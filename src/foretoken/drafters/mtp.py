@@ -18,8 +18,10 @@ class MtpDrafter(FeatureDrafter):
 
     name = "mtp"
 
-    def __init__(self, model: FeatureModel, nodes: int = 4, depth: int = 4, width: int = 1) -> None:
-        super().__init__(model, nodes, depth, width)
+    def __init__(
+        self, model: FeatureModel, nodes: int = 4, depth: int = 4, width: int = 1, grow: str = "eagle2"
+    ) -> None:
+        super().__init__(model, nodes, depth, width, grow)
 
     @classmethod
     def build(

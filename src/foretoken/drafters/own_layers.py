@@ -58,6 +58,11 @@ class OwnLayersDrafter(ModelDrafter):
         layers = num_layers_of(self.model)
         return self.plan.count(layers) / layers
 
+    @property
+    def states(self) -> Any:
+        """None: what a part of the layers makes of a token is no hidden state of a draft model."""
+        return None
+
     def start(self, context: Context) -> None:
         """The request's sequence of the target is where drafts grow."""
         context.state[self] = context.sequence

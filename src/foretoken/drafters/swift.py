@@ -155,6 +155,7 @@ class SwiftDrafter(OwnLayersDrafter):
         tree.parents.append(parent)
         tree.laws.append(ranking)
         tree.path_of[node] = (*tree.path_of[parent], token)
+        tree.place_of[node] = (*tree.place_of[parent], 0)
         confidence = float(ranking[token])
         if confidence >= self.threshold and not tree.budget.stops_after(ranking, confidence):
             tree.frontier.append(node)

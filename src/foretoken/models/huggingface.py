@@ -82,6 +82,9 @@ class HuggingFaceModel(LanguageModel):
     def extra_embeddings(self, rows: Tensor) -> int:
         """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
         check_rows(self.model, rows)
+        return self._add_rows(rows)
+
+    def _add_rows(self, rows: Tensor) -> int:
         first = self.vocab_size
         for known in self._extra:
             if known.data_ptr() == rows.data_ptr() and known.shape == rows.shape:
@@ -277,10 +280,9 @@ class HuggingFaceModel(LanguageModel):
         wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
         # Padded rows end at different places: keep from the earliest wanted row on.
         first = min((place.new - n for n, place in zip(wanted, places, strict=True) if n), default=width)
-        run = self._lean.run if self._lean is not None else self._run_public
         states = self._padded(inputs, feeds, low, ids) if inputs else None
         began = perf_counter()
-        logits, hidden = run(ids, positions, masks, first, taps, plan, states)
+        logits, hidden = self._run(ids, positions, masks, first, taps, plan, states)
         self.run_s += perf_counter() - began
         self.num_layer_runs += plan.count(self.num_layers)
         results = []
@@ -327,6 +329,20 @@ class HuggingFaceModel(LanguageModel):
             rows = states if isinstance(states, Tensor) else torch.stack(list(states))
             padded[feed.sequence.row - low, : len(rows)] = rows
         return padded
+
+    def _run(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        masks: dict[str, Tensor | None],
+        first: int,
+        taps: Sequence[str],
+        plan: LayerPlan = WHOLE,
+        states: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits [b, width - first, V] and taps on the lean forward, or on the public one where there is none."""
+        run = self._lean.run if self._lean is not None else self._run_public
+        return run(ids, positions, masks, first, taps, plan, states)
 
     def _run_public(
         self,

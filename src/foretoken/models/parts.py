@@ -59,7 +59,8 @@ class TargetParts:
     """
 
     def __init__(self, model: LanguageModel) -> None:
-        network: Any = getattr(model, "model", None)
+        # A drafter of an inflated target was trained for the small model in it, and goes on borrowing from that.
+        network: Any = getattr(model, "small", getattr(model, "model", None))
         if network is None or not model.capabilities.taps or network.get_output_embeddings() is None:
             raise CapabilityError(f"a trained drafter needs a target with hidden states, not {type(model).__name__}")
         self.network = network

@@ -83,7 +83,7 @@ class SparseModel(HuggingFaceModel):
         self._check_options()
         self.target = target
         self.run_s, self.num_layer_runs = 0.0, 0.0
-        self.cache = TreeCache(self.num_layers, self.budget + rebuild + SCRATCH_ROOM)
+        self.cache = TreeCache(target.cache.num_layers, self.budget + rebuild + SCRATCH_ROOM)
         self._sequences = []
         if target.is_lean:
             self._lean = copy.copy(target._lean)

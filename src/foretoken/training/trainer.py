@@ -122,8 +122,8 @@ class Trainer:
         if config.text == "target":
             self.sampler = write_blocks(
                 folder,
-                recipe.target,
-                asdict(recipe.parts.fingerprint()),
+                recipe.writer,
+                asdict(TargetParts(recipe.writer).fingerprint()),
                 self.sampler,
                 config.written_blocks,
                 config.written_temperature,

@@ -82,8 +82,13 @@ def fitting_nodes(
     return sorted(kept - {0})
 
 
-def read_tree(file: str | Path, method: str, heads: int) -> list[Choice]:
+def read_tree(file: str | Path, method: str, heads: int | None = None) -> list[Choice]:
     """The shape in a file of ``foretoken tune tree``.
+
+    Args:
+        file: JSON with ``method`` and ``choices``.
+        method: registry name of the drafter that is to fill it.
+        heads: how many levels it can fill; any number by default.
 
     Raises:
         ValueError: no such file, another method's, or no tree that ``heads`` heads can fill.
@@ -99,8 +104,9 @@ def read_tree(file: str | Path, method: str, heads: int) -> list[Choice]:
     if stored != method:
         raise ValueError(f"the tree in {file} was made for {stored!r}, not for {method!r}")
     choice_parents(choices)
-    if not choices or min(map(min, choices)) < 0 or max(map(len, choices)) > heads:
-        raise ValueError(f"the tree in {file} does not fit {heads} heads: make it for this drafter")
+    if not choices or min(map(min, choices)) < 0 or (heads is not None and max(map(len, choices)) > heads):
+        what = "this drafter" if heads is None else f"{heads} heads"
+        raise ValueError(f"the tree in {file} does not fit {what}: make it for this drafter")
     return choices
 
 

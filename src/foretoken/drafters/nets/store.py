@@ -73,9 +73,22 @@ def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str
     Raises:
         ValueError: no drafter there, another method, another target, or a damaged file.
     """
+    found, for_target = read_stored(folder, method)
+    difference = for_target.difference(target)
+    if difference:
+        raise ValueError(f"{folder} was trained for another target: {difference}")
+    return found
+
+
+def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[str, Any], Fingerprint]:
+    """The stored description, and the fingerprint of the network that it was trained for.
+
+    Raises:
+        ValueError: nothing there, another method, or a damaged file.
+    """
     file = folder / CONFIG
     if not file.exists():
-        raise ValueError(f"{folder} holds no trained drafter ({CONFIG}): give the --out of `foretoken train {method}`")
+        raise ValueError(f"{folder} holds no trained {what} ({CONFIG}): give the --out of `foretoken train {method}`")
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         version, stored, for_target = found["format"], found["method"], Fingerprint(**found["target"])
@@ -84,11 +97,8 @@ def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str
     if version != VERSION:
         raise ValueError(f"{file} has format {version}, and this version reads {VERSION}: train it again")
     if stored != method:
-        raise ValueError(f"{folder} was trained as {stored!r}: use drafter {stored}:{folder}")
-    difference = for_target.difference(target)
-    if difference:
-        raise ValueError(f"{folder} was trained for another target: {difference}")
-    return found
+        raise ValueError(f"{folder} was trained as {stored!r}: use it as {stored}:{folder}")
+    return found, for_target
 
 
 def load_weights(folder: Path, net: nn.Module) -> None:

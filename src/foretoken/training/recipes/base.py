@@ -83,6 +83,11 @@ class Recipe(ABC):
         return False
 
     @property
+    def writer(self) -> LanguageModel:
+        """The model that writes training text, where a run asks for written text."""
+        return self.target
+
+    @property
     def has_net(self) -> bool:
         """Whether there is anything to store but the target."""
         return any(True for _ in self.net.parameters())

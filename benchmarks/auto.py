@@ -1,0 +1,157 @@
+"""The default controller against plain decoding and against every fixed configuration of what it may choose from.
+
+Four workloads (code, prose, chat transcripts of coding agents, random tokens) by greedy and T=1 by batch 1, 4 and 8.
+Each cell has its own engines; an engine first serves the cell's prompts ``--warm-up`` times, which is where the
+controller finds out what pays, and then all arms take turns ``--repeat`` times over the same batches.  A batch's
+time is taken without its prefill; ratios are medians over batches and runs of tokens per second.  Sampled requests
+have no seed: with one, the controller would not use what it measures (docs/methods/auto.md).
+
+    python benchmarks/auto.py [--data ../shared/data] [--new-tokens 96] [--batch 1 4 8] [--only code prose] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import environment
+from drafter_table import transcripts
+from prompts import CODE, PROSE
+
+import foretoken as ft
+from foretoken.llm import Llm, Output, assemble
+from foretoken.loading import DEFAULT_GROUP, build_drafter, load_model, load_tokenizer
+
+FIXED = (
+    "model,k=1",
+    "model,k=2",
+    "model,k=4",
+    "model,k=8",
+    "ngram,k=4",
+    "ngram,k=10",
+    "router,drafters=(ngram,k=10|model,k=4),costs=0|0.5",
+)
+"""The members of the default group, each alone at several lengths, and both together."""
+AGENTIC = (
+    "<tool>list_files</tool>\nsrc/app.py\nsrc/db.py\ntests/test_app.py\n<tool>read_file src/app.py</tool>\n"
+    "def main():\n    db = connect('app.db')\n    for row in db.rows():\n        print(row)\n"
+    "<tool>edit_file src/app.py</tool>\ndef main():\n    db = connect('app.db')\n    for row in db.rows():\n",
+    "User: run the tests\nAgent: running pytest\nFAILED tests/test_app.py::test_main - KeyError: 'name'\n"
+    "Agent: I look at tests/test_app.py\nUser: run the tests\nAgent: running pytest\n",
+)
+"""Where the data folder is absent."""
+
+
+@dataclass
+class Arm:
+    """One way to decode, and its tokens per second, batch by batch."""
+
+    name: str
+    llm: Llm
+    rates: list[list[float]] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+
+    def serve(self, batch: list[list[int]], place: int, asked: dict[str, Any], counted: bool) -> None:
+        """Decode a batch; the times of what is not counted are thrown away."""
+        began = time.perf_counter()
+        outputs: list[Output] = self.llm.generate(batch, **asked)
+        seconds = time.perf_counter() - began - max(out.stats.prefill_s for out in outputs)
+        if counted:
+            self.rates[place].append(sum(len(out.token_ids) for out in outputs) / seconds)
+            self.lengths += [out.stats.mean_acceptance_length for out in outputs]
+
+
+def workloads(tokenizer: Any, data: Path, vocab_size: int, longest: int) -> dict[str, list[list[int]]]:
+    """Prompts by kind, eight of each."""
+    chats = data / "prompts" / "agentic"
+    agentic = transcripts(chats, tokenizer, longest) if chats.is_dir() else [tokenizer(t)["input_ids"] for t in AGENTIC]
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "code": [tokenizer(text)["input_ids"] for text in CODE[:8]],
+        "prose": [tokenizer(text)["input_ids"] for text in PROSE[:8]],
+        "agentic": (agentic * 8)[:8],
+        "random": torch.randint(16, vocab_size, (8, 64), generator=generator).tolist(),
+    }
+
+
+def cell(arms: list[Arm], prompts: list[list[int]], size: int, asked: dict[str, Any], options: Any) -> None:
+    """All arms over all batches of a cell, taking turns, in another order every time."""
+    batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+    for arm in arms:
+        arm.rates, arm.lengths = [[] for _ in batches], []
+    for turn in range(options.warm_up + options.repeat):
+        for place, batch in enumerate(batches):
+            for arm in arms if turn % 2 == 0 else reversed(arms):
+                if turn < options.warm_up and arm.name != "auto" and turn > 0:
+                    continue  # only the controller has anything to learn
+                arm.serve(batch, place, asked, turn >= options.warm_up)
+            print(f"\rrun {turn + 1}, batch {place + 1} of {len(batches)}  ", end="", file=sys.stderr, flush=True)
+    print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+
+
+def ratio(arm: Arm, other: Arm) -> float:
+    """Median over batches and runs."""
+    pairs = zip(arm.rates, other.rates, strict=True)
+    return statistics.median(a / b for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+
+
+def main() -> None:
+    """One line per cell."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="builtin")
+    parser.add_argument("--inflate", default=None, help="300m, 1b, ...: a target of that size with the same outputs")
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"))
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 4, 8])
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[0.0, 1.0])
+    parser.add_argument("--only", nargs="*", default=[], help="workloads; all four by default")
+    parser.add_argument("--drafter", default=DEFAULT_GROUP, help="what the controller chooses from")
+    parser.add_argument("--fixed", nargs="*", default=list(FIXED))
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    print(environment(), f"foretoken {ft.__version__}, auto chooses from {options.drafter}", sep=", ")
+    tokenizer = load_tokenizer(options.target)
+    target = load_model(options.target, inflate=options.inflate)
+    kinds = workloads(tokenizer, options.data, target.vocab_size, target.context_length - options.new_tokens - 8)
+    print("| workload | T | batch | " + " | ".join(["auto", *options.fixed, "auto / best"]) + " |")
+    print("|---" * (5 + len(options.fixed)) + "|")
+    lines = []
+    for temperature in options.temperatures:
+        for kind in options.only or kinds:
+            for size in options.batch:
+
+                def made(spec: str, controller: str) -> Llm:
+                    drafter = build_drafter(spec, target, target_source=options.target, tokenizer=tokenizer)
+                    return assemble(target, drafter, "auto", controller, tokenizer)
+
+                plain = Arm("plain", assemble(target, None, "auto", "auto", tokenizer))
+                auto = Arm("auto", made(options.drafter, "auto"))
+                fixed = [Arm(spec, made(spec, "constant")) for spec in options.fixed]
+                asked = {"max_new_tokens": options.new_tokens, "temperature": temperature, "ignore_eos": True}
+                cell([plain, auto, *fixed], kinds[kind], size, asked, options)
+                best = max([plain, *fixed], key=lambda arm: ratio(arm, plain))
+                found = [ratio(arm, plain) for arm in (auto, *fixed)]
+                share = ratio(auto, best)
+                cells = [f"{kind} | {temperature:g} | {size}", *(f"{one:.2f}" for one in found), f"{share:.2f}"]
+                print("| " + " | ".join(cells) + " |", flush=True)
+                lines.append({"workload": kind, "temperature": temperature, "batch": size, "auto": found[0],
+                              "fixed": dict(zip(options.fixed, found[1:], strict=True)), "best": best.name,
+                              "auto_over_best": share, "tokens_per_round": statistics.mean(auto.lengths)})  # fmt: skip
+    worst, shares = min(line["auto"] for line in lines), sorted(line["auto_over_best"] for line in lines)
+    print(f"\nlowest auto / plain {worst:.2f}")
+    print(f"auto / best fixed: lowest {shares[0]:.2f}, median {statistics.median(shares):.2f}")
+    if options.json is not None:
+        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""SpecDec++'s stop head: will the target take the token that the draft model has just read?  Arxiv 2405.19715."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class StopHeadConfig:
+    """Shape of the head, and what it learns.
+
+    Attributes:
+        hidden_size: D of the draft model.
+        blocks: residual blocks.
+        mix: share of a text's own tokens while it learns; all others are guesses of the draft model.
+        mismatch: weight of a rejection in the loss, in acceptances.
+        judge: hash of the target whose acceptance it learns.
+    """
+
+    hidden_size: int
+    blocks: int = 3
+    mix: float = 0.15
+    mismatch: float = 6.0
+    judge: str = ""
+
+    def __post_init__(self) -> None:
+        if self.blocks < 0:
+            raise ValueError(f"specdec_pp needs blocks >= 0, not {self.blocks}")
+        if not 0 <= self.mix < 1:
+            raise ValueError(f"specdec_pp needs a share mix in [0, 1), not {self.mix}")
+        if self.mismatch <= 0:
+            raise ValueError(f"specdec_pp needs a weight mismatch > 0, not {self.mismatch}")
+
+
+class StopHead(nn.Module):
+    """``h <- h + silu(W h + b)``, ``blocks`` times, then one linear map to the log-odds that the token stands."""
+
+    def __init__(self, config: StopHeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.blocks = nn.ModuleList(nn.Linear(size, size) for _ in range(config.blocks))
+        self.out = nn.Linear(size, 1)
+        nn.init.zeros_(self.out.weight)  # every token is as likely to stand as any other at first
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Log-odds [...] from the draft model's states [..., D] behind the tokens."""
+        for block in self.blocks:
+            states = states + F.silu(block(states))
+        found: Tensor = self.out(states)[..., 0]
+        return found
+
+
+def weighted_loss(log_odds: Tensor, chances: Tensor, mismatch: float) -> Tensor:
+    """Cross-entropy in nats with soft labels, rejections counted ``mismatch`` times; a mean by weight.
+
+    Args:
+        log_odds: [m] of the head.
+        chances: [m] how likely each token is to stand: ``min(1, p/q)``.
+        mismatch: weight of a rejection.
+    """
+    log_odds, rejected = log_odds.float(), mismatch * (1 - chances)
+    total = (chances * F.softplus(-log_odds) + rejected * F.softplus(log_odds)).sum()
+    return total / (chances + rejected).sum().clamp(min=1e-9)  # nothing was guessed: nothing is learnt
+
+
+def best_constant(chances: Tensor, mismatch: float) -> Tensor:
+    """The log-odds that a head would give if it could not tell tokens apart: what ``weighted_loss`` wants then."""
+    return torch.logit(chances.mean() / (chances + mismatch * (1 - chances)).mean(), eps=1e-6)

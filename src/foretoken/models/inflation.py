@@ -1,0 +1,299 @@
+"""Function-preserving inflation: a trained small model with the cost of a big one.
+
+The residual stream of width d becomes one of D = m d numbers: r copies of the small state, then zeros, m = r 4^j.  A
+root mean square over D is then that of the small state times 2^-j, which a norm takes back without rounding in any
+dtype: its weights are halved j times and its epsilon quartered j times.  Norm weights are zero behind the first copy,
+so that whatever reads the stream sees the small model's numbers and zeros.
+
+Added heads and MLP units do real work on random weights, and leave through zero columns of the output projections;
+added layers leave through output projections of zeros.  No product can be left out: the dense cost is the big model's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.packing import pack_linears
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+SIZES = ("300m", "1b", "3b", "7b")
+"""Sizes that are written about; any other number of parameters works too."""
+ASPECT = 100
+"""Width per layer that shapes come near to: 128 in Llama's 1B and 7B, 110 in its 3B."""
+MLP_RATIO = 4.0
+"""MLP units per width, before they are fitted to the wanted number of parameters."""
+UNIT = 64
+"""MLP units are a multiple of this (of 4 in toys)."""
+POOL = 1 << 20
+"""Random numbers that are drawn; longer weights repeat them (drawing 7e9 would take minutes)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a small model grows to.
+
+    Attributes:
+        small: its width d.
+        copies: r, how often the stream holds the small state.
+        halvings: j, how often norm weights are halved.
+        layers: decoder layers.
+        units: MLP units per layer.
+    """
+
+    small: int
+    copies: int
+    halvings: int
+    layers: int
+    units: int
+
+    @property
+    def factor(self) -> int:
+        """m: heads and width grow this many times."""
+        return self.copies << (2 * self.halvings)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.small * self.factor
+
+    def widened(self, states: Tensor) -> Tensor:
+        """The big model's stream [..., D] for the small one's [..., d]."""
+        repeated = states.repeat(*(1 for _ in states.shape[:-1]), self.copies)
+        return nn.functional.pad(repeated, (0, self.width - repeated.shape[-1]))
+
+
+def parse_size(size: str | int) -> int:
+    """Parameters of ``"300m"``, ``"1b"``, ``"1.5b"`` or a plain number.
+
+    Raises:
+        ValueError: no such number.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mb]?)", str(size).strip().lower())
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"inflate={size!r} is no number of parameters: use {', '.join(SIZES)} or one like 500m")
+    return round(float(found[1]) * {"": 1, "m": 10**6, "b": 10**9}[found[2]])
+
+
+def shape_for(config: Any, size: str | int) -> Shape:
+    """The shape with about ``size`` parameters: heads as they are (only more), width and depth in usual proportion.
+
+    Raises:
+        ValueError: another architecture, no number, or one below the model's own.
+    """
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"cannot inflate a {config.model_type} model: choose one of {', '.join(FAMILIES)}")
+    wanted, least = parse_size(size), config.num_hidden_layers
+    candidates = [shape for m in range(1, 257) if (shape := _candidate(config, wanted, m, least)) is not None]
+    if not candidates:
+        raise ValueError(f"the model cannot be inflated to {wanted} parameters: it has about as many, or more, already")
+    return min(candidates, key=lambda shape: abs(math.log(shape.width / shape.layers / ASPECT)))
+
+
+def _candidate(config: Any, wanted: int, m: int, least: int) -> Shape | None:
+    """The shape of ``m`` times the width; ``None`` when that is too wide for the number of parameters."""
+    width = m * config.hidden_size
+    vocabulary = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
+    attention = width * head_dim(config) * 2 * m * (config.num_attention_heads + config.num_key_value_heads)
+    room = wanted - vocabulary
+    layers = max(least, round(room / (attention + 3 * width * MLP_RATIO * width)))
+    unit = UNIT if MLP_RATIO * width >= 16 * UNIT else 4
+    units = unit * round((room / layers - attention) / (3 * width) / unit)
+    if units < config.intermediate_size:
+        return None
+    halvings = 0
+    while m % 4 == 0:
+        m, halvings = m // 4, halvings + 1
+    return Shape(config.hidden_size, m, halvings, layers, units)
+
+
+def head_dim(config: Any) -> int:
+    """Numbers per attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def layer_ends(small: int, big: int) -> list[int]:
+    """Where the small model's layers end in the big one: its first i layers are the big one's first ``ends[i]``.
+
+    Layer i of the small model is the last of its block; the added ones come before it.
+    """
+    return [i * big // small for i in range(small + 1)]
+
+
+def big_config(config: Any, shape: Shape) -> Any:
+    """The configuration of the big model."""
+    big = copy.deepcopy(config)
+    big.head_dim = head_dim(config)
+    big.hidden_size, big.intermediate_size, big.num_hidden_layers = shape.width, shape.units, shape.layers
+    big.num_attention_heads = config.num_attention_heads * shape.factor
+    big.num_key_value_heads = config.num_key_value_heads * shape.factor
+    big.rms_norm_eps = config.rms_norm_eps / 4**shape.halvings
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        ends = layer_ends(len(kinds), shape.layers)
+        big.layer_types = [kind for i, kind in enumerate(kinds) for _ in range(ends[i], ends[i + 1])]
+    return big
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without swapping, where Linux tells it."""
+    info = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text()) if info.exists() else None
+    return 1024 * int(found[1]) if found else None
+
+
+def inflate(
+    model: Any,
+    size: str | int | Shape,
+    seed: int = 0,
+    *,
+    packed: bool = False,
+    on_layer: Callable[[int, int], None] = lambda done, layers: None,
+) -> Any:
+    """A model of about ``size`` parameters with the outputs of ``model``, in its dtype and on its device.
+
+    Args:
+        model: a Llama-like ``PreTrainedModel``; it is not changed.
+        size: ``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, another number of parameters, or a shape.
+        seed: of the weights that have no effect.
+        packed: pack bfloat16 layers for the CPU as they are made, so that no second copy of all weights is held.
+        on_layer: told after every layer how many of all are done.
+
+    Raises:
+        ValueError: another architecture, a size below the model's own, or more than fits into memory.
+    """
+    small = model.config.get_text_config()
+    shape = size if isinstance(size, Shape) else shape_for(small, size)
+    config = big_config(small, shape)
+    with torch.device("meta"):
+        big = type(model)(config).to(model.dtype)
+    _check_memory(big, model.device)
+    big.generation_config = copy.deepcopy(model.generation_config)
+    big.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    fill = _Filler(shape, model.dtype, model.device, seed)
+    _set(big.model.embed_tokens, weight=shape.widened(model.model.embed_tokens.weight.detach()))
+    sources = _sources(model.model.layers, shape.layers)
+    for i, (layer, source) in enumerate(zip(big.model.layers, sources, strict=True)):
+        fill.layer(layer, source)
+        if packed:
+            pack_linears(layer)
+        on_layer(i + 1, shape.layers)
+    fill.norm(big.model.norm, model.model.norm)
+    if config.tie_word_embeddings:
+        big.lm_head.weight = big.model.embed_tokens.weight
+    else:
+        fill.reader(big.lm_head, model.lm_head)
+    return big.requires_grad_(False).eval()
+
+
+def _sources(layers: Any, count: int) -> Iterator[Any]:
+    """Per big layer the small one that it carries, ``None`` for an added one."""
+    ends = layer_ends(len(layers), count)
+    for i, layer in enumerate(layers):
+        yield from [None] * (ends[i + 1] - ends[i] - 1)
+        yield layer
+
+
+def _check_memory(big: Any, device: torch.device) -> None:
+    needed = sum(p.numel() * p.element_size() for p in big.parameters())
+    free = available_bytes() if device.type == "cpu" else None
+    if free is not None and needed > free:
+        raise ValueError(
+            f"the inflated model needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free: "
+            "choose a smaller size, or dtype=bfloat16"
+        )
+
+
+def _set(module: nn.Module, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+class _Filler:
+    """Makes the big model's weights, one module at a time."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        generator = torch.Generator().manual_seed(seed)
+        # Small enough that sums over any width stay near 1; none is zero.
+        drawn = torch.rand(POOL, generator=generator) + 0.5
+        signs = torch.randint(0, 2, (POOL,), generator=generator) * 2 - 1
+        self.pool = (drawn * signs / math.sqrt(shape.width)).to(dtype).to(device)
+
+    def random(self, *size: int) -> Tensor:
+        """Numbers of the pool, from its start over and over."""
+        count = math.prod(size)
+        found = torch.empty(count, dtype=self.dtype, device=self.device)
+        whole = count // POOL
+        found[: whole * POOL].view(whole, POOL).copy_(self.pool.expand(whole, POOL))
+        found[whole * POOL :].copy_(self.pool[: count - whole * POOL])
+        return found.view(size)
+
+    def layer(self, layer: Any, source: Any | None) -> None:
+        """One decoder layer; without a ``source`` it adds nothing to the stream."""
+        attention, mlp = layer.self_attn, layer.mlp
+        for owner, names in ((attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
+            for name in names:
+                self.reader(getattr(owner, name), _part(source, owner, layer, name))
+        self.writer(attention.o_proj, _part(source, attention, layer, "o_proj"))
+        self.writer(mlp.down_proj, _part(source, mlp, layer, "down_proj"))
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            self.norm(getattr(layer, name), None if source is None else getattr(source, name))
+        for name in ("q_norm", "k_norm"):  # per head: neither width nor epsilon change
+            if hasattr(attention, name):
+                self.head_norm(getattr(attention, name), None if source is None else getattr(source.self_attn, name))
+
+    def reader(self, linear: Any, source: Any | None) -> None:
+        """Reads the stream: what stands behind the first copy is multiplied by zeros."""
+        weight = self.random(linear.out_features, linear.in_features)
+        bias = None if linear.bias is None else self.random(linear.out_features)
+        if source is not None:
+            rows, columns = source.weight.shape
+            weight[:rows, :columns] = source.weight.detach()
+            if bias is not None:
+                bias[:rows] = source.bias.detach()
+        _set(linear, weight=weight, bias=bias)
+
+    def writer(self, linear: Any, source: Any | None) -> None:
+        """Writes to every copy in the stream, from the small model's heads and units alone."""
+        weight = torch.zeros(linear.out_features, linear.in_features, dtype=self.dtype, device=self.device)
+        bias = None if linear.bias is None else torch.zeros(linear.out_features, dtype=self.dtype, device=self.device)
+        if source is not None:
+            rows, columns = source.weight.shape
+            for start in range(0, rows * self.shape.copies, rows):
+                weight[start : start + rows, :columns] = source.weight.detach()
+                if bias is not None:
+                    bias[start : start + rows] = source.bias.detach()
+        _set(linear, weight=weight, bias=bias)
+
+    def norm(self, norm: Any, source: Any | None) -> None:
+        """Takes the root mean square over D back, and lets the first copy through."""
+        weight = torch.ones(self.shape.width, dtype=self.dtype, device=self.device)
+        if source is not None:
+            weight.zero_()
+            weight[: self.shape.small] = source.weight.detach() / 2**self.shape.halvings
+        _set(norm, weight=weight)
+
+    def head_norm(self, norm: Any, source: Any | None) -> None:
+        """A norm over one head, as it is."""
+        size = norm.weight.shape[0]
+        _set(norm, weight=torch.ones(size, dtype=self.dtype, device=self.device))
+        if source is not None:
+            norm.weight.copy_(source.weight.detach())
+            norm.variance_epsilon = source.variance_epsilon
+
+
+def _part(source: Any | None, owner: Any, layer: Any, name: str) -> Any | None:
+    """The small layer's module of this name."""
+    if source is None:
+        return None
+    return getattr(source.self_attn if owner is layer.self_attn else source.mlp, name)

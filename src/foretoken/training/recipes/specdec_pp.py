@@ -1,0 +1,141 @@
+"""SpecDec++'s training: which of the draft model's guesses would the target take?  Arxiv 2405.19715.
+
+Most tokens of a text are replaced by guesses of the draft model ("token mixing").  The head reads the draft model's
+state behind every guess and learns how likely it is to stand, ``min(1, p/q)``, with p and q of the text as it then is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.nets.specdec_pp import StopHead, StopHeadConfig, best_constant, weighted_loss
+from foretoken.models.base import LanguageModel
+from foretoken.models.parts import TargetParts
+from foretoken.training.recipes.base import Batch, Recipe
+
+CHUNK = 256
+"""Places whose laws are made at once."""
+HELD_MIX, HELD_ROUNDS = 0.85, 3
+"""Measured where most of the text is the text's, as it is when drafts are made; guesses are drawn a few times."""
+DEPTH = 8
+"""Longest draft while the head is tried out."""
+BINS = 5
+"""Groups of equally many guesses that the calibration is told for."""
+
+
+class SpecdecPpRecipe(Recipe):
+    """The head over a frozen draft model; ``target`` in the sense of the trainer is the model that it reads.
+
+    Args:
+        judge: the target, whose acceptance is learnt.
+        draft: the draft model, whose hidden states are read.
+        settings: ``key=value`` of the head and its loss.
+        seed: of the first weights.
+    """
+
+    method = "specdec_pp"
+    config_class: ClassVar[type[Any]] = StopHeadConfig
+    fixed = ("hidden_size", "judge")
+    lr = 1e-3
+    net: StopHead
+    config: StopHeadConfig
+
+    def __init__(self, judge: LanguageModel, draft: LanguageModel, settings: Mapping[str, str], seed: int = 0) -> None:
+        self.judge, self.judge_parts = judge, TargetParts(judge)
+        self.judge_parts.network.requires_grad_(False)
+        super().__init__(draft, TargetParts(draft), settings, seed)
+        self.width = min(self.parts.vocab_size, self.judge_parts.vocab_size)
+
+    @property
+    def writer(self) -> LanguageModel:
+        """The target writes, not the draft model."""
+        return self.judge
+
+    def from_target(self) -> dict[str, Any]:
+        """The draft model's width, and whose acceptance is learnt."""
+        return {"hidden_size": self.parts.hidden_size, "judge": self.judge_parts.fingerprint().weights}
+
+    def build(self) -> nn.Module:
+        """A new head."""
+        return StopHead(self.config)
+
+    @torch.no_grad()
+    def guesses(self, batch: Batch, generator: torch.Generator, mix: float | None = None) -> tuple[Tensor, Tensor]:
+        """The draft model's states [m, D] behind the guesses that were mixed into the texts, and their chances [m].
+
+        ``mix`` is the share of the text's own tokens, the setting's by default.
+        """
+        tokens = batch.tokens[:, :-1]
+        kept = self.config.mix if mix is None else mix
+        chosen = torch.rand(tokens.shape[0], tokens.shape[1] - 1, generator=generator) >= kept
+        rows, before = chosen.to(tokens.device).nonzero(as_tuple=True)
+        uniforms = torch.rand(len(rows), generator=generator).to(tokens.device)
+        drawn = [
+            _draw(torch.softmax(self._logits(self.parts, batch.taps["last"][r, c]), -1), u)
+            for r, c, u in zip(rows.split(CHUNK), before.split(CHUNK), uniforms.split(CHUNK), strict=True)
+        ]
+        mixed = tokens.clone()
+        mixed[rows, before + 1] = torch.cat(drawn)
+        own = self.parts.features(mixed, ("last",))["last"]
+        theirs = self.judge_parts.features(mixed, ("last",))["last"]
+        return own[rows, before + 1].float(), self.chances(own, theirs, mixed, rows, before)
+
+    def chances(self, own: Tensor, theirs: Tensor, tokens: Tensor, rows: Tensor, before: Tensor) -> Tensor:
+        """``min(1, p/q)`` [m] of the tokens behind the places (rows, before), float32."""
+        found = []
+        for r, c in zip(rows.split(CHUNK), before.split(CHUNK), strict=True):
+            token = tokens[r, c + 1][:, None]
+            p = torch.log_softmax(self._logits(self.judge_parts, theirs[r, c]), -1).gather(1, token)
+            q = torch.log_softmax(self._logits(self.parts, own[r, c]), -1).gather(1, token)
+            found.append((p - q)[:, 0].clamp(max=0).exp())
+        return torch.cat(found)
+
+    def _logits(self, parts: TargetParts, states: Tensor) -> Tensor:
+        """Logits [m, V] of the tokens that both models have, float32."""
+        return parts.logits(states)[:, : self.width].float()
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Weighted cross-entropy with the chances of the guesses."""
+        states, chances = self.guesses(batch, generator)
+        return weighted_loss(self.net(states), chances, self.config.mismatch)
+
+    @torch.no_grad()
+    def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """Held-out loss beside that of the best constant, and how far the head's chances are those of the guesses."""
+        generator = torch.Generator().manual_seed(0)
+        pairs = [self.guesses(batch, generator, HELD_MIX) for _ in range(HELD_ROUNDS) for batch in batches]
+        if not sum(len(states) for states, _ in pairs):
+            return {}
+        chances = torch.cat([found for _, found in pairs])
+        log_odds = torch.cat([self.net(states).float() for states, _ in pairs])
+        weight = self.config.mismatch
+        constant = best_constant(chances, weight).expand_as(chances)
+        return {
+            "guesses": len(chances),
+            "loss": float(weighted_loss(log_odds, chances, weight)),
+            "constant_loss": float(weighted_loss(constant, chances, weight)),
+            "calibration": _calibration(torch.sigmoid(log_odds + torch.tensor(weight).log()), chances),
+        }
+
+    def drafter(self, measured: Mapping[str, Any]) -> ModelDrafter:
+        """The draft model, with room for drafts that the head may end."""
+        return ModelDrafter(self.target, k=DEPTH, target=self.judge)
+
+
+def _draw(laws: Tensor, uniforms: Tensor) -> Tensor:
+    """A token [m] of every law [m, V]."""
+    cdf = laws.cumsum(-1)
+    found = torch.searchsorted(cdf, (uniforms * cdf[:, -1])[:, None], right=True)[:, 0]
+    return found.clamp(max=laws.shape[-1] - 1)
+
+
+def _calibration(predicted: Tensor, chances: Tensor) -> list[list[float]]:
+    """(mean prediction, mean chance) of groups of guesses from the least to the most likely."""
+    order = predicted.argsort()
+    groups = [part for part in order.tensor_split(BINS) if len(part)]
+    return [[float(predicted[part].mean()), float(chances[part].mean())] for part in groups]

@@ -1,0 +1,166 @@
+"""``foretoken train specdec_pp``: from two models and text to a head that loads, and what can go wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import foretoken as ft
+from foretoken.cli.main import main
+from foretoken.cli.train_specdec_pp import load_pair
+from foretoken.models.parts import TargetParts
+from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.recipes.base import Batch
+from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
+from foretoken.training.trainer import Progress, TrainConfig, Trainer
+
+SMALL = {"heads": 2, "kv_heads": 1, "ffn": 48, "context": 64, "vocab": 300, "batch_size": 2, "lr": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text that is easy to guess but for one token in ten."""
+    folder = tmp_path_factory.mktemp("data")
+    line = "one two three four five {} six seven eight nine ten\n"
+    rows = [{"text": line.format(i * i % 7) * 6 + f"line {i}"} for i in range(150)]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target that knows that text, and a draft model of the same tokenizer that knows half of it."""
+    out = tmp_path_factory.mktemp("pair")
+    train_lm([data], out / "target", LmConfig(hidden=32, layers=2, steps=60, **SMALL))  # type: ignore[arg-type]
+    small = LmConfig(hidden=16, layers=1, steps=40, **SMALL)  # type: ignore[arg-type]
+    train_lm([data], out / "draft", small, tokenizer_from=out / "target")
+    return out / "target", out / "draft"
+
+
+def trainer(pair: tuple[Path, Path], data: Path, out: Path, steps: int = 6, mix: float = 0.3, **run: object) -> Trainer:
+    judge, draft, tokenizer = load_pair(str(pair[0]), str(pair[1]))
+    recipe = SpecdecPpRecipe(judge, draft, {"mix": str(mix)}, 3)
+    run = {"batch_size": 2, "context": 48, "seed": 3, "lr": 5e-3, **run}
+    return Trainer(recipe, [data], out, TrainConfig(steps=steps, **run), tokenizer)  # type: ignore[arg-type]
+
+
+def command(pair: tuple[Path, Path], data: Path, out: Path) -> list[str]:
+    return ["train", "specdec_pp", "--target", str(pair[0]), "--draft", str(pair[1]), "--data", str(data),
+            "--out", str(out)]  # fmt: skip
+
+
+def test_from_two_models_to_a_controller(
+    pair: tuple[Path, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "head"
+    more = ["--steps", "4", "--batch-size", "2", "--context", "48", "--eval-every", "2", "--set", "blocks=2", "--json"]
+    assert main([*command(pair, data, out), *more]) == 0
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["method"] == "specdec_pp" and report["net"]["blocks"] == 2
+    assert report["acceptance"]["without"]["sampled"]["mean_acceptance_length"] >= 1 and "with the head" in captured.err
+    made = {"losses.csv", "losses.png", "README.md", "training.json", "drafter.json", "model.safetensors"}
+    assert {p.name for p in out.iterdir()} >= made
+    card = (out / "README.md").read_text()
+    assert "--draft draft" in card and "blocks=2" in card and "best constant" in card and str(tmp_path) not in card
+    llm = ft.load(str(pair[0]), f"model:{pair[1]},k=6", controller=f"specdec_pp:{out}", dtype="float32")
+    spec, plain = (side.generate("one two three", max_new_tokens=24) for side in (llm, llm.plain))
+    assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0
+    with pytest.raises(ValueError, match="another draft model"):
+        ft.load(str(pair[0]), f"model:{pair[0]}", controller=f"specdec_pp:{out}")
+
+
+def test_the_labels_are_the_chances_of_the_guesses(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
+    """min(1, p/q) of the mixed text, from whole laws in float32; unmixed places are not learnt from."""
+    run = trainer(pair, data, tmp_path / "x")
+    recipe = run.recipe
+    assert isinstance(recipe, SpecdecPpRecipe)
+    tokens = run.held_tokens[0]
+    batch = Batch(tokens, recipe.parts.features(tokens[:, :-1], ("last",)), recipe.parts)
+    states, chances = recipe.guesses(batch, torch.Generator().manual_seed(5), 0.6)
+    chosen = torch.rand(1, tokens.shape[1] - 2, generator=torch.Generator().manual_seed(5)) >= 0.6
+    places = chosen[0].nonzero()[:, 0] + 1
+    assert len(states) == len(chances) == len(places) > 10
+    assert float(chances.min()) < 0.9 and float(chances.max()) <= 1
+    # Find the mixed text again from the states: behind each place stands the token that gives exactly this state.
+    mixed = tokens[0, :-1].clone()
+    for i, place in enumerate(places.tolist()):
+        tried = mixed[None, : place + 1].repeat(recipe.width, 1)
+        tried[:, place] = torch.arange(recipe.width)
+        far = (recipe.parts.features(tried, ("last",))["last"][:, -1] - states[i]).abs().amax(-1)
+        assert float(far.min()) < 1e-4
+        mixed[place] = far.argmin()
+        laws = [
+            torch.softmax(parts.logits(parts.features(mixed[None, :place], ("last",))["last"][0, -1]).float(), -1)
+            for parts in (recipe.judge_parts, TargetParts(recipe.target))
+        ]
+        p, q = (float(law[mixed[place]]) for law in laws)
+        assert float(chances[i]) == pytest.approx(min(1.0, p / q), rel=0.03)
+
+
+def test_training_lowers_the_loss(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
+    losses: list[float] = []
+    report = trainer(pair, data, tmp_path / "x", steps=60).run(on_step=lambda step: losses.append(step.loss))
+    measured = json.loads((tmp_path / "x/drafter.json").read_text())["measured"]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert report["acceptance"] == {} and measured["guesses"] > 50 and len(measured["calibration"]) == 5
+
+
+def test_a_killed_run_resumes_to_the_same_bits(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
+    def kill(progress: Progress) -> None:
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    trainer(pair, data, whole).run(save_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(pair, data, cut).run(save_every=2, on_step=kill)
+    assert not (cut / "model.safetensors").exists()
+    trainer(pair, data, cut).run(save_every=2)
+    one, other = (load_file(side / "model.safetensors") for side in (whole, cut))
+    assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+    assert (whole / "losses.csv").read_text() == (cut / "losses.csv").read_text()
+    with pytest.raises(ValueError, match="other settings"):
+        trainer((pair[0], pair[0]), data, cut).run()  # another draft model
+
+
+def test_text_is_written_by_the_target(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
+    written: list[int] = []
+    judge, draft, tokenizer = load_pair(str(pair[0]), str(pair[1]))
+    recipe = SpecdecPpRecipe(judge, draft, {}, 3)
+    config = TrainConfig(steps=2, batch_size=2, context=48, text="target", written_blocks=4)
+    run = Trainer(
+        recipe, [data], tmp_path / "x", config, tokenizer, on_written=lambda done, count: written.append(done)
+    )
+    assert recipe.writer is judge and written[-1] == 4
+    run.run()
+
+
+def test_bad_input(pair: tuple[Path, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    base = [*command(pair, data, tmp_path / "out"), "--context", "48"]
+    for more, words in (
+        (["--data", str(tmp_path / "empty"), "--data", str(tmp_path / "none")], "no such file"),
+        (["--set", "layers=2"], "valid ones: blocks, mix, mismatch"),
+        (["--set", "mix=2"], "a share mix in"),
+        (["--set", "mix=half"], "of type float"),
+        (["--context", "100"], "longer than the models' 64"),
+        (["--draft", str(tmp_path / "none")], "not a folder"),
+        (["--draft", "builtin"], "do not share a tokenizer"),
+        (["--text", "mine"], "text must be one of"),
+    ):
+        assert main([*base, *more]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("error:") == 1, error
+    assert not (tmp_path / "out/model.safetensors").exists()
+
+
+def test_nothing_held_out_is_no_error(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three four five\n" * 200)
+    more = ["--steps", "2", "--batch-size", "2", "--context", "48"]
+    assert main([*command(pair, tmp_path / "a.txt", tmp_path / "x"), *more]) == 0
+    assert "No document was held out" in (tmp_path / "x/README.md").read_text()
