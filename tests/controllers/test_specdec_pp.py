@@ -211,7 +211,7 @@ def test_a_head_learns_the_chance_of_every_state() -> None:
     assert float((believed - chances).abs().mean()) < 0.05
 
 
-@pytest.mark.parametrize("wrong", [{"blocks": -1}, {"mix": 1.0}, {"mix": -0.5}, {"mismatch": 0.0}])
+@pytest.mark.parametrize("wrong", [{"blocks": -1}, {"mix": 0.0}, {"mix": 1.5}, {"mismatch": 0.0}])
 def test_a_head_of_no_shape(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"specdec_pp needs .*{next(iter(wrong))}"):
         StopHeadConfig(8, **wrong)  # type: ignore[arg-type]

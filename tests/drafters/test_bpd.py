@@ -357,7 +357,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_lossy_rules_from_exact_to_everything(folder: Path, exact: str, everything: str) -> None:
     """At one end of its dial a rule is greedy decoding, at the other every block is whole."""
     prompt = "def add(a, b):\n    return"
-    options = {"drafter": f"bpd:{folder}", "allow_lossy": True, "dtype": "float32"}
+    options: dict[str, Any] = {
+        "controller": "constant",
+        "drafter": f"bpd:{folder}",
+        "allow_lossy": True,
+        "dtype": "float32",
+    }
     llm = ft.load("builtin", verifier=exact, **options)
     plain = llm.plain.generate(prompt, max_new_tokens=18, ignore_eos=True)
     found = llm.generate(prompt, max_new_tokens=18, ignore_eos=True)

@@ -86,8 +86,6 @@ class Sometimes(Controller):
 
     rounds = 0
 
-    def attach(self, max_depth: int, max_nodes: int) -> None: ...
-
     def budget(self, context: Context, batch_size: int) -> Budget:
         self.rounds += 1
         return Budget(4, 8) if self.rounds % 3 == 0 else Budget(0, 0)

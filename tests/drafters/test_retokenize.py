@@ -69,7 +69,7 @@ def test_the_builtin_draft_model() -> None:
     """Ordinary code is tokenized as the draft model writes it, so as much is accepted as without the way round."""
     prompt = "import os\n\n\ndef main():\n    for name in os.listdir(path):\n"
     one, other = (
-        ft.load("builtin", drafter=f"{name},k=3").generate(prompt, max_new_tokens=24)
+        ft.load("builtin", drafter=f"{name},k=3", controller="constant").generate(prompt, max_new_tokens=24)
         for name in ("model", "retokenize")
     )
     assert one.token_ids == other.token_ids
@@ -303,7 +303,7 @@ def test_a_text_longer_than_the_draft_models_context() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_networks_of_other_tokenizers(kind: str, tmp_path: Path) -> None:
     draft = save_model(tmp_path / "draft", kind)
-    llm = ft.load("builtin", drafter=f"retokenize:{draft},k=4", dtype="float32")
+    llm = ft.load("builtin", drafter=f"retokenize:{draft},k=4", controller="constant", dtype="float32")
     prompts = ["def fib(n):", "It was a caf\u00e9 in \u6771\u4eac"]
     plain = llm.plain.generate(prompts, max_new_tokens=20)
     drafted = llm.generate(prompts, max_new_tokens=20)

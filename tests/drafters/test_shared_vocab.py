@@ -75,7 +75,9 @@ def test_the_builtin_draft_model_drafts_as_the_model_drafter() -> None:
     prompt = "def fibonacci(n):"
     for options in ("k=4", "tree=2x2x1"):
         runs = [
-            ft.load("builtin", drafter=f"{name},{options}").generate(prompt, max_new_tokens=24, temperature=t, seed=3)
+            ft.load("builtin", drafter=f"{name},{options}", controller="constant").generate(
+                prompt, max_new_tokens=24, temperature=t, seed=3
+            )
             for t in (0.0, 0.8)
             for name in ("model", "shared_vocab")
         ]
@@ -295,7 +297,7 @@ def test_a_writer_of_the_same_text_is_followed(kind: str, rate: float) -> None:
 @pytest.mark.parametrize("options", ["k=4", "tree=2x2x1", "tree=2x2,draw=iid", "tree=2x2,draw=greedy"])
 def test_networks_of_other_tokenizers(kind: str, options: str, tmp_path: Path) -> None:
     draft = save_model(tmp_path / "draft", kind)
-    llm = ft.load("builtin", drafter=f"shared_vocab:{draft},{options}", dtype="float32")
+    llm = ft.load("builtin", drafter=f"shared_vocab:{draft},{options}", controller="constant", dtype="float32")
     prompts = ["def fib(n):", "It was a caf\u00e9 in \u6771\u4eac"]
     plain = llm.plain.generate(prompts, max_new_tokens=20)
     drafted = llm.generate(prompts, max_new_tokens=20)

@@ -123,7 +123,11 @@ def test_the_automaton_counts_as_the_tree_does(seed: int) -> None:
 def test_the_best_suffix_is_that_of_the_plain_rule(seed: int) -> None:
     rng = random.Random(seed)
     text = [rng.randrange(3) for _ in range(300)]
-    for limits in (MatchLimits(16), MatchLimits(5, depth=8, factor=0.5, offset=1.0), MatchLimits(32, factor=4.0, min_prob=0.01)):
+    for limits in (
+        MatchLimits(16),
+        MatchLimits(5, depth=8, factor=0.5, offset=1.0),
+        MatchLimits(32, factor=4.0, min_prob=0.01),
+    ):
         automaton, end, proposed = Automaton(limits.depth, counted=True), 0, 0
         root = Node()
         active: list[Node] = []

@@ -16,7 +16,7 @@ class StopHeadConfig:
     Attributes:
         hidden_size: D of the draft model.
         blocks: residual blocks.
-        mix: share of a text's own tokens while it learns; all others are guesses of the draft model.
+        mix: share of a text's tokens that are replaced by guesses of the draft model while it learns.
         mismatch: weight of a rejection in the loss, in acceptances.
         judge: hash of the target whose acceptance it learns.
     """
@@ -30,8 +30,8 @@ class StopHeadConfig:
     def __post_init__(self) -> None:
         if self.blocks < 0:
             raise ValueError(f"specdec_pp needs blocks >= 0, not {self.blocks}")
-        if not 0 <= self.mix < 1:
-            raise ValueError(f"specdec_pp needs a share mix in [0, 1), not {self.mix}")
+        if not 0 < self.mix <= 1:
+            raise ValueError(f"specdec_pp needs a share mix in (0, 1], not {self.mix}")
         if self.mismatch <= 0:
             raise ValueError(f"specdec_pp needs a weight mismatch > 0, not {self.mismatch}")
 

@@ -1,6 +1,6 @@
 """SpecDec++'s training: which of the draft model's guesses would the target take?  Arxiv 2405.19715.
 
-Most tokens of a text are replaced by guesses of the draft model ("token mixing").  The head reads the draft model's
+Some tokens of a text are replaced by guesses of the draft model ("token mixing").  The head reads the draft model's
 state behind every guess and learns how likely it is to stand, ``min(1, p/q)``, with p and q of the text as it then is.
 """
 
@@ -20,7 +20,7 @@ from foretoken.training.recipes.base import Batch, Recipe
 
 CHUNK = 256
 """Places whose laws are made at once."""
-HELD_MIX, HELD_ROUNDS = 0.85, 3
+HELD_MIX, HELD_ROUNDS = 0.15, 6
 """Measured where most of the text is the text's, as it is when drafts are made; guesses are drawn a few times."""
 DEPTH = 8
 """Longest draft while the head is tried out."""
@@ -68,11 +68,11 @@ class SpecdecPpRecipe(Recipe):
     def guesses(self, batch: Batch, generator: torch.Generator, mix: float | None = None) -> tuple[Tensor, Tensor]:
         """The draft model's states [m, D] behind the guesses that were mixed into the texts, and their chances [m].
 
-        ``mix`` is the share of the text's own tokens, the setting's by default.
+        ``mix`` is the share of guesses, the setting's by default.
         """
         tokens = batch.tokens[:, :-1]
-        kept = self.config.mix if mix is None else mix
-        chosen = torch.rand(tokens.shape[0], tokens.shape[1] - 1, generator=generator) >= kept
+        share = self.config.mix if mix is None else mix
+        chosen = torch.rand(tokens.shape[0], tokens.shape[1] - 1, generator=generator) < share
         rows, before = chosen.to(tokens.device).nonzero(as_tuple=True)
         uniforms = torch.rand(len(rows), generator=generator).to(tokens.device)
         drawn = [
