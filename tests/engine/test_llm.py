@@ -167,7 +167,7 @@ def test_load_takes_models_and_objects() -> None:
         load(target, "ngram", verifier="kseq")
     with pytest.raises(ValueError, match="unknown verifier 'nonsense': choose one of greedy"):
         load(target, "ngram", verifier="nonsense")
-    with pytest.raises(ValueError, match="unknown controller 'nonsense': choose one of .*constant"):
+    with pytest.raises(ValueError, match=r"unknown controller .nonsense.: choose one of .*constant"):
         load(target, "ngram", controller="nonsense")
     with pytest.raises(ValueError, match="unknown drafter 'nonsense': choose one of model"):
         load(target, "nonsense")

@@ -119,7 +119,7 @@ def feature_drafter(drafter: Any, net: Any, config: Any, target: LanguageModel, 
     return made
 
 
-def eagle3(target: LanguageModel, share_head: bool) -> Eagle3Drafter:
+def eagle3(target: LanguageModel, share_head: bool, **options: Any) -> Eagle3Drafter:
     """A random network that can guess every second token, from depths that the target has."""
     parts = TargetParts(target)
     shape = dataclasses.asdict(LayerConfig.of_target(parts.config))
@@ -127,7 +127,7 @@ def eagle3(target: LanguageModel, share_head: bool) -> Eagle3Drafter:
                           share_head=share_head)  # fmt: skip
     net = random_weights(Eagle3Net(config))
     net.choose(torch.arange(config.draft_vocab) * 2 + 1)
-    return Eagle3Drafter.of(net, parts, target, nodes=5, depth=3)
+    return Eagle3Drafter.of(net, parts, target, nodes=5, depth=3, **options)
 
 
 def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassTokensDrafter:
@@ -361,7 +361,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             label,
             lambda target, draft, g=grow: feature_drafter(  # type: ignore[misc]
-                EagleDrafter, EagleNet, EagleConfig, target, grow=g
+                EagleDrafter, EagleNet, EagleConfig, target, grow=g, draw="greedy"
             ),
             network=True,
         )
@@ -370,12 +370,21 @@ CASES: dict[str, list[Case]] = {
             "opt-tree": "opt_tree,threshold=0.1",
             "cost-aware": "cost_aware,node_cost=0.05,step_cost=0.02",
         }.items()
-    ],
+    ]
+    + [Case("drawn", lambda target, draft: feature_drafter(EagleDrafter, EagleNet, EagleConfig, target), network=True)],
     "eagle3": [
         Case("own-head", lambda target, draft: eagle3(target, share_head=False), network=True),
         Case("target-head", lambda target, draft: eagle3(target, share_head=True), network=True),
+        Case("points", lambda target, draft: eagle3(target, share_head=True, draw="greedy"), network=True),
     ],
-    "mtp": [Case("chain", lambda target, draft: feature_drafter(MtpDrafter, MtpNet, MtpConfig, target), network=True)],
+    "mtp": [
+        Case("drawn", lambda target, draft: feature_drafter(MtpDrafter, MtpNet, MtpConfig, target), network=True),
+        Case(
+            "points",
+            lambda target, draft: feature_drafter(MtpDrafter, MtpNet, MtpConfig, target, draw="greedy"),
+            network=True,
+        ),
+    ],
     "kangaroo": [
         Case("chain", lambda target, draft: kangaroo(target, k=3, eta=0.2), network=True),
         Case("wor-tree", lambda target, draft: kangaroo(target, tree="2x2x1"), network=True),

@@ -83,7 +83,7 @@ def shapes(file: Path) -> dict[str, list[int]]:
 
 def drafts(target: Path, spec: str) -> tuple[list[int], list[tuple[Sequence[int], Sequence[int]]]]:
     """New tokens, and every tree (tokens and parents) that was drafted for them."""
-    llm = foretoken.load(target, spec, dtype="float32")
+    llm = foretoken.load(target, spec, controller="constant", dtype="float32")
     drafter: Any = llm.drafter
     seen, propose = [], drafter.propose_batch
 

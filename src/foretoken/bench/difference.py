@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from foretoken.models.base import Feed, LanguageModel
+from foretoken.sampling import Sampler, SamplingParams
 
 RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """Gap between two logits that rounding may turn over, as a fraction of the largest logit's magnitude (at least 1).
@@ -40,11 +41,16 @@ class Difference:
 
 
 def first_difference(
-    target: LanguageModel, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]
+    target: LanguageModel,
+    prompt: Sequence[int],
+    one: Sequence[int],
+    other: Sequence[int],
+    params: SamplingParams | None = None,
 ) -> Difference | None:
-    """Compare two outputs token by token; ``None`` when they are the same.
+    """Compare two greedy outputs token by token; ``None`` when they are the same.
 
-    The target scores the common prefix once more, one row at the end, as plain decoding does.
+    The target scores the common prefix once more, one row at the end, as plain decoding does.  ``params`` are the
+    penalties and biases that both outputs were made with: the gap is one between logits that have gone through them.
     """
     if list(one) == list(other):
         return None
@@ -54,9 +60,17 @@ def first_difference(
     tolerance = tie_tolerance(logits)
     if position == shorter:
         return Difference(position, None, tolerance)
-    wide = logits.double()
+    wide = _processed(logits.double(), [*prompt, *one[:position]], len(prompt), params)
     gap = float(wide.max() - torch.minimum(wide[one[position]], wide[other[position]]))
     return Difference(position, gap, tolerance)
+
+
+def _processed(logits: Tensor, prefix: Sequence[int], prompt_length: int, params: SamplingParams | None) -> Tensor:
+    """Logits [V] after penalties and biases, up to a constant: the logarithm of their law at temperature 1."""
+    if params is None:
+        return logits
+    unfiltered = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    return Sampler(unfiltered, prompt_length).law(logits, prefix).log()
 
 
 @torch.inference_mode()

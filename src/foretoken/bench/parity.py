@@ -2,213 +2,174 @@
 
 Greedy outputs are compared token by token with plain decoding through the same loop and with
 ``transformers.generate``; the first difference is a numerical tie or a real one.  Sampled outputs are tested against
-the target's exact law.
+the target's exact law, and their seeds must hold.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from foretoken.bench.difference import first_difference, next_logits
-from foretoken.bench.law import chi_square_p, uniform_place, uniformity_p
-from foretoken.drafters.base import Drafter
-from foretoken.llm import Llm, load
-from foretoken.loading import LoadError, build_drafter
-from foretoken.models.base import CapabilityError, Feed, LanguageModel
-from foretoken.registry import rows
-from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Rng
-from foretoken.verifiers.pairing import auto_verifier
-
-PROMPTS = (
-    "def fibonacci(n):\n    ",
-    "import os\n\nfor name in os.listdir('.'):\n    if name.endswith('.py'):\n        print(name)\n\nfor name in os.",
-    "It was a dark night, and the rain had not stopped since the morning. ",
-    "one two three four one two three four one two three",
+from foretoken.bench.parity_checks import (
+    Reference,
+    Subject,
+    check_batch,
+    check_greedy,
+    check_seed,
+    check_stop,
+    check_transformers,
+    stop_cases,
+    transformers_output,
 )
-FALSE_ALARM = 1e-3
-"""Chance that a whole report fails although every law is right (shared by its sampled checks)."""
-LAW_TOKENS = 4
-"""Tokens of every sampled output: enough for drafts of several tokens, few enough to sample often."""
+from foretoken.bench.parity_law import check_sampled
+from foretoken.bench.parity_prompts import read_prompts as read_prompts
+from foretoken.bench.parity_report import Check, Report
+from foretoken.bench.parity_report import Settings as Settings
+from foretoken.controllers.constant import ConstantController
+from foretoken.drafters.base import Drafter
+from foretoken.llm import Llm, Output, load
+from foretoken.loading import build_drafter, default_drafter
+from foretoken.models.base import LanguageModel
+from foretoken.registry import rows
 
-
-@dataclass(frozen=True)
-class Settings:
-    """What a parity run does.
-
-    Attributes:
-        target_source: what the target was loaded from (decides what a drafter without a path means).
-        verifier, controller, profile, device, allow_lossy: as in :func:`foretoken.llm.load`.
-        max_new_tokens: length of greedy outputs.
-        sampling: temperature, top_k, top_p, min_p of the law test.
-        samples: sampled outputs per drafter; 0 leaves the test out.
-        seed: of the first sample; the others count up.
-    """
-
-    target_source: Any = "builtin"
-    verifier: str = "auto"
-    controller: str = "auto"
-    profile: Path | None = None
-    device: str | None = None
-    allow_lossy: bool = False
-    max_new_tokens: int = 64
-    sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 1.0})
-    samples: int = 256
-    seed: int = 0
-
-
-@dataclass
-class Check:
-    """One drafter in one mode.
-
-    Attributes:
-        drafter: its spec.
-        verifier: the rule's name.
-        mode: ``greedy`` (against plain decoding), ``transformers`` (against ``model.generate``) or ``sampled``.
-        prompts: outputs compared.
-        identical: of them, how many are the same token by token.
-        ties: first differences that rounding explains.
-        differences: first differences that it does not, or a failed law test.
-        p_value: of the law test.
-        notes: the first differences in words.
-    """
-
-    drafter: str
-    verifier: str
-    mode: str
-    prompts: int
-    identical: int = 0
-    ties: int = 0
-    differences: int = 0
-    p_value: float | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def public(self) -> dict[str, Any]:
-        """As the CLI's JSON prints it."""
-        return {key: value for key, value in vars(self).items() if key != "notes"}
-
-
-@dataclass
-class Report:
-    """All checks, and the drafters that could not be checked with the reason."""
-
-    checks: list[Check]
-    skipped: list[str]
-
-    @property
-    def passed(self) -> bool:
-        """Whether something was compared and nothing differs but ties."""
-        return bool(self.checks) and not any(check.differences for check in self.checks)
-
-    def public(self) -> dict[str, Any]:
-        """As the CLI's JSON prints it."""
-        return {"passed": self.passed, "checks": [check.public() for check in self.checks]}
+OnProgress = Callable[[int, int, str], None]
+"""Told how many checks are done, how many there are, and which one begins."""
+PARTS: dict[str, Callable[[Subject], Check | None]] = {
+    "greedy": check_greedy,
+    "transformers": check_transformers,
+    "batch": check_batch,
+    "stop": check_stop,
+    "seed": check_seed,
+}
 
 
 def run_parity(
     target: LanguageModel,
     tokenizer: Any | None,
-    drafters: Sequence[str] | None,
+    drafters: Sequence[str | Drafter] | None,
     prompts: Sequence[str] | Sequence[Sequence[int]],
     settings: Settings,
-    on_progress: Callable[[str], None] = lambda _: None,
+    on_progress: OnProgress = lambda done, total, text: None,
+    report: Report | None = None,
 ) -> Report:
     """Compare every drafter with plain decoding on ``target``.
 
     Args:
         target: the model under test.
         tokenizer: for text prompts.
-        drafters: specs; ``None`` tries all that need no training and leaves out those that do not fit.
+        drafters: specs or drafters; ``None`` tries all, and leaves out those that do not fit.
         prompts: texts, or lists of token ids.
         settings: see :class:`Settings`.
         on_progress: told what is being done.
+        report: filled as checks are finished, for a caller who wants what there is when the run is broken off.
 
     Raises:
         ValueError: a drafter that was asked for does not fit, a prompt that does not, or a bad setting.
     """
+    report = Report() if report is None else report
+    if not prompts:
+        raise ValueError("parity needs at least one prompt")
+    on_progress(0, 0, "plain decoding")
+    reference, plain = _reference(target, tokenizer, prompts, settings)
+    modes = [mode for mode in ("greedy", *settings.modes) if mode in settings.modes]
+    modes = list(dict.fromkeys(modes))
+    if "transformers" in modes and reference.outside is not None:
+        plain_subject = Subject("none", plain, plain, reference)
+        report.checks.append(_checked(plain_subject, "transformers", settings.false_alarm))  # type: ignore[arg-type]
+    specs, report.skipped = _fitting(target, tokenizer, settings) if drafters is None else (list(drafters), [])
+    if drafters is not None:  # what does not fit is found before any of them runs
+        for spec in specs:
+            _subject(spec, reference, tokenizer)
+    limit = settings.false_alarm / max(1, len(specs))
+    for i, spec in enumerate(specs):
+        subject = _subject(spec, reference, tokenizer)
+        for j, mode in enumerate(modes):
+            on_progress(i * len(modes) + j, len(specs) * len(modes), f"{subject.spec}: {mode}")
+            check = _checked(subject, mode, limit)
+            if check is not None:
+                report.checks.append(check)
+    report.complete = True
+    return report
+
+
+def _reference(
+    target: LanguageModel, tokenizer: Any | None, prompts: Sequence[str] | Sequence[Sequence[int]], settings: Settings
+) -> tuple[Reference, Llm]:
     plain = Llm(target, None, None, None, tokenizer)
     encoded = [plain.encode(prompt) for prompt in prompts]
-    on_progress("plain decoding")
-    expected = [_greedy(plain, prompt, settings) for prompt in encoded]
-    on_progress("transformers.generate")
-    outside = [_transformers(target, prompt, settings) for prompt in encoded]
-    checks: list[Check] = []
-    if outside and outside[0] is not None:
-        checks.append(_compared("none", "none", "transformers", target, encoded, outside, expected))
-    specs, skipped = _fitting(target, tokenizer, settings) if drafters is None else (drafters, [])
-    for spec in specs:
-        llm = _llm(spec, target, tokenizer, settings)
-        on_progress(f"{spec}: greedy")
-        outputs = [_greedy(llm, prompt, settings) for prompt in encoded]
-        name = _verifier_name(llm, greedy=True)
-        checks.append(_compared(spec, name, "greedy", target, encoded, expected, outputs))
-        if outside and outside[0] is not None:
-            checks.append(_compared(spec, name, "transformers", target, encoded, outside, outputs))
-        if settings.samples and not (llm.engine.verifier is not None and llm.engine.verifier.greedy_only):
-            on_progress(f"{spec}: sampled")
-            checks.append(_sampled(spec, llm, encoded[0], settings))
-    _judge(checks)
-    return Report(checks, skipped)
+    options = {"max_new_tokens": settings.max_new_tokens, **settings.greedy}
+    expected = [plain.generate(prompt, **options).token_ids for prompt in encoded]
+    outside = None
+    if "transformers" in settings.modes:
+        found = [transformers_output(target, prompt, settings) for prompt in encoded]
+        outside = [output for output in found if output is not None] or None
+    stops = stop_cases(plain, encoded, expected, settings) if "stop" in settings.modes else []
+    return Reference(target, encoded, settings, expected, outside, stops), plain
 
 
-def read_prompts(file: Path | None) -> list[str]:
-    """Prompts of a text file (one a line) or of JSONL rows with ``prompt``, ``text`` or ``turns``; else our own.
-
-    Raises:
-        OSError: no such file.
-        ValueError: no prompt in it, or a broken row.
-    """
-    if file is None:
-        return list(PROMPTS)
-    raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+def _checked(subject: Subject, mode: str, limit: float) -> Check | None:
+    """One check; one that breaks off is a difference: plain decoding did not."""
     try:
-        lines = [line for line in raw.decode("utf-8").splitlines() if line.strip()]
-        as_rows = ".jsonl" in file.suffixes
-        found = [_prompt_of(json.loads(line)) if as_rows else line for line in lines]
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} is no text or JSONL file: {error}") from None
-    prompts = [prompt for prompt in found if prompt]
-    if not prompts:
-        raise ValueError(f"{file} holds no prompts: one a line, or JSONL rows with prompt, text or turns")
-    return prompts
-
-
-def _prompt_of(row: Any) -> str:
-    if not isinstance(row, dict):
-        return ""
-    turns = row.get("turns")
-    value = row.get("prompt") or row.get("text") or (turns[0] if turns else "")
-    return value if isinstance(value, str) else ""
+        return check_sampled(subject, limit) if mode == "sampled" else PARTS[mode](subject)
+    except MemoryError:
+        raise
+    except Exception as error:
+        for llm in (subject.steady, subject.chosen):
+            llm.engine.close()
+        check = subject.check(mode)
+        check.differences = check.prompts
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        check.notes.append(f"broke off: {reason} ({Path(place.filename).name}, line {place.lineno})")
+        return check
 
 
 # -- drafters --------------------------------------------------------------------------------------------------------
 
 
-def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple[list[str], list[str]]:
-    """Specs of untrained drafters that run on this target, and why the others do not."""
-    fitting, skipped = [], []
-    for row in rows("drafter"):
-        if row.needs_training:
-            continue
+def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple[list[str | Drafter], list[str]]:
+    """What ``auto`` means here and every drafter of the registry that runs on this target, and why others do not."""
+    first = default_drafter(target, settings.target_source)
+    specs = [] if first is None else [first]
+    specs += [row.example for row in rows("drafter") if row.example not in specs]
+    fitting: list[str | Drafter] = []
+    skipped = []
+    for spec in specs:
         try:
-            _llm(row.example, target, tokenizer, settings)
-        except (CapabilityError, LoadError, ValueError) as error:
-            skipped.append(f"{row.example}: {error}")
+            _llm(spec, target, tokenizer, settings)
+        except ValueError as error:
+            skipped.append(f"{spec}: {error}")
         else:
-            fitting.append(row.example)
+            fitting.append(spec)
     return fitting, skipped
 
 
-def _llm(spec: str, target: LanguageModel, tokenizer: Any, settings: Settings) -> Llm:
+def _subject(spec: str | Drafter, reference: Reference, tokenizer: Any) -> Subject:
+    settings = reference.settings
+    chosen = _llm(spec, reference.target, tokenizer, settings)
+    steady = chosen
+    # auto may decide to draft nothing, and then nothing would be checked.
+    if settings.controller == "auto":
+        steady = Llm(
+            reference.target,
+            chosen.drafter,
+            chosen.engine.verifier,
+            ConstantController(),
+            tokenizer,
+            allow_lossy=settings.allow_lossy,
+        )
+    name = spec if isinstance(spec, str) else spec.spec or spec.name
+    return Subject(name, steady, chosen, reference)
+
+
+def _llm(spec: str | Drafter, target: LanguageModel, tokenizer: Any, settings: Settings) -> Llm:
+    wanted = default_drafter(target, settings.target_source) if spec == "auto" else spec
+    if wanted is None:
+        raise ValueError("this target's state cannot be rolled back: it can only be decoded plainly")
     drafter = build_drafter(
-        spec, target, target_source=settings.target_source, tokenizer=tokenizer, device=settings.device
+        wanted, target, target_source=settings.target_source, tokenizer=tokenizer, device=settings.device
     )
     if drafter is None:
         raise ValueError("parity compares a drafter with plain decoding: 'none' is plain decoding itself")
@@ -223,118 +184,6 @@ def _llm(spec: str, target: LanguageModel, tokenizer: Any, settings: Settings) -
     )
 
 
-def _verifier_name(llm: Llm, greedy: bool) -> str:
-    if llm.engine.verifier is not None:
-        return llm.engine.verifier.name
-    drafter: Drafter | None = llm.drafter
-    if drafter is None:
-        return "none"
-    return auto_verifier(drafter.kind, drafter.draws_trees, greedy).name
-
-
-# -- greedy ----------------------------------------------------------------------------------------------------------
-
-
-def _greedy(llm: Llm, prompt: list[int], settings: Settings) -> list[int]:
-    return llm.generate(prompt, max_new_tokens=settings.max_new_tokens).token_ids
-
-
-def _transformers(target: LanguageModel, prompt: list[int], settings: Settings) -> list[int] | None:
-    """Greedy output of ``model.generate``; ``None`` when the target is no Transformers model."""
-    model = getattr(target, "model", None)
-    if model is None or not hasattr(model, "generate"):
-        return None
-    from transformers import GenerationConfig
-
-    eos = sorted(target.eos_token_ids)
-    # A fresh configuration: the checkpoint's own may ask for sampling or penalties.
-    config = GenerationConfig(
-        max_new_tokens=settings.max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=1.0,
-        eos_token_id=eos or None,
-        pad_token_id=eos[0] if eos else 0,
-    )
-    ids = torch.tensor([prompt], device=model.device)
-    with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    return list(out[0, len(prompt) :].tolist())
-
-
-def _compared(
-    drafter: str,
-    verifier: str,
-    mode: str,
-    target: LanguageModel,
-    prompts: Sequence[list[int]],
-    expected: Sequence[list[int] | None],
-    outputs: Sequence[list[int]],
-) -> Check:
-    check = Check(drafter, verifier, mode, len(prompts))
-    for i, (prompt, want, got) in enumerate(zip(prompts, expected, outputs, strict=True)):
-        found = first_difference(target, prompt, want or [], got)
-        if found is None:
-            check.identical += 1
-            continue
-        check.ties += found.is_tie
-        check.differences += not found.is_tie
-        gap = "one output ends there" if found.logit_gap is None else f"logit gap {found.logit_gap:.3g}"
-        kind = "a tie" if found.is_tie else f"a real difference (a tie is at most {found.tolerance:.3g})"
-        check.notes.append(f"prompt {i} differs from token {found.position} on: {gap}, {kind}")
-    return check
-
-
-# -- sampled ---------------------------------------------------------------------------------------------------------
-
-
-def _sampled(spec: str, llm: Llm, prompt: list[int], settings: Settings) -> Check:
-    """Two tests of ``samples`` outputs of one prompt: the first token's counts, and every token's place in its law."""
-    check = Check(spec, _verifier_name(llm, greedy=False), "sampled", 1)
-    room = llm.target.context_length - len(prompt)
-    outputs = []
-    for start in range(0, settings.samples, 32):
-        seeds = [settings.seed + i for i in range(start, min(start + 32, settings.samples))]
-        batch = llm.generate(
-            [prompt] * len(seeds), seed=seeds, max_new_tokens=min(LAW_TOKENS, room), **settings.sampling
-        )
-        outputs += [output.token_ids for output in batch]
-    maker = Sampler(SamplingParams(**settings.sampling), len(prompt))
-    first = maker.law(next_logits(llm.target, prompt), prompt).double().cpu()
-    counts = torch.bincount(torch.tensor([output[0] for output in outputs]), minlength=len(first))
-    coins = Rng(settings.seed + 1_000_003)  # not the stream of any sample
-    places = [place for output in outputs for place in _places(llm.target, maker, prompt, output, coins)]
-    p_values = (chi_square_p(counts, first * len(outputs)), uniformity_p(places))
-    check.p_value = min(1.0, 2 * min(p_values))
-    return check
-
-
-@torch.inference_mode()
-def _places(target: LanguageModel, maker: Sampler, prompt: list[int], output: list[int], coins: Rng) -> list[float]:
-    """Every token's place in the target's own law after what came before it (see :func:`uniform_place`)."""
-    sequence = target.open()
-    try:
-        target.prefill(sequence, prompt[:-1])
-        fed = [prompt[-1], *output[:-1]]
-        if target.capabilities.rollback:
-            logits = target.forward([Feed(sequence, fed)])[0].logits
-        else:  # one token at a time
-            scored = []
-            for token in fed:
-                scored.append(target.forward([Feed(sequence, [token])])[0].logits)
-                target.commit(sequence, [0])
-            logits = torch.cat(scored)
-    finally:
-        target.release(sequence)
-    laws = maker.laws(logits, None).double().cpu()
-    return [uniform_place(law, token, coins.uniform()) for law, token in zip(laws, output, strict=True)]
-
-
-def _judge(checks: Sequence[Check]) -> None:
-    """A law test fails below the report's false-alarm rate, divided among its law tests."""
-    sampled = [check for check in checks if check.p_value is not None]
-    for check in sampled:
-        limit = FALSE_ALARM / len(sampled)
-        if check.p_value is not None and check.p_value < limit:
-            check.differences = 1
-            check.notes.append(f"the sampled law differs: p = {check.p_value:.2g} (limit {limit:.2g})")
+def drafted(outputs: Sequence[Output]) -> int:
+    """Draft tokens that the target checked."""
+    return sum(output.stats.num_draft_tokens for output in outputs)

@@ -40,6 +40,27 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on a terminal's stderr; call it with (steps done, steps in all or 0, what begins).
+
+    Drawn only when it changes, as :func:`status_line`.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    console = screen(stderr=True)
+    shown = console.is_terminal
+    with Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not shown) as bar:
+        task = bar.add_task("", total=None)
+
+        def tell(done: int, total: int, text: str) -> None:
+            if shown:
+                bar.update(task, completed=done, total=total or None, description=text, refresh=True)
+
+        yield tell
+
+
+@contextlib.contextmanager
 def json_only(active: bool) -> Iterator[None]:
     """While ``active``, everything that is printed goes to stderr: stdout is for the JSON line alone."""
     with contextlib.redirect_stdout(sys.stderr) if active else contextlib.nullcontext():

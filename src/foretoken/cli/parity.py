@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, screen, status_line
+from foretoken.cli.output import json_only, print_json, progress_bar, screen
 from foretoken.registry import find, parse_spec, rows
 
 if TYPE_CHECKING:
-    from foretoken.bench.parity import Check, Report
+    from rich.console import Console
+
+    from foretoken.bench.parity import Settings
+    from foretoken.bench.parity_report import Check, Report
 
 _NAMES = ", ".join(row.name for row in rows("drafter"))
+_DIFFERENCE, _INTERRUPTED = 1, 130
 
 
 @with_common(omit=("drafter",))
@@ -22,46 +28,54 @@ def parity_command(
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Spec NAME[:PATH][,KEY=VALUE...], may be given several times: {_NAMES}. "
-            "By default all that need no training and fit the target."
+            help=f"Spec NAME[:PATH][,KEY=VALUE...], may be given several times: auto, {_NAMES}. "
+            "By default all that fit the target."
         ),
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="Text file (one prompt a line) or JSONL with prompt, text or turns.")
     ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(help="Check only this: transformers, greedy, batch, stop, sampled, seed. May be repeated."),
+    ] = None,
     samples: Annotated[int, typer.Option(help="Sampled outputs per drafter for the law test; 0 leaves it out.")] = 256,
+    false_alarm: Annotated[
+        float, typer.Option(help="Chance that the whole report fails although every law is right.")
+    ] = 1e-3,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages tokens seen before.")] = 1.0,
     as_json: Json = False,
     *,
     common: Common,
 ) -> None:
     """Compare speculative decoding with plain decoding on a target, greedy and sampled.
 
-    Exit code 1 when there is a difference that rounding does not explain.
+    Exit code 1 when there is a difference that rounding does not explain.  Ctrl-C prints what was checked so far.
     """
     common.check()
     for spec in drafter or ():
-        find("drafter", parse_spec(spec).name)
-    if samples < 0:
-        raise ValueError(f"--samples must be at least 0, not {samples}")
+        if spec != "auto":
+            find("drafter", parse_spec(spec).name)
+    settings = _settings(common, mode, samples, false_alarm, repetition_penalty)
     with json_only(as_json):
-        report = _run(common, drafter, prompts, samples)
+        report, stopped = _run(common, drafter, prompts, settings)
     if as_json:
         print_json(report.public())
     else:
-        _print(report)
+        _print(report, settings)
+    if stopped:
+        raise typer.Exit(_INTERRUPTED)
     if not report.passed:
-        raise typer.Exit(1)
+        raise typer.Exit(_DIFFERENCE)
 
 
-def _run(common: Common, drafters: list[str] | None, prompts: Path | None, samples: int) -> Report:
-    from foretoken.bench.parity import Settings, read_prompts, run_parity
-    from foretoken.loading import load_tokenizer
-    from foretoken.sampling import SamplingParams
+def _settings(
+    common: Common, modes: list[str] | None, samples: int, false_alarm: float, repetition_penalty: float
+) -> Settings:
+    from foretoken.bench.parity import Settings
+    from foretoken.bench.parity_report import MODES
 
-    SamplingParams(common.temperature, common.top_k, common.top_p, common.min_p)
-    texts = read_prompts(prompts)
-    target = common.load_target()
-    settings = Settings(
+    return Settings(
         target_source=common.target,
         verifier=common.verifier,
         controller=common.controller,
@@ -74,23 +88,49 @@ def _run(common: Common, drafters: list[str] | None, prompts: Path | None, sampl
             "top_k": common.top_k,
             "top_p": common.top_p,
             "min_p": common.min_p,
+            "repetition_penalty": repetition_penalty,
         },
         samples=samples,
+        false_alarm=false_alarm,
         seed=common.seed or 0,
+        modes=modes or MODES,
     )
-    with status_line() as say:
-        return run_parity(target, load_tokenizer(common.target), drafters, texts, settings, say)
 
 
-def _print(report: Report) -> None:
+def _run(
+    common: Common, drafters: list[str] | None, prompts: Path | None, settings: Settings
+) -> tuple[Report, bool]:
+    """The report, and whether Ctrl-C cut it short."""
+    from foretoken.bench.parity import read_prompts, run_parity
+    from foretoken.bench.parity_report import Report
+    from foretoken.loading import load_tokenizer
+
+    texts = read_prompts(prompts)
+    target = common.load_target()
+    report = Report()
+    bar: AbstractContextManager[Callable[[int, int, str], None]] = progress_bar()
+    try:
+        with bar as on_progress:
+            run_parity(target, load_tokenizer(common.target), drafters, texts, settings, on_progress, report)
+    except KeyboardInterrupt:
+        if not report.checks:
+            raise
+        return report, True
+    return report, False
+
+
+# -- for people ------------------------------------------------------------------------------------------------------
+
+
+def _print(report: Report, settings: Settings) -> None:
     from rich import box
     from rich.table import Table
 
     console = screen()
     table = Table(title="parity", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("drafter", "verifier", "against"):
+    for name in ("drafter", "verifier", "check"):
         table.add_column(name, overflow="fold")
-    for name in ("prompts", "identical", "ties", "differences", "p-value"):
+    for name in ("outputs", "drafted", "identical", "ties", "differences", "p-value", "sees"):
         table.add_column(name, justify="right", no_wrap=True)
     for check in report.checks:
         table.add_row(*_cells(check), style="red" if check.differences else "")
@@ -100,13 +140,43 @@ def _print(report: Report) -> None:
     for check in report.checks:
         for note in check.notes:
             console.print(f"{check.drafter}, {check.mode}: {note}", soft_wrap=True)
-    verdict = "passed: speculation does not change what this target says"
-    failed = "FAILED: there is a difference that rounding does not explain"
-    console.print(verdict if report.passed else failed, style="bold green" if report.passed else "bold red")
+    _print_law(console, report, settings)
+    _print_verdict(console, report)
+
+
+def _print_law(console: Console, report: Report, settings: Settings) -> None:
+    """What the law tests would have found."""
+    sees = [check.sees for check in report.checks if check.sees is not None]
+    if not sees:
+        return
+    span = f"{min(sees):.2f}" if f"{min(sees):.2f}" == f"{max(sees):.2f}" else f"{min(sees):.2f} to {max(sees):.2f}"
+    console.print(
+        f"law tests: {settings.samples} outputs each; one that is right fails with a chance of "
+        f"{settings.false_alarm / len(sees):.2g} (all together {settings.false_alarm:.2g}), one whose law is off by a "
+        f"total variation of {span} or more is found with a chance of 0.9",
+        soft_wrap=True,
+    )
+
+
+def _print_verdict(console: Console, report: Report) -> None:
+    silent = {check.drafter for check in report.checks if check.drafter != "none"}
+    silent -= {check.drafter for check in report.checks if check.drafted}
+    for drafter in sorted(silent):
+        console.print(f"{drafter} drafted nothing on these prompts: its checks say little", soft_wrap=True)
+    if report.differs:
+        console.print("FAILED: there is a difference that rounding does not explain", style="bold red")
+    elif not report.complete:
+        console.print("stopped before the end: no difference so far", style="bold")
+    elif not report.checks:
+        console.print("FAILED: nothing could be compared", style="bold red")
+    else:
+        console.print("passed: speculation does not change what this target says", style="bold green")
 
 
 def _cells(check: Check) -> list[str]:
     sampled = check.mode == "sampled"
     counts = ["", ""] if sampled else [str(check.identical), str(check.ties)]
     p_value = "" if check.p_value is None else f"{check.p_value:.3g}"
-    return [check.drafter, check.verifier, check.mode, str(check.prompts), *counts, str(check.differences), p_value]
+    sees = "" if check.sees is None else f"{check.sees:.2f}"
+    numbers = [str(check.prompts), str(check.drafted), *counts, str(check.differences), p_value, sees]
+    return [check.drafter, check.verifier, check.mode, *numbers]

@@ -94,6 +94,7 @@ class BanditController(Controller):
             raise ValueError("bandit needs explore >= 0 and 0 < delta < 1")
         self.lengths, self.costs = parse_lengths(lengths), parse_costs(c)
         self.explore, self.delta, self.share = explore, delta, share
+        self.keeps_seeds = bool(self.costs) and not share
         self._tables: dict[int, Table] = {}
         self._measured: RoundCosts | None = None
         self._make_arms(Limits("", 5, 64))

@@ -18,6 +18,8 @@ class Controller(ABC):
     """
 
     name: ClassVar[str]
+    keeps_seeds: bool = True
+    """Whether budgets of a seeded request depend on nothing but that request: no clock, no other requests."""
 
     @property
     def drafts(self) -> bool:

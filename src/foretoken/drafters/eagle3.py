@@ -29,10 +29,17 @@ class Eagle3Drafter(FeatureDrafter):
     name = "eagle3"
 
     def __init__(
-        self, model: FeatureModel, nodes: int = 16, depth: int = 5, width: int = 4, grow: str = "eagle2"
+        self,
+        model: FeatureModel,
+        nodes: int = 16,
+        depth: int = 5,
+        width: int = 4,
+        grow: str = "eagle2",
+        draw: str = "iid",
     ) -> None:
-        super().__init__(model, nodes, depth, width, grow)
+        super().__init__(model, nodes, depth, width, grow, draw)
         self.net: Eagle3Net = model.model
+        self._ids: Tensor | None = None
         self.taps = tuple(dict.fromkeys(self.net.config.taps))
 
     @classmethod
@@ -60,6 +67,14 @@ class Eagle3Drafter(FeatureDrafter):
     def mapped(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids."""
         return self.net.target_ids(tokens)
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Logits [n, V] over the target's ids: what the draft vocabulary lacks is impossible."""
+        if self._ids is None:
+            self._ids = self.net.target_ids(torch.arange(logits.shape[-1], device=logits.device))
+        wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        wide[:, self._ids] = logits
+        return wide
 
 
 def draft_logits(net: Eagle3Net, parts: TargetParts, states: Tensor) -> Tensor:

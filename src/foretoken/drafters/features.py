@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.model import asks_for_confidence, draw_iid
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.features import FeatureModel
 from foretoken.trees.base import Candidates, Growth
 from foretoken.trees.eagle2 import Eagle2
-from foretoken.types import Budget, Context, TokenTree
+from foretoken.types import Budget, Context, Kind, NonFiniteLogitsError, TokenTree
 
 
 @dataclass
@@ -36,10 +37,14 @@ class Growing:
     scratch_of: dict[int, int] = field(default_factory=dict)
     frontier: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
+    laws: list[Tensor] | None = None  # of a drawn chain
 
 
 class FeatureDrafter(FeatureReader, Drafter):
-    """Point proposals: the tree that the draft's own confidence makes.
+    """Point proposals, the tree that the draft's own confidence makes; or a chain that is drawn from the draft's laws.
+
+    A point is accepted with chance p(x), a drawn token with sum min(p, q) on average, which is more where p and q are
+    spread alike: at high temperatures the chain wins, at low ones the tree.
 
     Args:
         model: the network over the target's features.
@@ -48,6 +53,7 @@ class FeatureDrafter(FeatureReader, Drafter):
         width: children that every expanded node gets, and with ``eagle2`` nodes that are expanded per level.
         grow: how the tree grows, the spec of a dynamic tree: ``eagle2``, ``opt_tree,threshold=0.2`` or
             ``cost_aware,node_cost=0.01,step_cost=0.1``.
+        draw: ``"greedy"``, or ``"iid"``: requests that sample get a drawn chain (greedy ones the tree all the same).
 
     Attributes:
         growth: that tree; one made by hand (``CostAware(cost=...)`` with measured costs) may be put in its place.
@@ -57,13 +63,21 @@ class FeatureDrafter(FeatureReader, Drafter):
     """
 
     def __init__(
-        self, model: FeatureModel, nodes: int = 16, depth: int = 5, width: int = 4, grow: str = "eagle2"
+        self,
+        model: FeatureModel,
+        nodes: int = 16,
+        depth: int = 5,
+        width: int = 4,
+        grow: str = "eagle2",
+        draw: str = "iid",
     ) -> None:
+        if draw not in ("greedy", "iid"):
+            raise ValueError(f"{self.name} needs draw=greedy or draw=iid, not {draw!r}")
         for key, value in (("nodes", nodes), ("depth", depth), ("width", width)):
             if value < 1:
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
         super().__init__(model)
-        self.width = width
+        self.width, self.draw = width, draw
         self.growth = growth_of(grow)
         self.max_depth, self.max_nodes = depth, nodes
         self.vocab_size = model.vocab_size
@@ -72,6 +86,17 @@ class FeatureDrafter(FeatureReader, Drafter):
     def draws_trees(self) -> bool:
         """Unless every node gets one child."""
         return self.width > 1
+
+    @property
+    def kind(self) -> Kind:
+        """How tokens are chosen when the request samples."""
+        return Kind.IID if self.draw == "iid" else Kind.POINT
+
+    @property
+    def proposals(self) -> frozenset[tuple[Kind, bool]]:
+        """The tree of points, and the drawn chain: a verifier must be right for both (``auto`` picks by the tree)."""
+        points = (Kind.POINT, self.draws_trees)
+        return frozenset({points, (Kind.IID, False)} if self.draw == "iid" else {points})
 
     # -- a request's life --------------------------------------------------------------------------------------------
 
@@ -94,7 +119,7 @@ class FeatureDrafter(FeatureReader, Drafter):
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One call for what was committed, then one per level, for the whole batch."""
         heads = self._heads(contexts)
-        trees = [Growing(c, b, c.state[self], Candidates([c.root])) for c, b in zip(contexts, budgets, strict=True)]
+        trees = [self._begin(c, b) for c, b in zip(contexts, budgets, strict=True)]
         growing = [tree for tree in trees if id(tree.context) in heads]
         for tree in growing:
             logits, state = heads[id(tree.context)]
@@ -107,6 +132,10 @@ class FeatureDrafter(FeatureReader, Drafter):
             for tree, row in zip(growing, rows, strict=True):
                 self._expand(tree, tree.frontier, row.logits, row.taps["state"])
         return [self._finished(tree) for tree in trees]
+
+    def _begin(self, context: Context, budget: Budget) -> Growing:
+        drawn = self.draw == "iid" and not context.maker.greedy
+        return Growing(context, budget, context.state[self], Candidates([context.root]), laws=[] if drawn else None)
 
     def _heads(self, contexts: Sequence[Context]) -> dict[int, tuple[Tensor, Tensor]]:
         """Per request the logits [1, V] and the output state [D] at its root, once its text has been read."""
@@ -132,6 +161,9 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def _expand(self, tree: Growing, nodes: Sequence[int], logits: Tensor, outputs: Tensor) -> None:
         """Give every node its best children; some of these are expanded next."""
+        if tree.laws is not None:
+            self._draw(tree, nodes[0], self.widened(logits[:1])[0], outputs)
+            return
         seen = tree.seen
         law = torch.log_softmax(logits.float(), -1)
         values, tokens = law.topk(min(self.width, law.shape[-1]), -1)
@@ -143,15 +175,40 @@ class FeatureDrafter(FeatureReader, Drafter):
         row_of = {node: row for row, node in enumerate(nodes)}
         tree.states = [outputs[row_of[seen.parents[node]]] for node in tree.frontier]
 
+    def _draw(self, tree: Growing, node: int, logits: Tensor, outputs: Tensor) -> None:
+        """Draw the chain's next token by the request's own pipeline from logits [V], and keep the law it is from."""
+        context, seen = tree.context, tree.seen
+        tree.frontier, tree.states = [], []
+        try:
+            law = context.maker.law(logits, () if context.maker.context_free else (*context.tokens, *seen.tokens[1:]))
+        except NonFiniteLogitsError:
+            if bool(logits.isnan().any()):
+                raise
+            return  # a small draft vocabulary may hold nothing of what the request allows
+        (token,) = draw_iid(law, 1, context)
+        tree.laws = [*(tree.laws or ()), law]
+        chance = float(law[token]) if asks_for_confidence(tree.budget) else 1.0
+        seen.add(node, [token], [0.0])
+        goes_on = len(tree.laws) < self._most(tree) and not tree.budget.stops_after(law, chance)
+        if goes_on:
+            tree.frontier, tree.states = [len(seen) - 1], [outputs[0]]
+
     def mapped(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids."""
         return tokens
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Logits [n, V] over the target's ids from the draft's."""
+        return logits
 
     def _most(self, tree: Growing) -> int:
         return min(self.max_nodes, tree.budget.max_nodes)
 
     def _finished(self, tree: Growing) -> TokenTree:
-        """What is kept of all candidates."""
+        """What is kept of all candidates, or the whole drawn chain."""
+        if tree.laws is not None:
+            drafts = tree.seen.tokens[1:]
+            return TokenTree.chain(tree.context.root, drafts, torch.stack(tree.laws) if drafts else None)
         return tree.seen.tree(self.growth.kept(tree.seen, self._most(tree)))
 
 

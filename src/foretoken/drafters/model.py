@@ -269,12 +269,8 @@ class ModelDrafter(Drafter):
     def _choose(self, tree: _Growing, ranking: Tensor, law: Tensor, width: int) -> list[int]:
         if tree.greedy:
             return ranking.topk(min(width, len(ranking))).indices.tolist()
-        rng = tree.context.rng
         if self.draw == "iid" or width == 1:
-            cdf = law.cumsum(0)
-            points = torch.tensor(rng.uniforms(width), dtype=law.dtype, device=law.device) * cdf[-1]
-            drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(law) - 1)
-            return _positive(law, drawn).tolist()
+            return draw_iid(law, width, tree.context)
         return draw_without_replacement(law, width, tree.context)
 
     def _confidence(self, logits: Tensor, law: Tensor, token: int, tree: _Growing) -> tuple[Tensor, float]:
@@ -350,6 +346,15 @@ def ends_path(tree: _Growing, parent: int) -> bool:
     """Whether such a rule ends the draft with the children of ``parent``."""
     rule = tree.budget.path_stop
     return rule is not None and parent in tree.standing and rule.ends(tree.standing[parent])
+
+
+def draw_iid(law: Tensor, count: int, context: Context) -> list[int]:
+    """``count`` independent draws from ``law`` [V]."""
+    cdf = law.cumsum(0)
+    points = torch.tensor(context.rng.uniforms(count), dtype=law.dtype, device=law.device) * cdf[-1]
+    drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(law) - 1)
+    found: list[int] = _positive(law, drawn).tolist()
+    return found
 
 
 def _positive(law: Tensor, drawn: Tensor) -> Tensor:

@@ -19,9 +19,15 @@ class MtpDrafter(FeatureDrafter):
     name = "mtp"
 
     def __init__(
-        self, model: FeatureModel, nodes: int = 4, depth: int = 4, width: int = 1, grow: str = "eagle2"
+        self,
+        model: FeatureModel,
+        nodes: int = 4,
+        depth: int = 4,
+        width: int = 1,
+        grow: str = "eagle2",
+        draw: str = "iid",
     ) -> None:
-        super().__init__(model, nodes, depth, width, grow)
+        super().__init__(model, nodes, depth, width, grow, draw)
 
     @classmethod
     def build(
