@@ -1,8 +1,8 @@
 """The default controller against plain decoding and against every fixed configuration of what it may choose from.
 
 Four workloads (code, prose, chat transcripts of coding agents, random tokens) by greedy and T=1 by batch 1, 4 and 8.
-Each cell has its own engines; an engine first serves the cell's prompts ``--warm-up`` times, which is where the
-controller finds out what pays, and then all arms take turns ``--repeat`` times over the same batches.  A batch's
+Each cell has its own engines; the controller first serves the cell's prompts for ``--warm-up`` rounds, in which it
+finds out what pays (the others once), and then all arms take turns ``--repeat`` times over the same batches.  A batch's
 time is taken without its prefill; ratios are medians over batches and runs of tokens per second.  Sampled requests
 have no seed: with one, the controller would not use what it measures (docs/methods/auto.md).
 
@@ -57,12 +57,14 @@ class Arm:
     llm: Llm
     rates: list[list[float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
+    rounds: int = 0
 
     def serve(self, batch: list[list[int]], place: int, asked: dict[str, Any], counted: bool) -> None:
         """Decode a batch; the times of what is not counted are thrown away."""
         began = time.perf_counter()
         outputs: list[Output] = self.llm.generate(batch, **asked)
         seconds = time.perf_counter() - began - max(out.stats.prefill_s for out in outputs)
+        self.rounds += max(out.stats.num_drafts for out in outputs)
         if counted:
             self.rates[place].append(sum(len(out.token_ids) for out in outputs) / seconds)
             self.lengths += [out.stats.mean_acceptance_length for out in outputs]
@@ -86,12 +88,15 @@ def cell(arms: list[Arm], prompts: list[list[int]], size: int, asked: dict[str, 
     batches = [prompts[i : i + size] for i in range(0, len(prompts), size)]
     for arm in arms:
         arm.rates, arm.lengths = [[] for _ in batches], []
-    for turn in range(options.warm_up + options.repeat):
+    for arm in arms:
+        while arm.rounds < (options.warm_up if arm.name == "auto" else 1):
+            for place, batch in enumerate(batches):
+                arm.serve(batch, place, asked, counted=False)
+            print(f"\r{arm.name}: {arm.rounds} rounds  ", end="", file=sys.stderr, flush=True)
+    for turn in range(options.repeat):
         for place, batch in enumerate(batches):
             for arm in arms if turn % 2 == 0 else reversed(arms):
-                if turn < options.warm_up and arm.name != "auto" and turn > 0:
-                    continue  # only the controller has anything to learn
-                arm.serve(batch, place, asked, turn >= options.warm_up)
+                arm.serve(batch, place, asked, counted=True)
             print(f"\rrun {turn + 1}, batch {place + 1} of {len(batches)}  ", end="", file=sys.stderr, flush=True)
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
 
@@ -114,7 +119,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="workloads; all four by default")
     parser.add_argument("--drafter", default=DEFAULT_GROUP, help="what the controller chooses from")
     parser.add_argument("--fixed", nargs="*", default=list(FIXED))
-    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--warm-up", type=int, default=250)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
@@ -133,7 +138,7 @@ def main() -> None:
                     drafter = build_drafter(spec, target, target_source=options.target, tokenizer=tokenizer)
                     return assemble(target, drafter, "auto", controller, tokenizer)
 
-                plain = Arm("plain", assemble(target, None, "auto", "auto", tokenizer))
+                plain = Arm("plain", assemble(target, None, "auto", "constant", tokenizer))
                 auto = Arm("auto", made(options.drafter, "auto"))
                 fixed = [Arm(spec, made(spec, "constant")) for spec in options.fixed]
                 asked = {"max_new_tokens": options.new_tokens, "temperature": temperature, "ignore_eos": True}

@@ -136,10 +136,10 @@ def main() -> None:
     agentic = transcripts(options.data / "prompts/agentic", tokenizer, longest)[: options.prompts]
     if agentic:
         prompts["agentic"] = agentic
-    plain = assemble(target, None, "auto", "auto", tokenizer)
+    plain = assemble(target, None, "auto", "constant", tokenizer)
     for temperature in (0.0, 0.8):
         arms = [
-            Arm(spec, assemble(target, build_drafter(spec, target, tokenizer=tokenizer), "auto", "auto", tokenizer))
+            Arm(spec, assemble(target, build_drafter(spec, target, tokenizer=tokenizer), "auto", "constant", tokenizer))
             for spec in specs
         ]
         asked = {"max_new_tokens": options.new_tokens, "temperature": temperature}

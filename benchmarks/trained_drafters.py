@@ -66,7 +66,7 @@ def run(
     target: LanguageModel, drafter: Drafter, prompts: list[list[int]], new_tokens: int, temperature: float
 ) -> SpecStats:
     """Counts over all prompts."""
-    llm = assemble(target, drafter, "auto", "auto", None)
+    llm = assemble(target, drafter, "auto", "constant", None)
     total = SpecStats()
     for seed, prompt in enumerate(prompts):
         asked = {"max_new_tokens": new_tokens, "temperature": temperature, "seed": seed, "ignore_eos": True}

@@ -66,7 +66,7 @@ def tokens_per_round(
     target: LanguageModel, drafter: ModelDrafter, prompts: Sequence[list[int]], new_tokens: int, temperature: float
 ) -> tuple[float, float]:
     """Tokens per round over all prompts, and the standard error from the spread between prompts."""
-    llm = assemble(target, drafter, "without_replacement" if temperature else "auto", "auto", None)
+    llm = assemble(target, drafter, "without_replacement" if temperature else "auto", "constant", None)
     rounds, accepted = [], []
     for seed, prompt in enumerate(prompts):
         asked = {"max_new_tokens": new_tokens, "temperature": temperature, "seed": seed, "ignore_eos": True}

@@ -128,7 +128,7 @@ def compare(
     """One sort of drafts over all prompts."""
     plain, rival = ARMS[spec]
     both = BothRules(plain, rival)
-    llm = assemble(target, drafter, both, "auto", None)
+    llm = assemble(target, drafter, both, "constant", None)
     for seed, prompt in enumerate(prompts):
         llm.generate(prompt, max_new_tokens=options.new_tokens, temperature=1.0, seed=seed, ignore_eos=True)
     gaps = [after - before for before, after in both.tokens]

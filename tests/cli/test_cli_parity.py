@@ -89,7 +89,7 @@ def test_a_table_model_has_no_outside_reference() -> None:
     target = TableModel.random(6, seed=3)
     report = run_parity(target, None, ["ngram"], [[1, 2, 1, 2]], Settings(max_new_tokens=12, samples=64))
     assert report.passed
-    assert [check.mode for check in report.checks] == ["greedy", "sampled"]
+    assert [check.mode for check in report.checks] == ["greedy", "batch", "sampled", "seed"]
 
 
 def test_nothing_compared_is_not_a_pass() -> None:

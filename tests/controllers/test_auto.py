@@ -17,14 +17,15 @@ from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.goodput import GoodputController
-from foretoken.controllers.learned import Curve, Hazards, LearnedCosts, bucket, survival
+from foretoken.controllers.learned import Curve, Hazards, LearnedCosts, bucket, coverage, survival
+from foretoken.controllers.plans import Option, plans_of, rate_of
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Limits, Rng, StepRecord
 
 
 @dataclass(frozen=True)
 class Member:
-    """A drafter of a world: seconds per level, chance of every token, share of the rounds with a guess."""
+    """A drafter of a world: seconds per level, chance of every token, share of the text that it has guesses for."""
 
     step_s: float
     accepts: float
@@ -44,6 +45,7 @@ class World:
     seed: int = 0
     rounds: int = 0
     rng: random.Random = field(init=False)
+    written: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -59,7 +61,8 @@ class World:
         tokens, seconds = 0, 0.0
         for _ in range(rounds):
             self.rounds += 1
-            drafts = [self.drafted(budget) for budget in controller.budgets(contexts)]
+            budgets = controller.budgets(contexts)
+            drafts = [self.drafted(budget, c) for budget, c in zip(budgets, contexts, strict=True)]
             nodes = sum(1 + depth for _, depth, _ in drafts)
             slow = self.speed(self.rounds) * self.rng.lognormvariate(0.0, self.noise)
             target_s = slow * (self.call_s + self.node_s * nodes)
@@ -73,16 +76,18 @@ class World:
                 )  # fmt: skip
                 controller.observe(context, record)
                 tokens += 1 + stood
+                self.written[context.request_id] = self.written.get(context.request_id, 0) + 1 + stood
             seconds += total_s
         return tokens / seconds
 
-    def drafted(self, budget: Budget) -> tuple[int, int, int]:
-        """Who drafts, how many tokens, how many of them stand."""
+    def drafted(self, budget: Budget, context: Context) -> tuple[int, int, int]:
+        """Who drafts, how many tokens, how many of them stand.  A text consists of stretches of twelve tokens."""
         choice: Budget | None = budget
+        stretch = self.written.get(context.request_id, 0) // 12
         while choice is not None and choice.max_depth > 0:
             index = choice.member or 0
             member = self.members[index]
-            if self.rng.random() < member.answers:
+            if random.Random(1000 * context.request_id + 10 * stretch + index).random() < member.answers:
                 depth = min(choice.max_depth, member.deepest)
                 stood = 0
                 while stood < depth and self.rng.random() < member.accepts:
@@ -215,6 +220,31 @@ def test_goodput_drafts_less_in_a_large_batch() -> None:
     assert lengths[0] > lengths[1] >= lengths[2] == 0
 
 
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+PLAIN = Option(-1, 0, 1.0, 1.0, 0.0, 1.0)
+COPY = Option(1, 8, 5.0, 9.0, 0.0, 1.0, share=0.5)
+MODEL = Option(0, 2, 2.0, 3.0, 0.5, 1.5)
+
+
+def test_the_rate_of_a_plan_by_hand() -> None:
+    """Half of the text five tokens a round, the other half two, a draft of .5 in every round of that half."""
+    rounds = 0.5 / 5 + 0.5 / 2
+    asked = (0.5 / 2) / rounds
+    assert rate_of([COPY, MODEL, PLAIN], 1, lambda nodes: 1.0, 0.0) == pytest.approx(1 / (rounds * (1 + 0.5 * asked)))
+    assert rate_of([PLAIN], 1, lambda nodes: 1.0, 0.25) == pytest.approx(1 / 1.25)
+
+
+def test_one_request_gets_the_best_of_every_stretch_and_a_batch_does_not_wait() -> None:
+    """A draft for one of eight is waited for by all; the rest of the text in plain rounds is then no slower."""
+    dear = replace(MODEL, draft_s=0.9, seconds=1.9)
+    found = [
+        max(plans_of([COPY, dear, PLAIN]), key=lambda plan: rate_of(plan, batch, lambda nodes: 1.0 + 0.02 * nodes, 0.0))
+        for batch in (1, 8)
+    ]
+    assert [[option.member for option in plan] for plan in found] == [[1, 0, -1], [1, -1]]
+
+
 # -- seeds -----------------------------------------------------------------------------------------------------------
 
 
@@ -319,7 +349,9 @@ def test_hazards_by_hand() -> None:
     for depth, stood in ((3, 3), (3, 1), (0, 0)):
         hazards.add(depth, stood)
     assert hazards.tries == [2, 2, 1] and hazards.hits == [2, 1, 1]
-    assert (hazards.asked, hazards.answered) == (3, 2)
+    hazards.write(True, 4)
+    hazards.write(False, 2)
+    assert coverage(hazards, Hazards(), weight=0.0) == pytest.approx(4 / 6)
     assert survival(3, hazards, Hazards(), weight=0.0) == pytest.approx([1.0, 0.5, 0.5])
     first = (2 + 2 * 0.6) / (2 + 2)
     second = (1 + 4 * first) / (2 + 4)

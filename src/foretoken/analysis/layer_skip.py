@@ -71,7 +71,7 @@ class Workload:
         drafter = None
         if skips is not None:
             drafter = LayerSkipDrafter(self.target, skips.options["attention"], skips.options["mlp"], self.k)
-        llm = assemble(self.target, drafter, "auto", "auto", None)
+        llm = assemble(self.target, drafter, "auto", "constant", None)
         options = {"temperature": self.temperature, "seed": self.seed, "ignore_eos": True}
         return Speed.over(
             [llm.generate(list(p), max_new_tokens=self.new_tokens, **options).stats for p in self.prompts]

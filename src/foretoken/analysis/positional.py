@@ -83,7 +83,7 @@ def measured_acceptance(work: Workload, width: int = WIDTH) -> tuple[float, ...]
     """
     counter = PositionalCount(min(width, work.target.vocab_size))
     wide = _model(work).reshaped([(rank,) for rank in range(len(counter.chances))])
-    llm = assemble(work.target, wide, counter, "auto", None)
+    llm = assemble(work.target, wide, counter, "constant", None)
     for seed, prompt in enumerate(work.prompts):
         llm.generate(list(prompt), max_new_tokens=work.new_tokens, temperature=work.temperature, seed=seed,
                      ignore_eos=True)  # fmt: skip

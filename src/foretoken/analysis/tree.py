@@ -123,7 +123,7 @@ def tune(work: Workload, on_progress: Callable[[str], None] = lambda _: None) ->
 
 def _written(work: Workload) -> list[list[int]]:
     """The prompts and what the target says to them: what a head must guess is known there."""
-    llm = assemble(work.target, None, "auto", "auto", None)
+    llm = assemble(work.target, None, "auto", "constant", None)
     outs = llm.generate([list(p) for p in work.prompts], max_new_tokens=work.new_tokens, ignore_eos=True)
     return [[*prompt, *out.token_ids] for prompt, out in zip(work.prompts, outs, strict=True)]
 
@@ -179,7 +179,7 @@ def compared(work: Workload, tuned: list[Choice]) -> dict[str, Speed]:
     runs: dict[str, list[Speed]] = {name: [] for name in arms}
     for _ in range(FINAL_RUNS):
         for name, drafter in arms.items():
-            llm = assemble(work.target, drafter, "auto", "auto", None)
+            llm = assemble(work.target, drafter, "auto", "constant", None)
             asked = {"max_new_tokens": work.new_tokens, "temperature": work.temperature, "seed": 0}
             outs = [llm.generate(list(p), ignore_eos=True, **asked) for p in work.prompts]
             runs[name].append(Speed.over([out.stats for out in outs]))

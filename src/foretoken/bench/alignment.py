@@ -56,7 +56,7 @@ class Alignment:
 
     def lengths(self, drafter: Drafter, temperature: float) -> dict[str, Any]:
         """Mean acceptance length and the share of rounds that reach each position, through the engine."""
-        llm = assemble(self.target, drafter, "auto", "auto", None)
+        llm = assemble(self.target, drafter, "auto", "constant", None)
         total = SpecStats()
         seeds = list(range(self.seed, self.seed + len(self.prompts)))
         outputs = llm.generate(

@@ -25,11 +25,11 @@ from foretoken.bench.parity_checks import (
 )
 from foretoken.bench.parity_law import check_sampled
 from foretoken.bench.parity_prompts import read_prompts as read_prompts
-from foretoken.bench.parity_report import Check, Report
+from foretoken.bench.parity_report import MODES, Check, Report
 from foretoken.bench.parity_report import Settings as Settings
 from foretoken.controllers.constant import ConstantController
 from foretoken.drafters.base import Drafter
-from foretoken.llm import Llm, Output, load
+from foretoken.llm import Llm, load
 from foretoken.loading import build_drafter, default_drafter
 from foretoken.models.base import LanguageModel
 from foretoken.registry import rows
@@ -71,17 +71,18 @@ def run_parity(
     report = Report() if report is None else report
     if not prompts:
         raise ValueError("parity needs at least one prompt")
+    on_progress(0, 0, "drafters that fit")
+    if drafters is None:
+        specs, report.skipped = _fitting(target, tokenizer, settings)
+    else:  # what does not fit is found before anything runs
+        specs = list(drafters)
+        for spec in specs:
+            _llm(spec, target, tokenizer, settings)
     on_progress(0, 0, "plain decoding")
     reference, plain = _reference(target, tokenizer, prompts, settings)
-    modes = [mode for mode in ("greedy", *settings.modes) if mode in settings.modes]
-    modes = list(dict.fromkeys(modes))
-    if "transformers" in modes and reference.outside is not None:
-        plain_subject = Subject("none", plain, plain, reference)
-        report.checks.append(_checked(plain_subject, "transformers", settings.false_alarm))  # type: ignore[arg-type]
-    specs, report.skipped = _fitting(target, tokenizer, settings) if drafters is None else (list(drafters), [])
-    if drafters is not None:  # what does not fit is found before any of them runs
-        for spec in specs:
-            _subject(spec, reference, tokenizer)
+    modes = [mode for mode in MODES if mode in settings.modes]
+    if reference.outside is not None:
+        report.checks.append(_compared_outside(plain, reference))
     limit = settings.false_alarm / max(1, len(specs))
     for i, spec in enumerate(specs):
         subject = _subject(spec, reference, tokenizer)
@@ -92,6 +93,14 @@ def run_parity(
                 report.checks.append(check)
     report.complete = True
     return report
+
+
+def _compared_outside(plain: Llm, reference: Reference) -> Check:
+    """Plain decoding itself against ``model.generate``."""
+    check = check_transformers(Subject("none", plain, plain, reference))
+    if check is None:
+        raise RuntimeError("there is nothing outside to compare with")
+    return check
 
 
 def _reference(
@@ -182,8 +191,3 @@ def _llm(spec: str | Drafter, target: LanguageModel, tokenizer: Any, settings: S
         allow_lossy=settings.allow_lossy,
         profile=settings.profile,
     )
-
-
-def drafted(outputs: Sequence[Output]) -> int:
-    """Draft tokens that the target checked."""
-    return sum(output.stats.num_draft_tokens for output in outputs)

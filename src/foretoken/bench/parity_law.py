@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from foretoken.bench.difference import next_logits
 from foretoken.bench.law import chi_square, smallest_seen, uniform_place, uniformity, upper_tail
 from foretoken.bench.parity_checks import Reference, Subject
 from foretoken.bench.parity_report import Check
@@ -17,15 +18,46 @@ from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Rng
 
+Beginning = tuple[int, tuple[int, ...]]
+"""A prompt and the first tokens of an output."""
 LAW_TOKENS = 4
 """Tokens of every sampled output: enough for drafts of several tokens, few enough to sample often."""
 BATCH = 32
-TESTS = 2
-"""Tests of one check: the first token's counts, and every token's place in its law."""
+LEAST = 10
+"""Outputs that must begin alike for what follows them to be counted as a table of its own."""
+
+
+@dataclass
+class Evidence:
+    """What is collected of sampled tokens.
+
+    Attributes:
+        places: every token's place in its law (see :func:`foretoken.bench.law.uniform_place`).
+        followers: for every beginning (prompt, first tokens) of ``LEAST`` outputs at least, what came next.
+        laws: the target's law [V] after each of these beginnings.
+    """
+
+    places: list[float] = field(default_factory=list)
+    followers: dict[Beginning, list[int]] = field(default_factory=dict)
+    laws: dict[Beginning, Tensor] = field(default_factory=dict)
+
+    def tables(self, longest: int) -> tuple[float, int, int]:
+        """Chi-square statistic and degrees of freedom of what follows beginnings up to a length, and the draws."""
+        statistic, freedom, draws = 0.0, 0, 0
+        for beginning, tokens in self.followers.items():
+            if len(beginning[1]) <= longest:
+                law = self.laws[beginning]
+                part = chi_square(torch.bincount(torch.tensor(tokens), minlength=len(law)), law * len(tokens))
+                statistic, freedom, draws = statistic + part[0], freedom + part[1], draws + len(tokens)
+        return statistic, freedom, draws
+
+    def tests(self) -> list[tuple[float, int, int]]:
+        """Statistic, degrees of freedom and draws: first tokens, tokens after every frequent beginning, places."""
+        return [self.tables(0), self.tables(LAW_TOKENS), (*uniformity(self.places), len(self.places))]
 
 
 def check_sampled(subject: Subject, limit: float) -> Check | None:
-    """Two tests of sampled outputs of all prompts; ``None`` for a rule that is right at temperature 0 only.
+    """Three tests of sampled outputs of all prompts; ``None`` for a rule that is right at temperature 0 only.
 
     Args:
         subject: the drafter under test.
@@ -36,13 +68,9 @@ def check_sampled(subject: Subject, limit: float) -> Check | None:
     if not samples or (verifier is not None and verifier.greedy_only):
         return None
     check = subject.check("sampled")
-    outputs = _sample(subject, check)
-    first, first_freedom, draws = _first_tokens(subject.reference, outputs)
-    places = list(_places(subject.reference, outputs))
-    spread, freedom = uniformity(places)
-    check.p_value = min(1.0, TESTS * min(upper_tail(first, first_freedom), upper_tail(spread, freedom)))
-    level = limit / TESTS
-    check.sees = min(smallest_seen(draws, first_freedom, level), smallest_seen(len(places), freedom, level))
+    tests = _collect(subject.reference, _sample(subject, check)).tests()
+    check.p_value = min(1.0, len(tests) * min(upper_tail(statistic, freedom) for statistic, freedom, _ in tests))
+    check.sees = min(smallest_seen(draws, freedom, limit / len(tests)) for _, freedom, draws in tests)
     if check.p_value < limit:
         check.differences = 1
         check.notes.append(f"the sampled law differs: p = {check.p_value:.2g} (limit {limit:.2g})")
@@ -84,42 +112,32 @@ def _serve(
         check.drafted += output.stats.num_draft_tokens
 
 
-def _makers(r: Reference) -> list[Sampler]:
-    return [Sampler(SamplingParams(**r.settings.sampling), len(prompt)) for prompt in r.prompts]
-
-
-def _first_tokens(r: Reference, outputs: Sequence[Sequence[Sequence[int]]]) -> tuple[float, int, int]:
-    """Chi-square statistic and degrees of freedom of the first tokens, added up over the prompts, and their number."""
-    statistic, freedom, draws = 0.0, 0, 0
-    for prompt, maker, made in zip(r.prompts, _makers(r), outputs, strict=True):
-        if not made:
-            continue
-        law = maker.law(next_logits(r.target, prompt), prompt).double().cpu()
-        counts = torch.bincount(torch.tensor([output[0] for output in made]), minlength=len(law))
-        part = chi_square(counts, law * len(made))
-        statistic, freedom, draws = statistic + part[0], freedom + part[1], draws + len(made)
-    return statistic, freedom, draws
-
-
 @torch.inference_mode()
-def _places(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Iterator[float]:
-    """Every token's place in the target's own law after what came before it (see :func:`uniform_place`)."""
+def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
+    """Compare every token with the target's own law after what came before it."""
     coins = Rng(r.settings.seed + 1_000_003)  # not the stream of any sample
-    makers = _makers(r)
+    makers = [Sampler(SamplingParams(**r.settings.sampling), len(prompt)) for prompt in r.prompts]
+    begin = Counter((i, tuple(o[:n])) for i, made in enumerate(outputs) for o in made for n in range(len(o)))
+    found = Evidence()
     sequences = [r.target.open() for _ in r.prompts]
     try:
         for sequence, prompt in zip(sequences, r.prompts, strict=True):
             r.target.prefill(sequence, prompt[:-1])
         for row in zip_longest(*outputs):
             jobs = [(i, output) for i, output in enumerate(row) if output is not None]
-            scored = _scored(r.target, sequences, r.prompts, jobs)
-            for (i, output), logits in zip(jobs, scored, strict=True):
+            for (i, output), logits in zip(jobs, _scored(r.target, sequences, r.prompts, jobs), strict=True):
                 prefixes = [[*r.prompts[i], *output[:n]] for n in range(len(output))]
-                laws = makers[i].laws(logits, prefixes).double().cpu()
-                yield from (uniform_place(law, t, coins.uniform()) for law, t in zip(laws, output, strict=True))
+                laws = makers[i].laws(logits, prefixes)
+                for n, (token, law) in enumerate(zip(output, laws.double().cpu(), strict=True)):
+                    found.places.append(uniform_place(law, token, coins.uniform()))
+                    beginning = (i, tuple(output[:n]))
+                    if begin[beginning] >= LEAST:
+                        found.laws.setdefault(beginning, law.clone())
+                        found.followers.setdefault(beginning, []).append(token)
     finally:
         for sequence in sequences:
             r.target.release(sequence)
+    return found
 
 
 def _scored(

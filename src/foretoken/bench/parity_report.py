@@ -10,7 +10,7 @@ from typing import Any
 from foretoken.sampling import SamplingParams
 from foretoken.verifiers.base import Verifier
 
-MODES = ("transformers", "greedy", "batch", "stop", "sampled", "seed")
+MODES = ("greedy", "transformers", "batch", "stop", "sampled", "seed")
 """The checks in the order in which they run."""
 FALSE_ALARM = 1e-3
 """Chance that a whole report fails although every law is right (shared by its sampled checks)."""
@@ -101,7 +101,7 @@ class Check:
 
 @dataclass
 class Report:
-    """All checks so far, the drafters that could not be checked with the reason, and whether the run came to its end."""
+    """All checks so far, the drafters that could not be checked and why, and whether the run came to its end."""
 
     checks: list[Check] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)

@@ -109,7 +109,9 @@ class OwnArm:
         self.name, self.shared = name, shared
         self.recorder = RoundRecorder()
         self.spec, controller = split_arm(name)
-        self.controller = controller or shared.controller
+        # An arm is what its name says: only the arm "auto" picks for itself, unless a controller is asked for.
+        shared_one = "constant" if shared.controller == "auto" and self.spec != "auto" else shared.controller
+        self.controller = controller or shared_one
         self.drafter = self._drafter()
         self.llm = self._llm()
         drafter = self.drafter

@@ -97,9 +97,7 @@ def _settings(
     )
 
 
-def _run(
-    common: Common, drafters: list[str] | None, prompts: Path | None, settings: Settings
-) -> tuple[Report, bool]:
+def _run(common: Common, drafters: list[str] | None, prompts: Path | None, settings: Settings) -> tuple[Report, bool]:
     """The report, and whether Ctrl-C cut it short."""
     from foretoken.bench.parity import read_prompts, run_parity
     from foretoken.bench.parity_report import Report
@@ -128,9 +126,10 @@ def _print(report: Report, settings: Settings) -> None:
 
     console = screen()
     table = Table(title="parity", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("drafter", "verifier", "check"):
-        table.add_column(name, overflow="fold")
-    for name in ("outputs", "drafted", "identical", "ties", "differences", "p-value", "sees"):
+    table.add_column("drafter", overflow="fold", min_width=12)
+    table.add_column("verifier", no_wrap=True)
+    table.add_column("check", no_wrap=True)
+    for name in ("outputs", "drafted", "identical", "ties", "differ", "p-value", "sees"):
         table.add_column(name, justify="right", no_wrap=True)
     for check in report.checks:
         table.add_row(*_cells(check), style="red" if check.differences else "")

@@ -140,7 +140,7 @@ def train(
 
 
 def held_out(
-    model: LanguageModel, drafter: Drafter, prompts: Sequence[list[int]], controller: str | Controller = "auto"
+    model: LanguageModel, drafter: Drafter, prompts: Sequence[list[int]], controller: str | Controller = "constant"
 ) -> dict[str, Any]:
     """Acceptance of a drafter on held-out prompts, through the real engine: greedy, and ``"sampled"`` at T=1."""
     sampled = _held_out(model, drafter, prompts, controller, 1.0)

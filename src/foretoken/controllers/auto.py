@@ -12,7 +12,8 @@ from itertools import takewhile, zip_longest
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.controllers.learned import Hazards, LearnedCosts, survival
+from foretoken.controllers.learned import Hazards, LearnedCosts, coverage, survival
+from foretoken.controllers.plans import Option, plans_of, rate_of
 from foretoken.types import Budget, Context, Limits, StepRecord
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -23,31 +24,11 @@ REPLAN = 4
 FIRST_TRIALS = 2
 """Rounds that every choice gets at the beginning."""
 FIRST_GAP, LAST_GAP = 32, 1024
-"""Rounds between two trials of a choice that is not in use: doubled after each that changed nothing."""
+"""Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, or ..."""
+CLOSE = 0.8
+"""... taken four times, where the choice is not within this part of the best one's rate."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.998
 """What a round is worth one round later, for its own request and in general."""
-
-
-@dataclass(frozen=True)
-class Option:
-    """One way to spend a round.
-
-    Attributes:
-        member: who drafts; -1 is plain decoding.
-        depth: levels.
-        tokens: expected when there is a guess.
-        seconds: of such a round.
-    """
-
-    member: int
-    depth: int
-    tokens: float
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second where there is a guess."""
-        return self.tokens / self.seconds
 
 
 @dataclass
@@ -70,6 +51,7 @@ class Batch:
 
     trials: dict[int, Trial]
     ranked: list[Option] = field(default_factory=list)
+    plan: list[Option] = field(default_factory=list)
     age: int = REPLAN
 
 
@@ -85,9 +67,10 @@ class Trial:
 class AutoController(Controller):
     """The default controller.
 
-    Members are asked in the order of their tokens per second in rounds in which they have a guess, down to plain
-    decoding: where the best one has none, the text goes on there at the rate of the next.  Every member, and plain
-    decoding, is tried again now and then, more and more rarely while that changes nothing.
+    Members are ranked by their tokens per second in rounds in which they have a guess; of the plans that ask the best
+    ones in this order, down to plain decoding, the one with most tokens per second of the batch is followed
+    (:mod:`foretoken.controllers.plans`).  Every member, and plain decoding, is tried again now and then, more and more
+    rarely while that changes nothing.
 
     A sampled request with a seed is planned by its own past and by fixed costs (a profile's, else by the members'
     sizes), so that its seed goes on to fix its output.
@@ -141,7 +124,8 @@ class AutoController(Controller):
             stands = [1.0, *cost.survival]
             found.tries = [16.0 * before for before in stands[:-1]]
             found.hits = [16.0 * after for after in stands[1:]]
-            found.asked, found.answered = 16.0, 16.0 * cost.proposes
+            tokens = cost.expected_tokens(len(cost.survival))
+            found.covered, found.bare = 16.0 * cost.proposes * tokens, 16.0 * (1.0 - cost.proposes)
         return found
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -165,7 +149,8 @@ class AutoController(Controller):
     def _plan_alone(self, state: State) -> None:
         if state.age >= REPLAN:
             ranked = self._ranked(state.hazards, self.nominal, self.fixed, 1)
-            state.plan, state.age = down_to_plain(ranked, state.fresh), REPLAN - 1 if state.fresh else 0
+            plan = self._best(ranked, self.nominal, 1)
+            state.plan, state.age = or_any(plan, ranked, state.fresh), REPLAN - 1 if state.fresh else 0
         state.age, state.fresh = state.age + 1, False
 
     def _plan_batch(self, contexts: Sequence[Context], size: int) -> None:
@@ -175,12 +160,13 @@ class AutoController(Controller):
             seen = [self.state(context).hazards for context in contexts]
             local = [pooled([hazards[index] for hazards in seen]) for index in range(len(self.members))]
             batch.ranked = self._ranked(local, self.costs, self.general[greedy], size)
+            batch.plan = self._best(batch.ranked, self.costs, size)
             batch.age = 0
         batch.age += 1
         self._tried = self._due(batch.trials)
         for context in contexts:
             state = self.state(context)
-            state.plan = down_to_plain(batch.ranked, state.fresh)
+            state.plan = or_any(batch.plan, batch.ranked, state.fresh)
             if self._tried is not None:
                 tried = next(option for option in batch.ranked if option.member == self._tried)
                 state.plan = [tried, *(option for option in state.plan if option is not tried)]
@@ -207,7 +193,7 @@ class AutoController(Controller):
         return found
 
     def _as_budget(self, plan: Sequence[Option]) -> Budget:
-        """The first option, with the others for when it has no guess; nothing is asked behind plain decoding."""
+        """The first option, with the others for when it has no guess; nothing is asked behind a trial of none."""
         drafting = list(takewhile(lambda option: option.member >= 0, plan))
         budget: Budget | None = None
         for option in reversed(drafting):
@@ -220,32 +206,37 @@ class AutoController(Controller):
         self, local: Sequence[Hazards], costs: LearnedCosts, general: Sequence[Hazards], batch: int
     ) -> list[Option]:
         """Every member at its best length, and plain decoding, in the order of their tokens per second."""
-        plain_s = costs.target_s(batch) + costs.rest_s(batch) if costs.known else 1.0
         options = [
             max(self._options(index, local[index], general[index], costs, batch), key=lambda option: option.rate)
             for index in range(len(self.members))
         ]
-        return sorted([*options, Option(-1, 0, 1.0, plain_s)], key=lambda option: -option.rate)
+        plain_s = (costs.target_s(batch) if costs.known else 1.0) + costs.rest_s(batch)
+        return sorted([*options, Option(-1, 0, 1.0, 1.0, 0.0, plain_s)], key=lambda option: -option.rate)
 
     def _options(self, index: int, local: Hazards, general: Hazards, costs: LearnedCosts, batch: int) -> list[Option]:
         """What a member can be asked for."""
-        depths, nodes = self.depths[index], self.nodes[index]
-        stands = survival(depths[-1], local, general)
+        # Nodes were counted in rounds of all requests: a seeded one, planned by fixed costs, must not see them.
+        depths, known = self.depths[index], {} if costs is self.nominal else self.nodes[index]
+        stands, share = survival(depths[-1], local, general), coverage(local, general)
         found, tokens, done = [], 1.0, 0
         for depth in depths:
             tokens += sum(stands[done:depth])
             done = depth
-            seconds = self._seconds(index, depth, nodes.get(depth, 1.0 + depth), costs, batch)
-            found.append(Option(index, depth, tokens, seconds))
+            nodes = known.get(depth, 1.0 + depth)
+            target_s = costs.target_s(round(batch * nodes)) if costs.known else 1.0
+            draft_s = costs.draft_s(index, depth, batch)
+            if draft_s is None:  # by its size, while nothing was measured
+                draft_s = self.members[index].relative_cost * depth * target_s
+            seconds = target_s + draft_s + costs.rest_s(batch)
+            found.append(Option(index, depth, tokens, nodes, draft_s, seconds, share))
         return found
 
-    def _seconds(self, index: int, depth: int, nodes: float, costs: LearnedCosts, batch: int) -> float:
-        """A round in which a member drafts for the whole batch; by its size while nothing was measured."""
-        target_s = costs.target_s(round(batch * nodes)) if costs.known else 1.0
-        draft_s = costs.draft_s(index, depth, batch)
-        if draft_s is None:
-            draft_s = self.members[index].relative_cost * depth * target_s
-        return target_s + draft_s + costs.rest_s(batch)
+    def _best(self, ranked: Sequence[Option], costs: LearnedCosts, batch: int) -> list[Option]:
+        """The plan with most tokens per second, without the plain decoding at its end."""
+        if not costs.known:
+            return [option for option in ranked if option.member >= 0]
+        rest_s = costs.rest_s(batch)
+        return max(plans_of(ranked), key=lambda plan: rate_of(plan, batch, costs.target_s, rest_s))[:-1]
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -273,9 +264,9 @@ class AutoController(Controller):
                     asked.append((drafted, option.depth))
                     break
         record = self._records[-1][1]
-        if len(set(asked)) <= 1:  # what a mixture of drafts costs says nothing of its parts
-            member, depth = asked[0] if asked else (None, 0)
-            self.costs.observe(record, member, depth, len(asked))
+        # What a mixture of drafts cost says nothing of its parts.
+        member, depth = asked[0] if len(set(asked)) == 1 else (None, 0)
+        self.costs.observe(record, member, depth, len(asked))
         self._reschedule(self._batch(record.batch_size), {member for member, _ in asked} or {-1})
         self._records.clear()
 
@@ -291,6 +282,7 @@ class AutoController(Controller):
         for hazards, keep in ((local, LOCAL_KEEP), (general, GENERAL_KEEP)):
             hazards.fade(keep)
             hazards.add(depth, record.num_accepted_tokens)
+            hazards.write(answers, 1 + record.num_accepted_tokens)
         if answers:
             nodes = self.nodes[option.member]
             before = nodes.get(depth, float(record.num_nodes))
@@ -301,21 +293,25 @@ class AutoController(Controller):
         trials = batch.trials
         if not batch.ranked:  # seeded requests only
             return
-        planned = {option.member for option in down_to_plain(batch.ranked, fresh=False)} or {-1}
+        planned = {option.member for option in batch.plan} or {-1}
         for choice in used & planned:
             if choice != self._tried:
-                trials[choice].due, trials[choice].gap = self._round + FIRST_GAP, FIRST_GAP
+                trial = trials[choice]
+                trial.gap = max(int(0.9 * trial.gap), FIRST_GAP)
+                trial.due = self._round + trial.gap
         if self._tried in used:  # a trial without a guess is none: it cost nothing, and goes on
             trial = trials[self._tried]
             trial.left -= 1
             if trial.left <= 0:
-                trial.due, trial.gap, trial.left = self._round + trial.gap, min(2 * trial.gap, LAST_GAP), 1
+                best = batch.ranked[0].rate
+                tried = next(option.rate for option in batch.ranked if option.member == self._tried)
+                trial.due, trial.left = self._round + trial.gap, 1
+                trial.gap = min(trial.gap * (2 if tried > CLOSE * best else 4), LAST_GAP)
 
 
-def down_to_plain(ranked: Sequence[Option], fresh: bool) -> list[Option]:
-    """What is worth asking, in order; a ``fresh`` request drafts in any case."""
-    place = next(i for i, option in enumerate(ranked) if option.member < 0)
-    return list(ranked[:place]) or (list(ranked[1:2]) if fresh else [])
+def or_any(plan: Sequence[Option], ranked: Sequence[Option], fresh: bool) -> list[Option]:
+    """The plan; for a ``fresh`` request the best draft that there is, if the plan has none."""
+    return list(plan) or ([next(option for option in ranked if option.member >= 0)] if fresh else [])
 
 
 def pooled(parts: Sequence[Hazards]) -> Hazards:
@@ -324,6 +320,8 @@ def pooled(parts: Sequence[Hazards]) -> Hazards:
     for part in parts:
         whole.tries = [a + b for a, b in zip_longest(whole.tries, part.tries, fillvalue=0.0)]
         whole.hits = [a + b for a, b in zip_longest(whole.hits, part.hits, fillvalue=0.0)]
+        whole.covered += part.covered
+        whole.bare += part.bare
     return whole
 
 

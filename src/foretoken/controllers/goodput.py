@@ -18,7 +18,8 @@ class GoodputController(Controller):
     Args:
         k: longest draft; the drafter's own by default.
         memory: draft tokens after which one counts 1/e in the moving average.
-        explore: rounds between two drafts of one token while not drafting pays more: how it notices that this changed.
+        explore: rounds of only drafting, or of only plain decoding, after which one round does the other (with one
+            token): how it notices that what pays has changed.
     """
 
     name = "goodput"
@@ -48,14 +49,14 @@ class GoodputController(Controller):
         self.costs = LearnedCosts([self.limits.name], self._start)
         known = None if self._start is None else self._start.drafters.get(self.limits.name)
         self.acceptance = known.survival[0] if known is not None and known.survival else 0.7
-        self.idle = self.rounds = 0
-        self._last_round = -1
+        self.alike, self._last_round = 0, -1
+        self._drafted = False
 
     def budget(self, context: Context, batch_size: int) -> Budget:
         """The best length for a batch of this size by what is known."""
         k = self.best(batch_size)
-        if k == 0 and self.idle >= self.explore:
-            k = 1
+        if self.alike >= self.explore:
+            k = 0 if k else 1
         return Budget(k, max(self.limits.max_nodes, k)) if k else Budget(0, 0)
 
     def best(self, batch: int) -> int:
@@ -82,5 +83,7 @@ class GoodputController(Controller):
         if record.round_id == self._last_round:
             return
         self._last_round = record.round_id
-        self.idle = 0 if record.depth else self.idle + 1
+        drafted = record.depth > 0
+        self.alike = self.alike + 1 if drafted == self._drafted else 0
+        self._drafted = drafted
         self.costs.observe(record, 0 if record.depth else None, record.depth, record.batch_size)

@@ -69,7 +69,7 @@ class Curve:
         known = self.costs.get(size)
         if known is None:
             return fitted
-        return fitted + (known.value - fitted) * known.seen / (known.seen + 2.0)
+        return fitted + (known.value - fitted) * known.seen / (known.seen + 8.0)
 
     def _fit(self) -> tuple[float, float]:
         """Least squares, the slope drawn towards ``growing``; never falling, and never below what is constant."""
@@ -191,27 +191,25 @@ class Hazards:
     Attributes:
         tries: per position, drafts that reached it and were long enough (older ones count less).
         hits: those that stood there.
-        asked: rounds in which a draft was asked for, ``answered`` those with any guess.
+        covered: tokens written in rounds with a guess, ``bare`` those of rounds in which it was asked in vain.
     """
 
     tries: list[float] = field(default_factory=list)
     hits: list[float] = field(default_factory=list)
-    asked: float = 0.0
-    answered: float = 0.0
+    covered: float = 0.0
+    bare: float = 0.0
 
     def fade(self, keep: float) -> None:
         """Let what was seen count less."""
         self.tries = [value * keep for value in self.tries]
         self.hits = [value * keep for value in self.hits]
-        self.asked *= keep
-        self.answered *= keep
+        self.covered *= keep
+        self.bare *= keep
 
     def add(self, depth: int, accepted: int) -> None:
         """A draft of ``depth`` levels of which ``accepted`` stood; depth 0 is an answer without a guess."""
-        self.asked += 1
         if depth == 0:
             return
-        self.answered += 1
         tried = min(depth, accepted + 1)
         while len(self.tries) < tried:
             self.tries.append(0.0)
@@ -219,6 +217,17 @@ class Hazards:
         for place in range(tried):
             self.tries[place] += 1
             self.hits[place] += place < accepted
+
+    def write(self, answered: bool, tokens: int) -> None:
+        """Tokens of a round in which it was asked, with a guess or in vain."""
+        self.covered += tokens * answered
+        self.bare += tokens * (not answered)
+
+
+def coverage(local: Hazards, general: Hazards, weight: float = 16.0) -> float:
+    """Share of the text that there are guesses for: this request's, drawn towards what is seen in general."""
+    share = (general.covered + 1.0) / (general.covered + general.bare + 1.0)
+    return (local.covered + weight * share) / (local.covered + local.bare + weight)
 
 
 def survival(depth: int, local: Hazards, general: Hazards, prior: float = 0.6, weight: float = 8.0) -> list[float]:
