@@ -27,7 +27,7 @@ FIRST_GAP, LAST_GAP = 32, 1024
 """Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, or ..."""
 CLOSE = 0.8
 """... taken four times, where the choice is not within this part of the best one's rate."""
-LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.998
+LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
 """What a round is worth one round later, for its own request and in general."""
 
 
@@ -173,11 +173,14 @@ class AutoController(Controller):
             state.fresh = False
 
     def _batch(self, size: int) -> Batch:
-        """Batches of other sizes are another world."""
+        """Batches of other sizes are another world, but not an unknown one: what costs say of them is tried later."""
         found = self.batches.get(size.bit_length())
         if found is None:
+            wait, count = (FIRST_GAP, 1) if self.batches else (0, FIRST_TRIALS)
             choices = [*range(len(self.members)), -1]
-            trials = {choice: Trial(self._round + FIRST_TRIALS * place) for place, choice in enumerate(choices)}
+            trials = {
+                choice: Trial(self._round + wait + count * place, left=count) for place, choice in enumerate(choices)
+            }
             found = self.batches[size.bit_length()] = Batch(trials)
         return found
 

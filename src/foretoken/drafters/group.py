@@ -70,9 +70,12 @@ class GroupDrafter(Drafter):
         """Show the round to every member that looks."""
         last: Proposal | None = context.state.pop(self, None)
         parts = last.parts if last is not None and last.tree is tree else {}
-        for index, member in enumerate(self.drafters):
-            if type(member).observe is not Drafter.observe:
-                show(member, context, parts.get(index), scores, verdict)
+        looking = [i for i, member in enumerate(self.drafters) if type(member).observe is not Drafter.observe]
+        for index in looking:
+            if len(tree) == 1:  # a round of plain decoding is one for every member
+                self.drafters[index].observe(context, tree, scores, verdict)
+            else:
+                show(self.drafters[index], context, parts.get(index), scores, verdict)
 
     def finish(self, context: Context) -> None:
         """Finish every member."""
