@@ -15,8 +15,6 @@ from foretoken.bench.law import noncentral_tail, smallest_seen
 from foretoken.bench.parity import run_parity
 from foretoken.bench.parity_checks import binomial_tail, keeps_seeds
 from foretoken.bench.parity_report import MODES, Report, Settings
-from foretoken.controllers.base import Controller
-from foretoken.controllers.constant import ConstantController
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.suffix import SuffixDrafter
@@ -24,7 +22,6 @@ from foretoken.engine.stopping import Stopper
 from foretoken.llm import Llm, load
 from foretoken.models.base import LanguageModel, SequenceState
 from foretoken.models.table import TableModel
-from foretoken.registry import make
 from foretoken.sampling import SamplingParams
 from foretoken.types import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, draw
@@ -358,4 +355,3 @@ def test_what_does_not_fit_is_found_before_anything_runs() -> None:
     with pytest.raises(ValueError, match="traversal"):
         run_parity(target, None, [ModelDrafter(draft, tree="2x2")], PROMPTS, Settings(verifier="rejection"))
     assert target.forward_calls == 0
-    assert isinstance(make("controller", "constant"), ConstantController) and issubclass(ConstantController, Controller)

@@ -101,6 +101,7 @@ class LearnedCosts:
         self.drafts: dict[tuple[int, int], Curve] = {}
         self.rest = Curve(growing=0.9)
         self._left = 0 if start is not None else self.SKIPPED
+        self._kind: tuple[int | None, bool] | None = None
         if start is not None:
             self._start_from(start, specs)
 
@@ -151,29 +152,41 @@ class LearnedCosts:
         if member is not None and depth > 0:
             curve = self.drafts.setdefault((member, bucket(drafting)), Curve(growing=0.9))
             seen.append((curve, depth, record.draft_s))
-        trust = self._pace(seen)
+        kind = (member, record.round_nodes > record.batch_size)
+        trust = self._pace(seen, kind == self._kind)
+        self._kind = kind
         for curve, size, seconds in seen:
             if seconds > 0:
                 self._learn(curve, size, seconds, trust)
 
-    def _pace(self, seen: Sequence[tuple[Curve, int, float]]) -> float:
-        """Follow the machine's speed; how far the round can be trusted to say anything else (1: as expected)."""
+    def _pace(self, seen: Sequence[tuple[Curve, int, float]], alike: bool) -> float | None:
+        """Follow the machine's speed; how far the round can be trusted to say anything else (1: as expected).
+
+        Of two rounds ``alike`` the second one tells of the machine; one of another kind than the last tells of what it
+        costs itself, and the more so the less it was expected (``None``).
+        """
         known = [(seconds, curve.costs[size].value) for curve, size, seconds in seen if size in curve.costs]
         expected = self.speed.value * sum(value for _, value in known)
-        if expected <= 0:
+        taken = sum(seconds for seconds, _ in known)
+        if expected <= 0 or taken <= 0:
             return 1.0
-        ratio = sum(seconds for seconds, _ in known) / expected
+        surprise = abs(math.log(taken / expected)) / SURPRISE
+        if not alike:
+            return None if surprise > 1 else 1.0
         self.speed.seen += 1
-        self.speed.value *= min(max(ratio, 1 / WORST), WORST) ** max(SPEED_RATE, 1.0 / (self.speed.seen + 1))
-        return 1.0 / (1.0 + (math.log(ratio) / SURPRISE) ** 2) if ratio > 0 else 0.0
+        ratio = min(max(taken / expected, 1 / WORST), WORST)
+        self.speed.value *= ratio ** max(SPEED_RATE, 1.0 / (self.speed.seen + 1))
+        return 1.0 / (1.0 + surprise**2)
 
-    def _learn(self, curve: Curve, size: int, seconds: float, trust: float) -> None:
+    def _learn(self, curve: Curve, size: int, seconds: float, trust: float | None) -> None:
         known = curve.costs.get(size)
         if known is None or known.value <= 0:
             curve.put(size, Cost(seconds / self.speed.value))
             return
+        if trust is None:
+            known.seen = min(known.seen, SURE)
         ratio = min(max(seconds / (self.speed.value * known.value), 1 / WORST), WORST)
-        curve.move(size, ratio ** (trust if known.seen >= SURE else 1.0))
+        curve.move(size, ratio ** (trust if trust is not None and known.seen > SURE else 1.0))
 
 
 def bucket(size: int) -> int:
