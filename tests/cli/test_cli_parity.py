@@ -78,7 +78,7 @@ def test_a_rule_that_changes_the_output_fails(run: Any, target: str, draft: str,
 
 def test_a_planted_error_fails(run: Any, target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain that is said to be drawn from laws that are not the ones it was drawn from."""
-    arguments = ("--drafter", f"model:{draft},k=3", "--mode", "sampled", "--samples", "200", "--controller", "constant")
+    arguments = ("--drafter", f"model:{draft},k=3", "--mode", "sampled", "--samples", "512", "--controller", "constant")
     assert parity(run, target, *arguments).code == 0
     finished = ModelDrafter._finished
 

@@ -23,7 +23,7 @@ _NAMES = ", ".join(row.name for row in rows("drafter"))
 _DIFFERENCE, _INTERRUPTED = 1, 130
 
 
-@with_common(omit=("drafter",))
+@with_common(omit=("drafter",), max_new_tokens=32)
 def parity_command(
     drafter: Annotated[
         list[str] | None,
@@ -39,7 +39,7 @@ def parity_command(
         list[str] | None,
         typer.Option(help="Check only this: transformers, greedy, batch, stop, sampled, seed. May be repeated."),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Sampled outputs per drafter for the law test; 0 leaves it out.")] = 256,
+    samples: Annotated[int, typer.Option(help="Sampled outputs per drafter for the law test; 0 leaves it out.")] = 128,
     false_alarm: Annotated[
         float, typer.Option(help="Chance that the whole report fails although every law is right.")
     ] = 1e-3,

@@ -61,7 +61,7 @@ class SpecdecPpController(Controller):
 
     name = "specdec_pp"
 
-    def __init__(self, net: nn.Module, draft: Any = None, threshold: float = 0.3, k: int | None = None) -> None:
+    def __init__(self, net: nn.Module, draft: Any = None, threshold: float = 0.7, k: int | None = None) -> None:
         if not 0 <= threshold <= 1:
             raise ValueError(f"specdec_pp needs a threshold in [0, 1], not {threshold}")
         if k is not None and k < 1:
