@@ -128,7 +128,9 @@ def arms(target: LanguageModel, draft: LanguageModel, tokenizer: Any, options: d
         costing.learner.served.take_weights = lambda source: take(draft.model)  # type: ignore[method-assign]
     still = OnlineDrafter(draft, target=target, **{**options, "every": 0})
     drafters = {"off": still, "on": learning, "cost": costing}
-    return [Served(name, assemble(target, drafter, "auto", "constant", tokenizer)) for name, drafter in drafters.items()]
+    return [
+        Served(name, assemble(target, drafter, "auto", "constant", tokenizer)) for name, drafter in drafters.items()
+    ]
 
 
 def parts_of(count: int, parts: int) -> list[slice]:
