@@ -469,6 +469,8 @@ def read_profile(file: str | Path) -> dict[str, Any]:
     for key, spec in specs.items():
         if not isinstance(spec, str) and not (key == "drafter" and spec is None):
             raise ValueError(f"{key} in the profile {file} must be a spec string, not {json.dumps(spec)}")
+    if not specs and "costs" not in found:
+        raise ValueError(f"the profile {file} has no drafter, verifier, controller or costs: run foretoken tune")
     return {**specs, **_measured_parts(found, file)}
 
 

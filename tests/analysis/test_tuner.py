@@ -522,3 +522,10 @@ def test_a_target_without_a_network_has_a_fingerprint() -> None:
 def test_start_from_is_nothing_to_a_plain_controller() -> None:
     assert ConstantController.start_from is Controller.start_from
     ConstantController().start_from(COSTS)
+
+
+def test_a_profile_that_says_nothing_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text('{"a": 1}')
+    with pytest.raises(ValueError, match=r"profile\.json has no drafter, verifier, controller or costs"):
+        read_profile(file)
