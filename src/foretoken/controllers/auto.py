@@ -7,61 +7,34 @@ serving, an order of members for rounds in which the first one has no guess, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import takewhile, zip_longest
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.learned import Hazards, LearnedCosts, coverage, survival
-from foretoken.controllers.plans import Option, plans_of, rate_of
+from foretoken.controllers.plans import (
+    FIRST_GAP,
+    FIRST_TRIALS,
+    LAST_GAP,
+    REPLAN,
+    Batch,
+    Option,
+    State,
+    Trial,
+    or_any,
+    plans_of,
+    rate_of,
+)
 from foretoken.types import Budget, Context, Limits, StepRecord
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Draft lengths that are weighed."""
 PLAIN = Budget(0, 0)
-REPLAN = 4
-"""Rounds that a plan is kept."""
-FIRST_TRIALS = 2
-"""Rounds that every choice gets at the beginning."""
-FIRST_GAP, LAST_GAP = 32, 1024
-"""Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, or ..."""
 CLOSE = 0.8
-"""... taken four times, where the choice is not within this part of the best one's rate."""
+"""A choice whose rate is not within this part of the best one's is tried again after four times as long, not two."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
 """What a round is worth one round later, for its own request and in general."""
-
-
-@dataclass
-class State:
-    """A request: how far drafts stood, per member, and what it was last asked to do.
-
-    While it is ``fresh``, in its first round, it drafts whatever is known of others: it may be unlike them.  A plan
-    of its own, made ``age`` rounds ago, is for reproducible requests only.
-    """
-
-    hazards: list[Hazards]
-    plan: list[Option] = field(default_factory=list)
-    age: int = REPLAN
-    fresh: bool = True
-
-
-@dataclass
-class Batch:
-    """What is known of batches of about one size: the plan in use, and when what is not in use is tried again."""
-
-    trials: dict[int, Trial]
-    ranked: list[Option] = field(default_factory=list)
-    plan: list[Option] = field(default_factory=list)
-    age: int = REPLAN
-
-
-@dataclass
-class Trial:
-    """When a choice that is not in use is tried again, and how many rounds it then gets."""
-
-    due: int
-    gap: int = FIRST_GAP
-    left: int = FIRST_TRIALS
 
 
 class AutoController(Controller):
@@ -310,11 +283,6 @@ class AutoController(Controller):
                 tried = next(option.rate for option in batch.ranked if option.member == self._tried)
                 trial.due, trial.left = self._round + trial.gap, 1
                 trial.gap = min(trial.gap * (2 if tried > CLOSE * best else 4), LAST_GAP)
-
-
-def or_any(plan: Sequence[Option], ranked: Sequence[Option], fresh: bool) -> list[Option]:
-    """The plan; for a ``fresh`` request the best draft that there is, if the plan has none."""
-    return list(plan) or ([next(option for option in ranked if option.member >= 0)] if fresh else [])
 
 
 def pooled(parts: Sequence[Hazards]) -> Hazards:

@@ -14,7 +14,16 @@ by all, and plain decoding for a few may pay more.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from foretoken.controllers.learned import Hazards
+
+REPLAN = 4
+"""Rounds that a plan is kept."""
+FIRST_TRIALS = 2
+"""Rounds that every choice gets at the beginning."""
+FIRST_GAP, LAST_GAP = 32, 1024
+"""Rounds between two trials of a choice that is not in use: doubled after each that changed nothing."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +87,41 @@ def rate_of(plan: Sequence[Option], batch: int, target_s: Callable[[int], float]
         seconds += option.draft_s * (1.0 - (1.0 - min(reached, 1.0)) ** batch)
         reached = max(0.0, reached - part / per_token)
     return 1.0 / (per_token * seconds)
+
+
+@dataclass
+class State:
+    """A request: how far drafts stood, per member, and what it was last asked to do.
+
+    While it is ``fresh``, in its first round, it drafts whatever is known of others: it may be unlike them.  A plan
+    of its own, made ``age`` rounds ago, is for reproducible requests only.
+    """
+
+    hazards: list[Hazards]
+    plan: list[Option] = field(default_factory=list)
+    age: int = REPLAN
+    fresh: bool = True
+
+
+@dataclass
+class Batch:
+    """What is known of batches of about one size: the plan in use, and when what is not in use is tried again."""
+
+    trials: dict[int, Trial]
+    ranked: list[Option] = field(default_factory=list)
+    plan: list[Option] = field(default_factory=list)
+    age: int = REPLAN
+
+
+@dataclass
+class Trial:
+    """When a choice that is not in use is tried again, and how many rounds it then gets."""
+
+    due: int
+    gap: int = FIRST_GAP
+    left: int = FIRST_TRIALS
+
+
+def or_any(plan: Sequence[Option], ranked: Sequence[Option], fresh: bool) -> list[Option]:
+    """The plan; for a ``fresh`` request the best draft that there is, if the plan has none."""
+    return list(plan) or ([next(option for option in ranked if option.member >= 0)] if fresh else [])
