@@ -33,6 +33,9 @@ DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 PLAIN = Budget(0, 0)
 CLOSE = 0.8
 """A choice whose rate is not within this part of the best one's is tried again after four times as long, not two."""
+MARGIN = 1.05
+"""What drafting must promise over plain decoding: estimates are noisy, and drafts make the requests of a batch end at
+different times, which leaves the last rounds less full."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
 """What a round is worth one round later, for its own request and in general."""
 
@@ -212,7 +215,11 @@ class AutoController(Controller):
         if not costs.known:
             return [option for option in ranked if option.member >= 0]
         rest_s = costs.rest_s(batch)
-        return max(plans_of(ranked), key=lambda plan: rate_of(plan, batch, costs.target_s, rest_s))[:-1]
+
+        def worth(plan: Sequence[Option]) -> float:
+            return rate_of(plan, batch, costs.target_s, rest_s) * (MARGIN if len(plan) == 1 else 1.0)
+
+        return max(plans_of(ranked), key=worth)[:-1]
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
