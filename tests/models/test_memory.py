@@ -36,7 +36,7 @@ def test_nothing_grows_over_ten_thousand_tokens(tmp_path: Path) -> None:
     target, draft = (checkpoint(tmp_path / n, "llama", "float32", **small) for n in ("target", "draft"))
     assert isinstance(target, HuggingFaceModel)
     assert isinstance(draft, HuggingFaceModel)
-    llm = ft.load(target, drafter=ModelDrafter(draft, k=8))
+    llm = ft.load(target, drafter=ModelDrafter(draft, k=8), controller="constant")
 
     def generate(seed: int) -> weakref.ref[object]:
         output = llm.generate(prompt_of(20, seed=seed), max_new_tokens=1000, ignore_eos=True)
