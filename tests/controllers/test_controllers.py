@@ -13,6 +13,8 @@ from foretoken.controllers.confidence import ConfidenceController
 from foretoken.controllers.constant import ConstantController
 from foretoken.controllers.heuristic import HeuristicController
 from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.drafters.router import RouterDrafter
 from foretoken.engine.request import Request
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Limits, Rng, StepRecord
@@ -162,3 +164,34 @@ def test_controllers_keep_greedy_outputs(spec: str) -> None:
     requests = [Request(prompt, max_new_tokens=40) for prompt in (PROMPT, [3], [2, 2, 2])]
     speculative = engine(target, ModelDrafter(draft, k=4), None, made(spec))
     assert outputs(speculative, requests) == outputs(engine(target), requests)
+
+
+def group() -> RouterDrafter:
+    """Like the default: a draft model and n-grams, of which the controller picks."""
+    return RouterDrafter([ModelDrafter(tables()[1], k=4), NgramDrafter(n=2, k=3)])
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("spec", ["auto", "bandit,c=0.1"])
+def test_a_controller_that_picks_drafters_keeps_the_law(spec: str, batch: int) -> None:
+    """False alarm 1e-4."""
+    picking = engine(tables()[0], group(), None, made(spec), max_batch=batch)
+    assert sampled_p_value(picking, MODES, laws(), PROMPT, 4, 300) > FALSE_ALARM
+
+
+def test_auto_over_a_group_keeps_greedy_outputs_and_seeds() -> None:
+    target = tables()[0]
+    prompts = (PROMPT, [3], [2, 2, 2])
+    greedy = [Request(prompt, max_new_tokens=40) for prompt in prompts]
+    assert outputs(engine(target, group(), None, made("auto")), greedy) == outputs(engine(target), greedy)
+    seeded = [Request(prompt, MODES["T=1"], 40, seed=i) for i, prompt in enumerate(prompts)]
+    used = engine(target, group(), None, made("auto"))
+    outputs(used, [Request(prompt, MODES["T=1"], 40) for prompt in prompts])  # it has learned from others
+    alone = [outputs(engine(target, group(), None, made("auto")), [request])[0] for request in seeded]
+    assert outputs(used, seeded) == alone
+
+
+def test_auto_keeps_nothing_of_a_finished_request() -> None:
+    controller = made("auto")
+    outputs(engine(tables()[0], group(), None, controller), [Request(PROMPT, max_new_tokens=20)])
+    assert not controller._records  # type: ignore[attr-defined]

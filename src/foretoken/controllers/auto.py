@@ -7,7 +7,6 @@ serving, an order of members for rounds in which the first one has no guess, and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import takewhile, zip_longest
 
 from foretoken.controllers.base import Controller
@@ -228,7 +227,8 @@ class AutoController(Controller):
         self._records.append((context, record))
 
     def finish(self, context: Context) -> None:
-        """Nothing is kept of a request but what it taught."""
+        """Learn from its last round now: nothing is kept of a request but what it taught."""
+        self._digest()
 
     def _digest(self) -> None:
         """Learn from the last round."""
@@ -305,7 +305,5 @@ def pooled(parts: Sequence[Hazards]) -> Hazards:
 
 def nominal_costs(members: Sequence[Limits]) -> RoundCosts:
     """Costs by size alone, in target calls: a call costs little more with more nodes, a draft by its model's size."""
-    drafters = {
-        member.name: replace(DrafterCost(0.01, member.relative_cost), survival=(), proposes=1.0) for member in members
-    }
+    drafters = {member.name: DrafterCost(0.01, member.relative_cost) for member in members}
     return RoundCosts(TargetCost({1: 1.0, 65: 1.64}), drafters)
