@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from common import environment
@@ -23,7 +24,8 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.heads import HeadsDrafter
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import assemble
-from foretoken.loading import ZOO, build_drafter, load_model, load_tokenizer
+from foretoken.loading import BUILTIN, ZOO, build_drafter, load_model, load_tokenizer
+from foretoken.loading.checkpoints import is_adapter
 from foretoken.models.base import LanguageModel
 from foretoken.registry import rows
 
@@ -94,6 +96,27 @@ def measure(
     )
 
 
+@dataclass(frozen=True)
+class Arm:
+    """A drafter, and what it drafts for."""
+
+    label: str
+    name: str
+    spec: str
+    target: LanguageModel
+
+
+def chosen_arms(names: Sequence[str], target: LanguageModel, options: argparse.Namespace) -> Iterator[Arm]:
+    """Drafters for one target; training for early exits makes another one, which follows the first."""
+    for name in names:
+        folder = (options.folder or ZOO) / name
+        own_target = is_adapter(folder)
+        spec = f"{name}:{folder}" if options.folder and folder.is_dir() and not own_target else name
+        yield Arm(spec, name, spec, target)
+        if own_target and options.target == BUILTIN:
+            yield Arm(f"{spec}, target trained for it", name, spec, load_model(folder))
+
+
 def table(found: list[Measured]) -> None:
     """Markdown."""
     places = " | ".join(f"position {i + 1}" for i in range(DEPTH))
@@ -123,13 +146,13 @@ def main() -> None:
     texts = [*(*CODE, *MORE_CODE)[: options.prompts], *(*PROSE, *MORE_PROSE)[: options.prompts]]
     prompts = [tokenizer(text)["input_ids"] for text in texts]  # type: ignore[misc]
     names = options.only or [row.name for row in rows("drafter") if row.needs_training] + ["early_exit", "model"]
+    arms = list(chosen_arms(names, target, options))
     found = []
     for temperature in options.temperature:
-        for name in names:
-            folder = (options.folder or ZOO) / name
-            spec = f"{name}:{folder}" if options.folder and folder.is_dir() else name
-            print(f"{spec} at T={temperature}", file=sys.stderr)
-            found.append(measure(target, name, spec, prompts, options.new_tokens, temperature))
+        for arm in arms:
+            print(f"{arm.label} at T={temperature}", file=sys.stderr)
+            measured = measure(arm.target, arm.name, arm.spec, prompts, options.new_tokens, temperature)
+            found.append(replace(measured, drafter=arm.label))
         print(f"\n{'Greedy' if temperature == 0 else f'T={temperature:g}'}:\n")
         table([row for row in found if row.temperature == temperature])
     if options.out:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import foretoken as ft
-from foretoken.loading import ZOO, check_folder
+from foretoken.loading import ZOO, build_drafter, check_folder, load_model
 from foretoken.registry import rows
 
 TRAINED = [row.name for row in rows("drafter") if row.needs_training]
@@ -66,3 +66,48 @@ def test_trained_drafters_guess_for_the_built_in_target(name: str) -> None:
         assert out.token_ids == llm.plain.generate(prompt, max_new_tokens=40).token_ids
         drafted, accepted = drafted + out.stats.num_draft_tokens, accepted + out.stats.num_accepted_tokens
     assert drafted > 0 and accepted > 2
+
+
+def test_the_target_that_was_trained_for_early_exits() -> None:
+    """Its exits guess better than those of the built-in target, whose draft model still fits it."""
+    accepted = {}
+    for source in ("builtin", "builtin:early_exit"):
+        llm = ft.load(source, dtype="float32", drafter="early_exit,layer=2,k=4", controller="constant")
+        found = [llm.generate(prompt, max_new_tokens=40) for prompt in (CODE, PROSE)]
+        assert [out.token_ids for out in found] == [
+            llm.plain.generate(prompt, max_new_tokens=40).token_ids for prompt in (CODE, PROSE)
+        ]
+        accepted[source] = sum(out.stats.num_accepted_tokens for out in found)
+    assert accepted["builtin:early_exit"] > accepted["builtin"]
+    with_draft = ft.load("builtin:early_exit", dtype="float32", drafter="model,k=4", controller="constant")
+    out = with_draft.generate(CODE, max_new_tokens=40)
+    assert out.token_ids == with_draft.plain.generate(CODE, max_new_tokens=40).token_ids
+    assert out.stats.num_accepted_tokens > 0
+
+
+def test_its_card_states_how_it_was_made() -> None:
+    card, report = ((ZOO / "early_exit" / name).read_text() for name in ("README.md", "training.json"))
+    for word in (
+        "foretoken train early_exit",
+        "rank=32",
+        "builtin:early_exit",
+        "before",
+        "after",
+        "position 1",
+        "Data",
+    ):
+        assert word in card, word
+    assert json.loads(report)["target_loss_nats"]["after"] < 1.1 * json.loads(report)["target_loss_nats"]["before"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_drafters_are_refused_by_the_updated_target(name: str) -> None:
+    with pytest.raises(ValueError, match="another target: the shapes agree, but the weights are others"):
+        build_drafter(f"{name}:{ZOO / name}", load_model("builtin:early_exit"))
+
+
+def test_an_unknown_built_in_target() -> None:
+    with pytest.raises(
+        ValueError, match="unknown built-in model 'builtin:hydra': choose one of builtin, builtin:early"
+    ):
+        ft.load("builtin:hydra")

@@ -13,7 +13,8 @@ import torch
 from scipy.stats import chisquare
 
 from foretoken.controllers.confidence import ConfidenceController
-from foretoken.drafters.model import ModelDrafter, draw_without_replacement, parse_widths
+from foretoken.drafters.drawing import draw_without_replacement
+from foretoken.drafters.model import ModelDrafter, parse_widths
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.sampling import Sampler, SamplingParams

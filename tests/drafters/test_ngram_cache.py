@@ -10,18 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foretoken.drafters import ngram_cache
+from foretoken.drafters import ngram_counts
 from foretoken.drafters.datastore import joined
 from foretoken.drafters.ngram_cache import (
     LAX,
     STRICT,
-    CountTable,
-    NgramCache,
     NgramCacheDrafter,
     best_follower,
     build_static_cache,
-    key_of,
 )
+from foretoken.drafters.ngram_counts import CountTable, NgramCache, key_of
 from foretoken.engine.request import Request
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Rng
@@ -188,7 +186,7 @@ def test_a_saved_cache_drafts_the_same_and_goes_on_counting(tmp_path: Path) -> N
 def test_keys_of_arrays_and_of_lists_agree() -> None:
     text = np.array([0, 5, 2**31 - 2, 7, 7], np.int32)
     for n in (1, 2, 4):
-        assert ngram_cache._keys(text, n).tolist() == [
+        assert ngram_counts._keys(text, n).tolist() == [
             key_of(text[i : i + n].tolist()) for i in range(len(text) - n + 1)
         ]
 

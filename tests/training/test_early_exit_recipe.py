@@ -48,6 +48,14 @@ def test_every_exit_has_its_turn() -> None:
     assert [recipe.exits(step) for step in range(4)] == [[3], [1, 4], [2, 5], [3]]
 
 
+def test_one_exit_is_trained_in_every_step() -> None:
+    model = llama(6)
+    recipe = EarlyExitRecipe(model, TargetParts(model), {"exits": "layer", "layer": "2", "scale": "0.5"})
+    assert [recipe.exits(step) for step in range(3)] == [[2], [2], [2]]
+    assert recipe.weights([2]) == pytest.approx({2: 1 / 3, 6: 2 / 3})
+    assert recipe.spec("x") == "early_exit,layer=2"
+
+
 def test_dropped_layers_hand_a_texts_states_on() -> None:
     model = llama(3)
     parts = TargetParts(model)
@@ -66,7 +74,13 @@ def test_dropped_layers_hand_a_texts_states_on() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"layer": 4}, "from 1 to 3, not 4"), ({"dropout": 1.0}, "dropout"), ({"labels": "none"}, "labels must be")],
+    [
+        ({"layer": 4}, "from 1 to 3, not 4"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"labels": "none"}, "labels must be"),
+        ({"exits": "some"}, "exits must be all or layer, not 'some'"),
+        ({"rank": -1}, "rank must be 0, or above 0"),
+    ],
 )
 def test_bad_settings(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):

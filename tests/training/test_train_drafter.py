@@ -17,7 +17,7 @@ from foretoken.cli.main import main
 from foretoken.loading import build_drafter, load_model
 from foretoken.models.parts import TargetParts
 from foretoken.registry import rows
-from foretoken.training.joint import load_trainable
+from foretoken.training.joint import as_served, load_trainable
 from foretoken.training.lm import LmConfig, train_lm
 from foretoken.training.recipes import RECIPES, find_recipe
 from foretoken.training.trainer import Progress, TrainConfig, Trainer
@@ -50,6 +50,7 @@ def target(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def new_trainer(method: str, target: Path, data: Path, out: Path, steps: int = 6, **run: Any) -> Trainer:
     settings, features = run.pop("settings", {}), run.pop("features", None)
+    tokenizer = AutoTokenizer.from_pretrained(run.pop("tokenizer", target))
     kind = find_recipe(method)
     model = load_model(target)
     recipe = kind(model, TargetParts(model), settings, RUN["seed"])
@@ -57,7 +58,7 @@ def new_trainer(method: str, target: Path, data: Path, out: Path, steps: int = 6
         model = load_trainable(target, None)
         recipe = kind(model, TargetParts(model), settings, RUN["seed"])
     config = TrainConfig(**{"lr": kind.lr, "steps": steps, **RUN, **run})
-    return Trainer(recipe, [data], out, config, AutoTokenizer.from_pretrained(target), features=features)
+    return Trainer(recipe, [data], out, config, tokenizer, features=features)
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
@@ -174,6 +175,8 @@ def test_bad_input(data: Path, target: Path, tmp_path: Path, capsys: pytest.Capt
         (["--data", str(data), "--set", "heads=many"], "of type int"),
         (["--data", str(data), "--set", "heads"], "not key=value"),
         (["--data", str(data), "--set", "labels=none"], "labels must be"),
+        (["--data", str(data), "--set", "rank=8"], "rank must be 0, or above 0 in a mode that trains the target"),
+        (["--data", str(data), "--set", "mode=joint", "--set", "rank=-1"], "rank must be 0, or above 0"),
         (["--data", str(data), "--target", str(tmp_path / "none")], "not a folder"),
     ):
         assert main([*base, *more]) == 2
@@ -267,6 +270,82 @@ def test_early_exits_get_better(data: Path, target: Path, tmp_path: Path) -> Non
     report = run.run()
     assert report["drafter"] == "early_exit,layer=2" and report["target_loss_nats"]["after"] < 1.0
     assert exit_loss(tmp_path / "x/target") < 0.9 * exit_loss(target)
+
+
+LOW_RANK = [
+    ("early_exit", {"rank": "2", "exits": "layer"}),
+    ("medusa", {"rank": "2", "mode": "joint"}),
+    ("bpd", {"rank": "2", "mode": "finetune"}),
+]
+
+
+@pytest.mark.parametrize(("method", "settings"), LOW_RANK, ids=[method for method, _ in LOW_RANK])
+def test_a_low_rank_update_of_the_target(
+    method: str, settings: dict[str, str], data: Path, target: Path, tmp_path: Path
+) -> None:
+    """The folder holds the update, which loads as the same model as the merged one beside it."""
+    out = tmp_path / "x"
+    report = new_trainer(method, target, data, out, steps=8, settings=settings, lr=1e-2).run()
+    assert report["target_loss_nats"]["before"] != report["target_loss_nats"]["after"]
+    stored, first = (load_file(folder / "model.safetensors") for folder in (out / "target", target))
+    assert stored.keys() == first.keys()
+    changed = {name for name in stored if not torch.equal(stored[name], first[name])}
+    assert len(changed) == 7 * TARGET.layers and all("_proj.weight" in name for name in changed)
+    merged, updated = (load_model(folder, exact="approximate") for folder in (out / "target", out))
+    mine, theirs = (model.model.state_dict() for model in (updated, merged))  # type: ignore[attr-defined]
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    llm = ft.load(str(out), drafter=report["drafter"].replace("FOLDER", str(out)), dtype="float32")
+    spec, plain = (side.generate("one two three", max_new_tokens=24) for side in (llm, llm.plain))
+    assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0
+    if method != "early_exit":
+        with pytest.raises(ValueError, match="another target: the shapes agree, but the weights are others"):
+            build_drafter(f"{method}:{out}", load_model(target))
+    with pytest.raises(ValueError, match="a low-rank update, which cannot be updated again"):
+        new_trainer(method, out, data, tmp_path / "y", settings=settings, tokenizer=target)
+
+
+def test_an_update_in_training_is_the_one_that_is_measured_and_stored(data: Path, target: Path, tmp_path: Path) -> None:
+    """The parametrised network, the copy that acceptance is measured with and the stored files are one model."""
+    settings = {"rank": "2", "layer": "1", "dropout": "0"}
+    run = new_trainer("early_exit", target, data, tmp_path / "x", steps=6, settings=settings, lr=1e-2)
+    run.run()
+    served: Any = as_served(run.network, torch.bfloat16)
+    stored: Any = load_model(tmp_path / "x", exact="approximate")
+    ids = run.held_tokens[0]
+    with torch.no_grad():
+        training, measured, loaded = (
+            net(input_ids=ids).logits.float() for net in (run.network, served.model, stored.model)
+        )
+    assert torch.equal(measured, loaded)
+    assert float((training - measured).square().mean().sqrt()) < 0.05 * float(training.std())
+    assert sum(p.numel() for p in run.trained.parameters() if p.requires_grad) == 2 * 4 * sum(
+        sum(shape) for shape in ((32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48))
+    )
+
+
+def test_a_checkpoint_of_an_update_holds_only_the_update(data: Path, target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "x"
+    new_trainer("early_exit", target, data, out, steps=2, settings={"rank": "2"}).run()
+    names = [key for key in load_file(out / "checkpoints/step-0000002/state.safetensors") if key.startswith("model.")]
+    assert len(names) == 2 * 7 * TARGET.layers and all(name.endswith((".a", ".b")) for name in names)
+
+
+@pytest.mark.parametrize(("method", "settings"), LOW_RANK, ids=[method for method, _ in LOW_RANK])
+def test_a_killed_update_resumes_to_the_same_bits(
+    method: str, settings: dict[str, str], data: Path, target: Path, tmp_path: Path
+) -> None:
+    def stop(progress: Progress) -> None:
+        if progress.step == 3:
+            raise KeyboardInterrupt
+
+    new_trainer(method, target, data, tmp_path / "whole", settings=settings).run(save_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        new_trainer(method, target, data, tmp_path / "cut", settings=settings).run(save_every=2, on_step=stop)
+    assert not (tmp_path / "cut/adapter_config.json").exists()
+    new_trainer(method, target, data, tmp_path / "cut", settings=settings).run(save_every=2)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+    one, other = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "cut"))
+    assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_text_that_the_target_writes(data: Path, target: Path, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def fingerprint_of(target: LanguageModel) -> str:
     except CapabilityError:
         return f"{type(target).__name__}-{target.vocab_size}-{target.context_length}"
     grown = f"-inflated-{target.num_parameters}" if isinstance(target, InflatedModel) else ""
-    return f"{found.num_layers}x{found.hidden_size}-{found.vocab_size}-{found.weights}{grown}"
+    return f"{found.num_layers}x{found.hidden_size}-{found.vocab_size}-{found.weights}-{found.layers}{grown}"
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -12,13 +11,13 @@ import typer
 
 from foretoken.bench.specs import OTHER_ENGINES, check_arm
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, screen
+from foretoken.cli.output import json_only, progress_bar, screen
 from foretoken.registry import find, parse_spec, rows
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.run import BenchSettings, OnProgress
+    from foretoken.bench.run import BenchSettings
     from foretoken.bench.summary import BenchResult
 
 _NAMES = ", ".join(row.name for row in rows("drafter"))
@@ -171,31 +170,13 @@ def _run(
         {"top_k": common.top_k, "top_p": common.top_p, "min_p": common.min_p},
         inflate,
     )
-    with _bar() as on_progress:
+    with progress_bar() as on_progress:
         try:
             return run_bench(shared, prompts, settings, out, resume, on_progress)
         except KeyboardInterrupt:
             if out is not None and partial_of(out).exists():
                 print(f"what is finished is in {partial_of(out)}; --resume goes on from here", file=sys.stderr)
             raise
-
-
-@contextmanager
-def _bar() -> Iterator[OnProgress]:
-    """A progress bar that is drawn between runs only: an animated one would take time from what is measured."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    console = screen(stderr=True)
-    shown = console.is_terminal
-    with Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not shown) as bar:
-        task = bar.add_task("", total=None)
-
-        def on_progress(done: int, total: int, text: str) -> None:
-            if shown:
-                bar.update(task, completed=done, total=total or None, description=text, refresh=True)
-
-        yield on_progress
 
 
 # -- for people ------------------------------------------------------------------------------------------------------

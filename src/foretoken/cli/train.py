@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.train_distill import boost_command, distill_command
 from foretoken.cli.train_drafter import make_command
+from foretoken.cli.train_options import Blocks, Data, Every, Steps
 from foretoken.cli.train_specdec_pp import specdec_pp_command
 from foretoken.registry import rows
+
+if TYPE_CHECKING:
+    from foretoken.training.lm import Progress
 
 app = typer.Typer(help="Train a language model or a drafter.", no_args_is_help=True)
 
@@ -32,7 +38,7 @@ app.command("specdec_pp")(specdec_pp_command)
 
 @app.command("lm")
 def train_lm_command(
-    data: Annotated[list[Path], typer.Option(help="Text folder or JSONL file; may be given several times.")],
+    data: Data,
     out: Annotated[Path, typer.Option(help="Folder for the model, its checkpoints and curves.")],
     tokenizer_from: Annotated[
         Path | None, typer.Option(help="Share the tokenizer (and encoded corpus) of this run.")
@@ -46,7 +52,7 @@ def train_lm_command(
     teacher_weight: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the teacher in the loss; the text has the rest.")
     ] = 0.7,
-    steps: Annotated[int, typer.Option(min=1)] = 2000,
+    steps: Steps = 2000,
     hidden: Annotated[int, typer.Option(min=8)] = 384,
     layers: Annotated[int, typer.Option(min=1)] = 8,
     heads: Annotated[int, typer.Option(min=1)] = 6,
@@ -54,63 +60,54 @@ def train_lm_command(
     ffn: Annotated[int, typer.Option(min=8)] = 1024,
     context: Annotated[int, typer.Option(min=8, help="Tokens per block and the model's context.")] = 1024,
     vocab: Annotated[int, typer.Option(min=300, help="Size of a newly trained tokenizer.")] = 8192,
-    batch_size: Annotated[int, typer.Option(min=1, help="Blocks per step.")] = 8,
+    batch_size: Blocks = 8,
     lr: Annotated[float, typer.Option(min=0.0)] = 4e-3,
     seed: int = 0,
     compile: Annotated[bool, typer.Option(help="torch.compile the loss (needs a C++ compiler on CPU).")] = False,
-    save_every: Annotated[int, typer.Option(min=1)] = 100,
+    save_every: Every = 100,
     device: str = "cpu",
     data_note: Annotated[str, typer.Option(help="Where the text comes from, for the model card.")] = "",
     licence: Annotated[str, typer.Option(help="SPDX name of the weights' licence, for the model card.")] = "",
 ) -> None:
     """Train a small Llama-architecture language model on text; resumes by itself from OUT/checkpoints."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
     from transformers.utils import logging as hf_logging
 
     from foretoken.training import lm
     from foretoken.training.card import CardInfo
 
     config = lm.LmConfig(
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn,
-        context=context,
-        vocab=vocab,
-        steps=steps,
-        batch_size=batch_size,
-        lr=lr,
-        seed=seed,
-    )
+        hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, context=context, vocab=vocab,
+        steps=steps, batch_size=batch_size, lr=lr, seed=seed,
+    )  # fmt: skip
     keep_freed_memory()
     hf_logging.disable_progress_bar()  # ours is the one to look at
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("training", total=steps)
-
-        def on_step(p: lm.Progress) -> None:
-            bar.update(task, completed=p.step, description=f"loss {p.loss:.3f}  {p.tokens_per_s:,.0f} tokens/s")
-            if p.held_loss is not None:
-                bar.console.print(f"step {p.step}: training {p.loss:.4f}, held out {p.held_loss:.4f} nats per token")
-
+    with _bar(steps) as on_step:
         report = lm.train_lm(
-            data,
-            out,
-            config,
-            tokenizer_from=tokenizer_from,
-            init_from=init_from,
-            teacher=teacher,
-            teacher_weight=teacher_weight,
-            device=device,
-            save_every=save_every,
-            compiled=compile,
-            on_step=on_step,
+            data, out, config, tokenizer_from=tokenizer_from, init_from=init_from, teacher=teacher,
+            teacher_weight=teacher_weight, device=device, save_every=save_every, compiled=compile, on_step=on_step,
             card=CardInfo(data_note=data_note, licence=licence),
-        )
+        )  # fmt: skip
     held, per_byte = report["held_loss_nats_per_token"], report["held_bits_per_byte"]
     loss = "nothing held out" if held is None else f"held out {held:.4f} nats per token, {per_byte:.4f} bits per byte"
     typer.echo(f"{report['parameters']:,} parameters, {loss} -> {out}")
     if not (out / "losses.png").exists():
         typer.echo("no losses.png (losses.csv is there): pip install 'foretoken[train]' for the plot", err=True)
+
+
+@contextmanager
+def _bar(steps: int) -> Iterator[Callable[[Progress], None]]:
+    """A progress bar on stderr: gives what to call with steps."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("training", total=steps)
+
+        def on_step(p: Progress) -> None:
+            bar.update(task, completed=p.step, description=f"loss {p.loss:.3f}  {p.tokens_per_s:,.0f} tokens/s")
+            if p.held_loss is not None:
+                bar.console.print(f"step {p.step}: training {p.loss:.4f}, held out {p.held_loss:.4f} nats per token")
+
+        yield on_step

@@ -12,14 +12,14 @@ import typer
 
 from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.options import Json
-from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.output import json_only, print_json
+from foretoken.cli.train_options import Data, Every, Steps, load_target, progress_bars
 
 if TYPE_CHECKING:
     from foretoken.bench.alignment import Alignment
-    from foretoken.training.distill import Progress
+    from foretoken.training.updates import Progress
     from foretoken.training.workshop import DistillConfig, Workshop
 
-Data = Annotated[list[Path], typer.Option(help="Text folder or JSONL file; may be given several times.")]
 Target = Annotated[str, typer.Option(help="Model whose law is to be learned.")]
 Draft = Annotated[str, typer.Option(help="Draft model to start from: a folder, or builtin.")]
 Loss = Annotated[str, typer.Option(help="fkl, rkl, jsd or tvd.")]
@@ -28,11 +28,9 @@ Temperature = Annotated[float, typer.Option(min=0.0, help="At which models write
 Written = Annotated[int, typer.Option(min=1, help="Rows that the target writes, used again and again.")]
 Prompt = Annotated[int, typer.Option(min=0, help="Tokens of a row given to a writing model; 0: a quarter.")]
 Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")]
-Steps = Annotated[int, typer.Option(min=1)]
 Rows = Annotated[int, typer.Option(min=1, help="Rows per step.")]
 Context = Annotated[int, typer.Option(min=8, help="Tokens per row.")]
 Corpus = Annotated[Path | None, typer.Option(help="Where encoded and written text is kept; share it by runs.")]
-Every = Annotated[int, typer.Option(min=1)]
 
 
 def distill_command(
@@ -153,13 +151,10 @@ def open_shop(
     Raises:
         ValueError: anything of that is wrong.
     """
-    from foretoken.loading import load_model, load_tokenizer
     from foretoken.training.workshop import Workshop, load_student
 
     keep_freed_memory()
-    model, tokenizer = load_model(target, device=device), load_tokenizer(target)
-    if tokenizer is None:
-        raise ValueError(f"{target} has no tokenizer beside it: training text must be encoded with the target's own")
+    model, tokenizer = load_target(target, device)
     load_student(draft, model, tokenizer)
     return Workshop(model, tokenizer, data, folder, config, on_rows)
 
@@ -208,10 +203,7 @@ class _Bars:
 
 @contextmanager
 def _bars() -> Iterator[_Bars]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen(stderr=True)) as bar:
+    with progress_bars() as bar:
         yield _Bars(bar)
 
 

@@ -10,11 +10,27 @@ import typer
 
 from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.output import print_json, screen
+from foretoken.cli.train_options import (
+    Blocks,
+    Context,
+    Corpus,
+    Data,
+    Every,
+    Report,
+    Steps,
+    Text,
+    WrittenBlocks,
+    WrittenTemperature,
+    key_values,
+    load_target,
+    training_bar,
+)
 
 if TYPE_CHECKING:
     from foretoken.controllers.base import Controller
     from foretoken.drafters.base import Drafter
     from foretoken.models.base import LanguageModel
+    from foretoken.training.recipes.base import Recipe
 
 HELD_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 6, 48, 40
 """Held-out texts that a drafter is run on while it trains."""
@@ -24,32 +40,31 @@ def make_command(method: str) -> Callable[..., None]:
     """The command of one method."""
 
     def command(
-        data: Annotated[list[Path], typer.Option(help="Text folder or JSONL file; may be given several times.")],
+        data: Data,
         out: Annotated[Path, typer.Option(help="Folder for the drafter, its checkpoints and curves.")],
         target: Annotated[str, typer.Option(help="Model whose tokens are to be guessed.")] = "builtin",
-        steps: Annotated[int, typer.Option(min=1)] = 500,
-        batch_size: Annotated[int, typer.Option(min=1, help="Blocks per step.")] = 4,
-        context: Annotated[int, typer.Option(min=16, help="Tokens per block.")] = 512,
+        steps: Steps = 500,
+        batch_size: Blocks = 4,
+        context: Context = 512,
         lr: Annotated[float | None, typer.Option(min=0.0, help="Peak learning rate; the method's by default.")] = None,
         seed: int = 0,
         setting: Annotated[
             list[str] | None, typer.Option("--set", help="key=value of the network or its loss.")
         ] = None,
-        corpus: Annotated[Path | None, typer.Option(help="Where the encoded text is kept; share it by runs.")] = None,
+        corpus: Corpus = None,
         features: Annotated[
             Path | None, typer.Option(help="Keep the target's hidden states here; share them by runs of one target.")
         ] = None,
-        text: Annotated[str, typer.Option(help="fixed (the corpus) or target (what the target writes).")] = "fixed",
-        written_blocks: Annotated[int, typer.Option(min=1, help="Blocks that the target writes.")] = 256,
-        written_temperature: Annotated[float, typer.Option(min=0.0, help="Temperature at which it writes.")] = 1.0,
-        save_every: Annotated[int, typer.Option(min=1)] = 100,
-        eval_every: Annotated[int, typer.Option(min=1)] = 100,
+        text: Text = "fixed",
+        written_blocks: WrittenBlocks = 256,
+        written_temperature: WrittenTemperature = 1.0,
+        save_every: Every = 100,
+        eval_every: Every = 100,
         device: str | None = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print the report as the last line.")] = False,
+        as_json: Report = False,
     ) -> None:
-        settings = dict(_key_value(item) for item in setting or ())
         report = train(
-            method, data, out, target, settings, corpus, features, device, save_every, eval_every,
+            method, data, out, target, key_values(setting), corpus, features, device, save_every, eval_every,
             steps=steps, batch_size=batch_size, context=context, seed=seed, **({} if lr is None else {"lr": lr}),
             text=text, written_blocks=written_blocks, written_temperature=written_temperature,
         )  # fmt: skip
@@ -58,13 +73,6 @@ def make_command(method: str) -> Callable[..., None]:
 
     command.__doc__ = f"Train a drafter of the method '{method}'; resumes by itself from OUT/checkpoints."
     return command
-
-
-def _key_value(item: str) -> tuple[str, str]:
-    key, equals, value = item.partition("=")
-    if not equals or not key:
-        raise ValueError(f"--set {item!r} is not key=value")
-    return key, value
 
 
 def train(
@@ -81,21 +89,14 @@ def train(
     **run: Any,
 ) -> dict[str, Any]:
     """Load the target, train, show it, write the card; returns the report."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from foretoken.loading import load_model, load_tokenizer
     from foretoken.models.parts import TargetParts
     from foretoken.training.drafter_card import write_drafter_card
-    from foretoken.training.joint import FOLDER, load_trainable
+    from foretoken.training.joint import load_trainable
     from foretoken.training.recipes import find_recipe
-    from foretoken.training.trainer import Progress as Step
     from foretoken.training.trainer import TrainConfig, Trainer
 
     keep_freed_memory()
-    model = load_model(target, device=device)
-    tokenizer = load_tokenizer(target)
-    if tokenizer is None:
-        raise ValueError(f"{target} has no tokenizer beside it: training text must be encoded with the target's own")
+    model, tokenizer = load_target(target, device)
     kind = find_recipe(method)
     dtype = TargetParts(model).head.weight.dtype
     recipe = kind(model, TargetParts(model), settings, run["seed"])
@@ -103,21 +104,7 @@ def train(
         model = load_trainable(target, device)
         recipe = kind(model, TargetParts(model), settings, run["seed"])
     config = TrainConfig(**{"lr": kind.lr, **run})
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=screen(stderr=True)) as bar:
-        task = bar.add_task("reading text", total=config.steps, visible=False)
-
-        def on_written(done: int, count: int) -> None:
-            bar.update(task, completed=done, total=count, description="the target writes text", visible=True)
-
-        def on_step(step: Step) -> None:
-            text = f"loss {step.loss:.3f}  {step.tokens_per_s:,.0f} tokens/s"
-            bar.update(task, completed=step.step, total=step.steps, description=text, visible=True)
-            if step.acceptance is not None:
-                bar.console.print(
-                    f"step {step.step}: loss {step.loss:.4f}, {describe(step.acceptance)}", soft_wrap=True
-                )
-
+    with training_bar(config.steps, describe) as (on_written, on_step):
         trainer = Trainer(recipe, data, out, config, tokenizer, corpus, features, dtype, on_written)
         size = min(PROMPT_TOKENS, model.context_length // 2)
         prompts = [tokens[0, :size].tolist() for tokens in trainer.held_tokens[:HELD_PROMPTS]]
@@ -128,6 +115,14 @@ def train(
             on_step=on_step,
         )
     write_drafter_card(out, report, data, target)
+    _tell(report, out, recipe)
+    return report
+
+
+def _tell(report: Mapping[str, Any], out: Path, recipe: Recipe) -> None:
+    """Say on stderr what was made."""
+    from foretoken.training.joint import FOLDER
+
     length = describe(report["acceptance"]) if report["acceptance"] else "nothing held out"
     console = screen(stderr=True)
     console.print(f"{report['parameters']:,} parameters, {length} -> {out}", soft_wrap=True)
@@ -136,7 +131,6 @@ def train(
         change = "" if before is None else f" (held-out loss {before:.3f} -> {after:.3f} nats per token)"
         use = f"--target {out / FOLDER} --drafter {recipe.spec(out)}"
         console.print(f"the target was trained too{change}: {use}", soft_wrap=True)
-    return report
 
 
 def held_out(

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import asks_for_confidence, draw_iid
+from foretoken.drafters.drawing import draw_iid
+from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.features import FeatureModel

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import asks_for_confidence, draw_without_replacement
+from foretoken.drafters.drawing import draw_without_replacement
+from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.models.base import LanguageModel

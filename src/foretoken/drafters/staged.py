@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.cascade import CascadeDrafter, Chain, Rule
-from foretoken.drafters.model import draw_without_replacement
+from foretoken.drafters.drawing import draw_without_replacement
 from foretoken.models.base import LanguageModel
 from foretoken.types import Kind, TokenTree
 

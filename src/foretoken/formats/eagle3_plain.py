@@ -19,8 +19,6 @@ from foretoken.formats.llama_layer import layer_config, layer_keys, layer_names
 IDS = "eagle_aux_hidden_state_layer_ids"
 OFF = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Variants of the network that ours is not."""
-OWN = ("d2t", "t2d", "lm_head.weight")
-"""Tensors that are checked one by one."""
 
 
 class Eagle3Plain(NetFormat):
@@ -85,10 +83,10 @@ class Eagle3Plain(NetFormat):
         }
         rest = {name: value for name, value in tensors.items() if name not in ("d2t", "t2d")}
         wanted = {**names(layer), "lm_head.weight": "lm_head.weight"}
-        renamed_ = renamed(rest, self.shapes({**config, "share_head": False}), wanted)
+        ours = renamed(rest, self.shapes({**config, "share_head": False}), wanted)
         if config["share_head"]:
-            del renamed_["lm_head.weight"]
-        return Trained(config, {**renamed_, **maps})
+            del ours["lm_head.weight"]
+        return Trained(config, {**ours, **maps})
 
 
 def names(layer: str) -> dict[str, str]:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
 from foretoken.models.cache import TreeCache
+from foretoken.models.call import Call
 from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
-from foretoken.models.layers import WHOLE, LayerPlan
+from foretoken.models.layers import WHOLE
 from foretoken.models.masks import LayerMask
 from foretoken.models.parts import TargetParts
 
@@ -69,23 +70,14 @@ class FeatureModel(HuggingFaceModel):
                 feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
             raise
 
-    def run(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        masks: dict[str, Tensor | None],
-        first: int,
-        taps: Sequence[str],
-        plan: LayerPlan,
-        states: Tensor,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits [b, width - first, V] and the output [b, width, D] from ids, positions and states [b, width, D]."""
-        b, width = ids.shape
+    def run(self, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits [b, width - first, V] and the output [b, width, D] from ids, positions and states."""
+        (b, width), first = call.ids.shape, call.first
 
         def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             return self.cache.update(key, value, 0)
 
-        output = self.model(self.parts.embedding(ids).float(), states, positions, masks[""], keep)
+        output = self.model(self.parts.embedding(call.ids).float(), call.states, call.positions, call.masks[""], keep)
         kept = self.model.head_state(output[:, first:]).flatten(0, 1)
         logits = (
             self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
@@ -14,12 +13,14 @@ from torch import Tensor
 from foretoken.models.attention import EXACT, FOLDED
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache import TreeCache
+from foretoken.models.call import Call
 from foretoken.models.capabilities import detect
 from foretoken.models.extra import check_rows, embedding_rows
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
-from foretoken.models.masks import LayerMask, RowPlan, additive_mask
+from foretoken.models.masks import RowPlan, additive_mask
 from foretoken.models.packing import BlockedProducts
 from foretoken.models.taps import check_taps, decoder_layers, recording
+from foretoken.models.traits import attention_configs, eos_ids, layer_masks
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
@@ -61,7 +62,7 @@ class HuggingFaceModel(LanguageModel):
         self.exact = exact
         self.layer_masks = layer_masks(model)
         self._attention = EXACT if exact == "bitwise" else FOLDED
-        self._configs = _attention_configs(model)
+        self._configs = attention_configs(model)
         self._single_mask = set(self.layer_masks) == {""}
         self.num_layers = len(decoder_layers(model))
         self.num_layer_runs = 0.0
@@ -281,8 +282,9 @@ class HuggingFaceModel(LanguageModel):
         # Padded rows end at different places: keep from the earliest wanted row on.
         first = min((place.new - n for n, place in zip(wanted, places, strict=True) if n), default=width)
         states = self._padded(inputs, feeds, low, ids) if inputs else None
+        call = Call(ids, positions, masks, first, taps, plan, states)
         began = perf_counter()
-        logits, hidden = self._run(ids, positions, masks, first, taps, plan, states)
+        logits, hidden = self._run(call)
         self.run_s += perf_counter() - began
         self.num_layer_runs += plan.count(self.num_layers)
         results = []
@@ -330,43 +332,25 @@ class HuggingFaceModel(LanguageModel):
             padded[feed.sequence.row - low, : len(rows)] = rows
         return padded
 
-    def _run(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        masks: dict[str, Tensor | None],
-        first: int,
-        taps: Sequence[str],
-        plan: LayerPlan = WHOLE,
-        states: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _run(self, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
         """Logits [b, width - first, V] and taps on the lean forward, or on the public one where there is none."""
         run = self._lean.run if self._lean is not None else self._run_public
-        return run(ids, positions, masks, first, taps, plan, states)
+        return run(call)
 
-    def _run_public(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        masks: dict[str, Tensor | None],
-        first: int,
-        taps: Sequence[str],
-        plan: LayerPlan = WHOLE,
-        states: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits [b, width - first, V] and taps through the model's own forward; ``states`` [b, width, D]."""
-        width = ids.shape[1]
-        mask: Any = {k: self._at_least_zero(m, ids) for k, m in masks.items()}
+    def _run_public(self, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits [b, width - first, V] and taps through the model's own forward."""
+        ids, width, first = call.ids, call.ids.shape[1], call.first
+        mask: Any = {k: self._at_least_zero(m, ids) for k, m in call.masks.items()}
         if self._single_mask:
             mask = mask[""]
         products = BlockedProducts() if self.exact == "bitwise" else nullcontext()
-        part = running(self.model, plan, states)
+        part = running(self.model, call.plan, call.states)
         rows = self.extra_rows
         embedding = nullcontext(ids) if rows is None else embedding_rows(self.model, ids, rows, self.vocab_size)
-        with self._switched_attention(), products, recording(self.model, taps) as hidden, part, embedding as known:
+        with self._switched_attention(), products, recording(self.model, call.taps) as hidden, part, embedding as known:
             out = self.model(
                 input_ids=known,
-                position_ids=positions,
+                position_ids=call.positions,
                 attention_mask=mask,
                 past_key_values=self.cache,
                 use_cache=True,
@@ -419,62 +403,3 @@ def _keep_common(feed: Feed) -> None:
 def _without_first(feed: Feed, count: int) -> Feed:
     """The nodes behind the first ``count``; no logits wanted."""
     return Feed(feed.sequence, feed.tokens[count:], _parents_of(feed)[count:], wanted=0)
-
-
-def eos_ids(model: Any) -> frozenset[int]:
-    """All end-of-sequence ids that the generation config, else the config, names."""
-    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
-        value = getattr(config, "eos_token_id", None)
-        if value is not None:
-            return frozenset(value if isinstance(value, list | tuple) else [value])
-    return frozenset()
-
-
-def layer_masks(model: Any) -> dict[str, LayerMask]:
-    """Which masks the model's forward wants: by layer type where it takes a dictionary, else one under ``""``."""
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    if not takes_mask_dict(model):
-        # Without layer types a model either slides everywhere (mistral, phi3) or nowhere.
-        return {"": LayerMask("sliding", window) if window and _slides(model) else LayerMask()}
-    kinds = {
-        "full_attention": LayerMask(),
-        "sliding_attention": LayerMask("sliding", window or 0),
-        "chunked_attention": LayerMask("chunked", getattr(config, "attention_chunk_size", None) or 0),
-    }
-    types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    unknown = types - set(kinds)
-    if unknown:
-        raise CapabilityError(f"layers of type {', '.join(sorted(unknown))} cannot take trees")
-    return {name: kinds[name] for name in sorted(types)}
-
-
-def takes_mask_dict(model: Any) -> bool:
-    """Whether the decoder's forward accepts one mask per layer type."""
-    return any("causal_mask_mapping" in _source(module) for module in _decoders(model))
-
-
-def _slides(model: Any) -> bool:
-    return any("create_sliding_window_causal_mask" in _source(module) for module in _decoders(model))
-
-
-def _decoders(model: Any) -> list[Any]:
-    """Modules that could build masks: the model's stack of wrappers down to the decoder."""
-    return [module for name, module in model.named_modules() if name.count(".") <= 2 and hasattr(module, "config")]
-
-
-def _source(module: Any) -> str:
-    try:
-        return inspect.getsource(inspect.unwrap(type(module).forward))
-    except (OSError, TypeError):
-        return ""
-
-
-def _attention_configs(model: Any) -> list[Any]:
-    """The distinct config objects that attention modules read their implementation from."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    return list(found.values())

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from foretoken.models.call import Call
 from foretoken.models.extra import check_rows
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.inflation import Shape, layer_ends
-from foretoken.models.layers import WHOLE, LayerPlan
+from foretoken.models.layers import LayerPlan
 
 
 class InflatedModel(HuggingFaceModel):
@@ -53,21 +53,12 @@ class InflatedModel(HuggingFaceModel):
         rows = super().extra_rows
         return None if rows is None else self.shape.widened(rows)
 
-    def _run(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        masks: dict[str, Tensor | None],
-        first: int,
-        taps: Sequence[str],
-        plan: LayerPlan = WHOLE,
-        states: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _run(self, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
         """Logits, and taps [b, width, d] of the small model."""
-        places = {name: self._place(name) for name in taps}
-        wide = None if states is None else self.shape.widened(states)
+        places = {name: self._place(name) for name in call.taps}
+        wide = None if call.states is None else self.shape.widened(call.states)
         wanted = tuple(dict.fromkeys(places.values()))
-        logits, hidden = super()._run(ids, positions, masks, first, wanted, self._plan(plan), wide)
+        logits, hidden = super()._run(replace(call, taps=wanted, plan=self._plan(call.plan), states=wide))
         return logits, {name: hidden[place][..., : self.shape.small] for name, place in places.items()}
 
     def _place(self, tap: str) -> str:

@@ -6,7 +6,6 @@ writes in place).  For models up to a few hundred million parameters that overhe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +14,8 @@ from torch.nn import functional as F
 
 from foretoken.models.attention import exact_attention
 from foretoken.models.cache import TreeCache
+from foretoken.models.call import Call
 from foretoken.models.extra import known_ids, put_in
-from foretoken.models.layers import WHOLE, LayerPlan
 from foretoken.models.packing import Projection, can_pack
 
 if TYPE_CHECKING:
@@ -95,24 +94,15 @@ class LeanForward:
         signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
         self.rotary = torch.stack([cos[0], signed[0]]).to(owner.dtype)
 
-    def run(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        masks: dict[str, Tensor | None],
-        first: int,
-        taps: Sequence[str],
-        plan: LayerPlan = WHOLE,
-        states: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits [b, width - first, V] and taps from ids and positions [b, width], or from ``states`` [b, width, D]."""
-        b, width = ids.shape
-        x = (self._embed(ids) if states is None else states).view(b * width, -1)
-        cos, sin = self.rotary[:, positions][:, :, :, None]
+    def run(self, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits [b, width - first, V] and taps."""
+        (b, width), first, taps, plan = call.ids.shape, call.first, call.taps, call.plan
+        x = (self._embed(call.ids) if call.states is None else call.states).view(b * width, -1)
+        cos, sin = self.rotary[:, call.positions][:, :, :, None]
         groups = self.heads // self.kv_heads
         folded = {
             name: mask if mask is None or width == 1 or self.owner.exact == "bitwise" else mask.repeat(1, 1, groups, 1)
-            for name, mask in masks.items()
+            for name, mask in call.masks.items()
         }
         hidden: dict[str, Tensor] = {}
         end = plan.end(len(self.layers))
@@ -204,7 +194,7 @@ def _agrees(owner: HuggingFaceModel, lean: LeanForward) -> bool:
             name: additive_mask([plan], layer, width, width, owner.dtype, owner.device)
             for name, layer in owner.layer_masks.items()
         }
-        results.append(run(ids, positions, masks, 0, ())[0].double())
+        results.append(run(Call(ids, positions, masks, 0, ()))[0].double())
     public, mine = results
     if not bool(torch.isfinite(public).all()):
         return False

@@ -6,7 +6,7 @@ All of it is frozen, and stays the target's.  The fingerprint ties a trained dra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.packing import Projection, can_pack
-from foretoken.models.taps import find_decoder, recording
+from foretoken.models.taps import decoder_layers, find_decoder, recording
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
 """What Transformers' decoders call the norm behind their last layer."""
 SAMPLED_ROWS = 64
 """Embedding rows that go into a fingerprint."""
+LAYER_ROWS = 4
+"""Rows of every weight of the decoder layers that go into it."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,15 @@ class Fingerprint:
         vocab_size: V.
         num_layers: decoder layers.
         weights: a hash over rows of the token embedding, rounded to bfloat16 (so that the dtype does not matter).
+        layers: the same over rows of every weight of the decoder layers, which a target finetuned with a frozen
+            embedding has of its own; empty where an older file does not tell.
     """
 
     hidden_size: int
     vocab_size: int
     num_layers: int
     weights: str
+    layers: str = ""
 
     def difference(self, other: Fingerprint) -> str:
         """What is different in words; empty when nothing is."""
@@ -45,7 +50,19 @@ class Fingerprint:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} is {mine} there and {theirs} here"
-        return "" if self.weights == other.weights else "the shapes agree, but the weights are others"
+        known = bool(self.layers and other.layers)
+        same = self.weights == other.weights and (self.layers == other.layers or not known)
+        return "" if same else "the shapes agree, but the weights are others"
+
+
+def _digest(weights: Iterable[Tensor], count: int) -> str:
+    """A hash over ``count`` rows, evenly spaced, of every weight."""
+    found = hashlib.blake2b(digest_size=8)
+    for weight in weights:
+        matrix = weight.detach().flatten(0, -2) if weight.ndim > 1 else weight.detach()[:, None]
+        rows = matrix[:: max(1, len(matrix) // count)][:count].to(torch.bfloat16).contiguous()
+        found.update(rows.cpu().view(torch.int16).numpy().tobytes())
+    return found.hexdigest()
 
 
 class TargetParts:
@@ -80,11 +97,16 @@ class TargetParts:
         self._packed: Projection | None = None
 
     def fingerprint(self) -> Fingerprint:
-        """Shapes and a hash of the weights."""
-        weight = self.embed.weight.detach()
-        rows = weight[:: max(1, len(weight) // SAMPLED_ROWS)][:SAMPLED_ROWS].to(torch.bfloat16).contiguous()
-        digest = hashlib.blake2b(rows.cpu().view(torch.int16).numpy().tobytes(), digest_size=8).hexdigest()
-        return Fingerprint(self.hidden_size, self.vocab_size, self.num_layers, digest)
+        """Shapes and hashes of the weights."""
+        found = (getattr(module, "weight", None) for module in decoder_layers(self.network).modules())
+        layers = [weight for weight in found if isinstance(weight, Tensor)]
+        return Fingerprint(
+            self.hidden_size,
+            self.vocab_size,
+            self.num_layers,
+            _digest([self.embed.weight], SAMPLED_ROWS),
+            _digest(layers, LAYER_ROWS),
+        )
 
     def embedding(self, tokens: Sequence[int] | Tensor) -> Tensor:
         """[n, D] embeddings of token ids, without gradient."""

@@ -17,8 +17,8 @@ from transformers.cache_utils import DynamicCache
 
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.capabilities import detect
-from foretoken.models.huggingface import eos_ids
 from foretoken.models.taps import check_taps, decoder_layers, recording
+from foretoken.models.traits import eos_ids
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
 """What Transformers models call their cache, in their arguments and in their outputs."""

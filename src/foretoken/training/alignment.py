@@ -1,13 +1,13 @@
-"""What an alignment run leaves behind: model folder, curves, model card."""
+"""What an alignment run tells of itself: curves and the model card."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from foretoken.training.card import LIMITS, _table
+from foretoken.training.curves import save_plot
 
 MEASURES = {
     "greedy": "mean acceptance length, greedy",
@@ -59,13 +59,9 @@ class AlignmentCurve:
 
     def plot(self, file: Path) -> bool:
         """The picture; false when matplotlib is not installed."""
-        try:
-            import matplotlib
-        except ImportError:
-            return False
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
+        return save_plot(file, self._draw)
 
+    def _draw(self, plt: Any) -> Any:
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), constrained_layout=True)
         left.plot(list(self.losses), list(self.losses.values()), color="#9bb7d4", linewidth=0.8)
         left.set_ylabel("training loss")
@@ -79,25 +75,7 @@ class AlignmentCurve:
         if steps:
             middle.legend(fontsize=8)
             right.legend(fontsize=8)
-        tmp = file.with_name(f".tmp-{file.name}")
-        figure.savefig(tmp, dpi=130, format="png")
-        plt.close(figure)
-        tmp.replace(file)
-        return True
-
-
-def save_model(network: Any, tokenizer: Any, out: Path) -> None:
-    """A Hugging Face folder with the tokenizer; every file appears whole or not at all."""
-    from transformers.utils import logging as hf_logging
-
-    hf_logging.disable_progress_bar()  # of one file, in the middle of ours
-    tmp = out / ".tmp-model"
-    shutil.rmtree(tmp, ignore_errors=True)
-    network.save_pretrained(tmp)
-    tokenizer.save_pretrained(tmp)
-    for file in sorted(tmp.iterdir()):
-        file.replace(out / file.name)
-    tmp.rmdir()
+        return figure
 
 
 def write_alignment_card(

@@ -27,7 +27,7 @@ def save_checkpoint(
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
     try:
-        tensors = {f"model.{k}": v.detach().clone() for k, v in model.named_parameters()}
+        tensors = {f"model.{k}": v.detach().clone() for k, v in model.named_parameters() if v.requires_grad}
         for i, optimizer in enumerate(optimizers):
             for j, state in optimizer.state_dict()["state"].items():
                 for key, value in state.items():
@@ -89,7 +89,8 @@ def _restore(file: Any, model: torch.nn.Module, optimizers: list[torch.optim.Opt
     keys = list(file.keys())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(file.get_tensor(f"model.{name}"))
+            if parameter.requires_grad:
+                parameter.copy_(file.get_tensor(f"model.{name}"))
     for i, optimizer in enumerate(optimizers):
         state: dict[int, dict[str, Any]] = {}
         for key in keys:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,17 @@ import torch
 from torch import Tensor
 
 from foretoken.loading import BUILTIN
-from foretoken.training.alignment import AlignmentCurve, save_model
+from foretoken.training.alignment import AlignmentCurve
 from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, read_meta, save_checkpoint
 from foretoken.training.divergences import divergence
-from foretoken.training.lm import LmConfig, learning_rate_factor
+from foretoken.training.folders import save_model, write_report
 from foretoken.training.text_sources import TextSource
+from foretoken.training.updates import Progress as Progress
+from foretoken.training.updates import descend, learning_rate_factor, set_learning_rate
 from foretoken.training.workshop import Workshop
 
 CHUNK, CPU_CHUNK = 1024, 64
 """Positions whose laws are made at once; on a CPU so few that they stay in its cache (a third of the time)."""
-
-
-@dataclass
-class Progress:
-    """What a caller is told after every step; ``acceptance`` when it was just measured."""
-
-    step: int
-    steps: int
-    loss: float
-    tokens_per_s: float
-    acceptance: Mapping[str, Any] | None = None
 
 
 Evaluate = Callable[[Any], Mapping[str, Any]]
@@ -148,23 +139,11 @@ class Distiller:
 
     def _step(self, step: int) -> float:
         config = self.config
-        factor = learning_rate_factor(step, LmConfig(steps=config.steps, warmup=config.warmup, decay=config.decay))
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = config.lr * factor
+        factor = learning_rate_factor(step, config.steps, config.warmup, config.decay)
+        set_learning_rate(self.optimizers, config.lr, factor)
         text = self.source(step)
         loss = self.loss(text.tokens, text.weights)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
-        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
-            raise FloatingPointError(
-                f"the loss is {loss.item()} and its gradient {float(norm)} at step {step}; the last checkpoint is "
-                "intact: lower --lr and use another --out, or look at the data"
-            )
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return descend(loss, self.student.parameters(), self.optimizers, step)
 
     def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Weighted mean divergence per position of rows ``tokens`` int64 [b, n + 1], ``weights`` [b, n]."""
@@ -202,9 +181,7 @@ class Distiller:
             "after": after,
             "hours": spent_s / 3600,
         }
-        tmp = self.out / ".tmp-training.json"
-        tmp.write_text(json.dumps(report, indent=1), encoding="utf-8")
-        tmp.replace(self.out / "training.json")
+        write_report(report, self.out)
         return report
 
 

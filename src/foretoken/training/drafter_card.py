@@ -64,6 +64,13 @@ def _use(report: Mapping[str, Any]) -> str:
     spec = report["drafter"]
     if report.get("target_loss_nats") is None:
         return f'Loads as `drafter="{spec}"` beside the target that it was trained for, and beside no other.\n'
+    rank = report["net"].get("rank", 0)
+    if rank:
+        return (
+            f"The target was trained too, by an update of rank {rank} of its decoder's linear layers: load "
+            f'`target="FOLDER"` with `drafter="{spec}"`. Output is that of the updated target. The update '
+            "(`adapter_config.json`, `adapter_model.safetensors`) is in the layout of the PEFT library.\n"
+        )
     return (
         f'The target was trained too and has changed: load `target="FOLDER/target"` with `drafter="{spec}"`. '
         "Output is that of the new target.\n"

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
+from foretoken.models.low_rank import add_low_rank, low_rank_factors, merge_low_rank
 from foretoken.models.parts import TargetParts
 
 FOLDER = "target"
@@ -29,8 +30,55 @@ def load_trainable(source: Any, device: Any) -> LanguageModel:
 
 def as_served(network: nn.Module, dtype: torch.dtype) -> LanguageModel:
     """A copy of a network in training, in the dtype that it will be stored in."""
-    served: Any = copy.deepcopy(network)
-    return wrap(served.requires_grad_(False).to(dtype).eval())
+    served: Any = _stored(network, dtype)
+    return wrap(served.requires_grad_(False).eval())
+
+
+def _stored(network: nn.Module, dtype: torch.dtype) -> Any:
+    """A copy with ordinary layers: a low-rank update is merged into them.
+
+    Only what is stored is cast: a loaded model has its rotary frequencies in float32 whatever its dtype.
+    """
+    copied = copy.deepcopy(network)
+    merge_low_rank(copied, dtype)
+    for tensor in copied.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return copied
+
+
+def start_update(network: Any, rank: int, seed: int) -> None:
+    """Freeze a target but for a new low-rank update of its decoder.
+
+    Raises:
+        ValueError: the target is stored as an update itself, or has no layers that can be updated.
+    """
+    from foretoken.loading.checkpoints import is_adapter
+
+    source = network.config._name_or_path
+    if is_adapter(Path(source)):
+        raise ValueError(f"{source} is a low-rank update, which cannot be updated again: use rank=0")
+    add_low_rank(network, rank, seed)
+
+
+def save_update(network: Any, dtype: torch.dtype, out: Path) -> None:
+    """Write a low-rank update into ``out``, which then loads as the updated target.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    from foretoken.loading.adapters import save_adapter
+
+    save_adapter(out, low_rank_factors(network), base_name(network.config._name_or_path), dtype)
+
+
+def base_name(path: str) -> str:
+    """What a network that was loaded from ``path`` is called where its update is kept."""
+    from foretoken.loading import BUILTIN, resolve
+
+    if path == resolve(BUILTIN):
+        return BUILTIN
+    return str(Path(path).resolve()) if Path(path).is_dir() else path
 
 
 def save_target(network: nn.Module, dtype: torch.dtype, tokenizer: Any, out: Path) -> Path:
@@ -43,7 +91,7 @@ def save_target(network: nn.Module, dtype: torch.dtype, tokenizer: Any, out: Pat
     shutil.rmtree(tmp, ignore_errors=True)
     from transformers.utils import logging as hf_logging
 
-    stored: Any = copy.deepcopy(network).to(dtype)
+    stored = _stored(network, dtype)
     hf_logging.disable_progress_bar()  # a bar of its own for one file
     try:
         stored.save_pretrained(tmp)

@@ -7,9 +7,7 @@ is a pure function of (seed, step), so a run that was killed continues as if it 
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +29,9 @@ from foretoken.training.corpus import (
     stored_corpus,
     train_tokenizer,
 )
+from foretoken.training.curves import LossCurve
+from foretoken.training.folders import save_model, write_report
+from foretoken.training.updates import descend, learning_rate_factor, set_learning_rate
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,6 @@ def load_weights(model: Any, source: Path) -> None:
         )
     for name, tensor in mine.items():
         tensor.copy_(stored[name])
-
-
-def learning_rate_factor(step: int, config: LmConfig) -> float:
-    """Warm-up, plateau, linear decay to zero; in (0, 1] for ``0 <= step < steps``."""
-    warm = max(1, round(config.warmup * config.steps))
-    fall = max(1, round(config.decay * config.steps))
-    return min((step + 1) / warm, (config.steps - step) / fall, 1.0)
 
 
 def next_token_loss(model: Any, blocks: Tensor, chunk: int = 2048) -> Tensor:
@@ -223,63 +217,65 @@ def train_lm(
         FloatingPointError: the loss became NaN or infinite; the last checkpoint is intact.
     """
     tokenizer_from = tokenizer_from or init_from
-    tokenizer = _tokenizer(data, out, config, tokenizer_from)
-    corpus_dir = out / "corpus"
-    if tokenizer_from is not None and stored_corpus(data, tokenizer, tokenizer_from / "corpus") is not None:
-        corpus_dir = tokenizer_from / "corpus"  # the same text in the same tokens
-    corpus = build_corpus(data, tokenizer, corpus_dir)
+    tokenizer, text = _text(data, out, config, tokenizer_from)
+    corpus = build_corpus(data, tokenizer, text)
     model = build_model(config, int(tokenizer.eos_token_id)).to(device)
     if init_from is not None:
         load_weights(model, init_from)
     optimizers = make_optimizers(model, config)
-    sampler = BlockSampler(corpus_dir / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
+    sampler = BlockSampler(text / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
     out.mkdir(parents=True, exist_ok=True)
-    start, spent_s = 0, 0.0
-    found = latest_checkpoint(out / "checkpoints")
-    if found is not None:
-        _check_same(read_meta(found)["config"], config, found)
-        meta = load_checkpoint(found, model, optimizers)
-        start, spent_s = int(meta["step"]), float(meta["spent_s"])
-    rows = _read_losses(out / "losses.csv", start)
+    start, spent_s = _resume(out / "checkpoints", config, model, optimizers)
+    curve = LossCurve(out / "losses.csv", start)
     loss_of = _loss(model, teacher, teacher_weight, device)
     loss_of = torch.compile(loss_of) if compiled else loss_of
     clock, tokens_per_step = time.perf_counter(), config.batch_size * config.context
-    held: float | None = None
     for step in range(start, config.steps):
         began = time.perf_counter()
-        factor = learning_rate_factor(step, config)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = config.lr * factor
+        factor = learning_rate_factor(step, config.steps, config.warmup, config.decay)
+        set_learning_rate(optimizers, config.lr, factor)
         blocks = torch.from_numpy(sampler(step)).to(device)
         with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
             loss = loss_of(blocks)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        # A NaN gradient would spoil the weights, and the checkpoint after them, before the loss shows it.
-        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
-            raise FloatingPointError(
-                f"the loss is {loss.item()} and its gradient {float(norm)} at step {step}; the last checkpoint "
-                "is intact: lower --lr and use another --out, or look at the data"
-            )
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        value = descend(loss, model.parameters(), optimizers, step)
         done = step + 1
-        held = None
+        held: float | None = None
         if done % eval_every == 0 or done == config.steps:
-            held = evaluate(model, corpus_dir / "held.bin", corpus["dtype"], config.context)
-        rows.append((done, float(loss.detach()), held))
+            held = evaluate(model, text / "held.bin", corpus["dtype"], config.context)
+        curve.add(done, value, held)
         if done % save_every == 0 or done == config.steps:
             now = spent_s + time.perf_counter() - clock
-            _write_losses(out / "losses.csv", rows)
+            curve.write()
             save_checkpoint(out / "checkpoints", done, model, optimizers, {"config": asdict(config), "spent_s": now})
         if on_step is not None:
-            on_step(Progress(done, config.steps, rows[-1][1], held, tokens_per_step / (time.perf_counter() - began)))
-    report = _finish(model, tokenizer, out, config, corpus, corpus_dir, rows, spent_s + time.perf_counter() - clock)
+            on_step(Progress(done, config.steps, value, held, tokens_per_step / (time.perf_counter() - began)))
+    held = evaluate(model, text / "held.bin", corpus["dtype"], config.context, max_blocks=128)
+    report = _report(model, config, corpus, held, spent_s + time.perf_counter() - clock)
+    curve.write()
+    curve.plot(out / "losses.png")
+    save_model(model.to(torch.bfloat16), tokenizer, out)
+    write_report(report, out)
     others = {"tokenizer_from": None if init_from else tokenizer_from, "init_from": init_from, "teacher": teacher}
     write_card(out, report, data, command_line(asdict(config), asdict(LmConfig()), data, out, others), card)
     return report
+
+
+def _text(data: Sequence[str | Path], out: Path, config: LmConfig, source: Path | None) -> tuple[Any, Path]:
+    """The tokenizer, and the folder of the encoded text: that of the run ``source`` if it has the same in it."""
+    tokenizer = _tokenizer(data, out, config, source)
+    if source is not None and stored_corpus(data, tokenizer, source / "corpus") is not None:
+        return tokenizer, source / "corpus"
+    return tokenizer, out / "corpus"
+
+
+def _resume(folder: Path, config: LmConfig, model: Any, optimizers: list[torch.optim.Optimizer]) -> tuple[int, float]:
+    """Steps and seconds of the latest checkpoint, which is loaded."""
+    found = latest_checkpoint(folder)
+    if found is None:
+        return 0, 0.0
+    _check_same(read_meta(found)["config"], config, found)
+    meta = load_checkpoint(found, model, optimizers)
+    return int(meta["step"]), float(meta["spent_s"])
 
 
 def _loss(model: Any, teacher: Path | None, weight: float, device: str) -> Callable[[Tensor], Tensor]:
@@ -330,39 +326,9 @@ def _check_same(stored: dict[str, Any], config: LmConfig, path: Path) -> None:
         )
 
 
-def _read_losses(file: Path, start: int) -> list[tuple[int, float, float | None]]:
-    if not file.exists():
-        return []
-    rows: list[tuple[int, float, float | None]] = []
-    for line in file.read_text().splitlines()[1:]:
-        step, loss, held = line.split(",")
-        if int(step) <= start:
-            rows.append((int(step), float(loss), float(held) if held else None))
-    return rows
-
-
-def _write_losses(file: Path, rows: list[tuple[int, float, float | None]]) -> None:
-    text = "step,train_loss,held_loss\n" + "".join(
-        f"{s},{a:.5f},{'' if h is None else f'{h:.5f}'}\n" for s, a, h in rows
-    )
-    tmp = file.with_suffix(".tmp")
-    tmp.write_text(text)
-    tmp.replace(file)
-
-
-def _finish(
-    model: Any,
-    tokenizer: Any,
-    out: Path,
-    config: LmConfig,
-    corpus: dict[str, Any],
-    corpus_dir: Path,
-    rows: list[tuple[int, float, float | None]],
-    spent_s: float,
-) -> dict[str, Any]:
-    held = evaluate(model, corpus_dir / "held.bin", corpus["dtype"], config.context, max_blocks=128)
+def _report(model: Any, config: LmConfig, corpus: dict[str, Any], held: float | None, spent_s: float) -> dict[str, Any]:
     bytes_per_token = corpus["held"]["bytes"] / max(1, corpus["held"]["tokens"])
-    report = {
+    return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": config.steps,
         "tokens": config.steps * config.batch_size * config.context,
@@ -372,39 +338,3 @@ def _finish(
         "hours": spent_s / 3600,
         "config": asdict(config),
     }
-    _write_losses(out / "losses.csv", rows)
-    plot_losses(rows, out / "losses.png")
-    tmp = out / ".tmp-model"
-    shutil.rmtree(tmp, ignore_errors=True)
-    model.to(torch.bfloat16).save_pretrained(tmp)
-    tokenizer.save_pretrained(tmp)
-    (tmp / "training.json").write_text(json.dumps(report, indent=1))
-    for file in sorted(tmp.iterdir()):  # every file appears whole or not at all
-        file.replace(out / file.name)
-    tmp.rmdir()
-    return report
-
-
-def plot_losses(rows: Sequence[tuple[int, float, float | None]], file: Path) -> bool:
-    """Draw the training and held-out loss against the step; false when matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
-    axes.plot([r[0] for r in rows], [r[1] for r in rows], color="#9bb7d4", linewidth=0.8, label="training")
-    held = [(r[0], r[2]) for r in rows if r[2] is not None]
-    axes.plot([s for s, _ in held], [h for _, h in held], color="#b3442f", linewidth=1.8, label="held out")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    tmp = file.with_name(f".tmp-{file.name}")
-    figure.savefig(tmp, dpi=130, format="png")
-    plt.close(figure)
-    tmp.replace(file)
-    return True

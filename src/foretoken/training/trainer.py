@@ -25,8 +25,11 @@ from foretoken.training.captured import FeatureStore
 from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, read_meta, save_checkpoint
 from foretoken.training.corpus import BlockSampler, build_corpus, read_tokens
 from foretoken.training.curves import Curve
-from foretoken.training.joint import as_served, held_loss, save_target
+from foretoken.training.folders import write_report
+from foretoken.training.joint import as_served, held_loss, save_target, save_update, start_update
 from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.updates import Progress as Progress
+from foretoken.training.updates import descend, learning_rate_factor, set_learning_rate
 
 HELD_BLOCKS = 8
 """Held-out blocks that accuracies are measured on."""
@@ -63,17 +66,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.text not in TEXTS:
             raise ValueError(f"text must be one of {', '.join(TEXTS)}, not {self.text!r}")
-
-
-@dataclass
-class Progress:
-    """What a caller is told after every step; ``lengths`` are the accepted tokens per position when just measured."""
-
-    step: int
-    steps: int
-    loss: float
-    tokens_per_s: float
-    acceptance: Mapping[str, Any] | None = None
 
 
 Evaluate = Callable[[Drafter, LanguageModel], Mapping[str, Any]]
@@ -133,6 +125,8 @@ class Trainer:
         recipe.prepare(self.sampler.tokens)
         self.network = recipe.parts.network.requires_grad_(recipe.trains_target)
         self.before = held_loss(recipe.parts, self.held_tokens) if recipe.trains_target else None
+        if recipe.trains_target and recipe.rank:
+            start_update(self.network, recipe.rank, config.seed)
         recipe.net.to(recipe.parts.device)
         self.trained = (
             nn.ModuleDict({"net": recipe.net, "target": self.network}) if recipe.trains_target else recipe.net
@@ -261,27 +255,14 @@ class Trainer:
         save_checkpoint(self.out / "checkpoints", step, self.trained, self.optimizers, meta)
 
     def _step(self, step: int) -> float:
-        config, net = self.config, self.trained
-        warm, fall = max(1, round(config.warmup * config.steps)), max(1, round(config.decay * config.steps))
-        factor = min((step + 1) / warm, (config.steps - step) / fall, 1.0)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = config.lr * group["scale"] * factor
+        config = self.config
+        factor = learning_rate_factor(step, config.steps, config.warmup, config.decay)
+        set_learning_rate(self.optimizers, config.lr, factor)
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         self.recipe.net.train()
         with torch.autocast(self.recipe.parts.device.type, dtype=torch.bfloat16):
             loss = self.recipe.loss(self._batch(step), generator)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
-            raise FloatingPointError(
-                f"the loss is {loss.item()} and its gradient {float(norm)} at step {step}; the last checkpoint is "
-                "intact: lower --lr and use another --out, or look at the data"
-            )
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return descend(loss, self.trained.parameters(), self.optimizers, step)
 
     def _finish(self, curve: Curve, evaluate: Evaluate | None, spent_s: float) -> dict[str, Any]:
         recipe = self.recipe
@@ -289,6 +270,8 @@ class Trainer:
         parts = recipe.parts
         if recipe.trains_target:
             save_target(self.network, self.dtype, self.tokenizer, self.out)
+            if recipe.rank:
+                save_update(self.network, self.dtype, self.out)
             parts = TargetParts(as_served(self.network, self.dtype))
         if recipe.has_net:
             save_drafter(self.out, recipe.method, recipe.stored_config(), recipe.net, parts.fingerprint(), measured)
@@ -298,7 +281,7 @@ class Trainer:
             curve.rows[-1] = step, loss, float(acceptance["mean_acceptance_length"])
         report = {
             "method": recipe.method,
-            "parameters": sum(p.numel() for p in self.trained.parameters()),
+            "parameters": sum(p.numel() for p in self.trained.parameters() if p.requires_grad),
             "run": asdict(self.config),
             "net": asdict(recipe.config),
             "settings": {k: v for k, v in asdict(recipe.config).items() if k not in recipe.fixed},
@@ -311,7 +294,5 @@ class Trainer:
         }
         curve.write()
         curve.plot(self.out / "losses.png")
-        tmp = self.out / ".tmp-training.json"
-        tmp.write_text(json.dumps(report, indent=1), encoding="utf-8")
-        tmp.replace(self.out / "training.json")
+        write_report(report, self.out)
         return report

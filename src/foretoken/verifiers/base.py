@@ -259,14 +259,6 @@ def walk_down(tree: TokenTree, choose: Callable[[int, Sequence[int]], int]) -> V
         alive = matching
 
 
-def child_with(tree: TokenTree, node: int, token: int) -> int | None:
-    """The first child of ``node`` that holds ``token``."""
-    for child in tree.children[node]:
-        if tree.tokens[child] == token:
-            return child
-    return None
-
-
 def verdict_at(tree: TokenTree, path: Sequence[int], token: int) -> Verdict:
     """The verdict that stops after ``path`` with ``token``: a bonus when the path reached a leaf."""
     last = path[-1] if path else 0

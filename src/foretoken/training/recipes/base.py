@@ -83,6 +83,11 @@ class Recipe(ABC):
         return False
 
     @property
+    def rank(self) -> int:
+        """Of a low-rank update, where only that is trained of the target; 0: all of its weights are."""
+        return int(getattr(self.config, "rank", 0))
+
+    @property
     def writer(self) -> LanguageModel:
         """The model that writes training text, where a run asks for written text."""
         return self.target
@@ -151,6 +156,16 @@ def _convert(key: str, text: str, kind: type[Any]) -> Any:
         return kind(text)
     except (ValueError, KeyError):
         raise ValueError(f"setting {key}={text!r} must be of type {kind.__name__}") from None
+
+
+def check_rank(rank: int, trains_target: bool) -> None:
+    """A setting ``rank`` of a recipe.
+
+    Raises:
+        ValueError: it is negative, or there is no training of the target that it could be about.
+    """
+    if rank < 0 or (rank and not trains_target):
+        raise ValueError(f"rank must be 0, or above 0 in a mode that trains the target, not {rank}")
 
 
 def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:

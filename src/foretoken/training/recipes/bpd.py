@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.bpd import BpdDrafter
 from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
-from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_cross_entropy
+from foretoken.training.recipes.base import Batch, Recipe, check_rank, cross_entropy, soft_cross_entropy
 
 PROBED_TOKENS = 64
 """Tokens, spread over the vocabulary, on which the usual size of the target's states is measured."""
@@ -26,10 +26,13 @@ class BpdSettings(BpdConfig):
         labels: what heads 2 to k learn: ``"target"`` (the target's own law, which is what they must guess) or
             ``"text"`` (the paper's labels).
         mode: ``"frozen"`` (the heads only) or ``"finetune"`` (the target too, whose own loss is that of head 1).
+        rank: in the mode ``"finetune"``, 0 trains all weights of the target, more only a low-rank update of its linear
+            layers.
     """
 
     labels: str = "target"
     mode: str = "frozen"
+    rank: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,6 +40,7 @@ class BpdSettings(BpdConfig):
             raise ValueError(f"labels must be target or text, not {self.labels!r}")
         if self.mode not in ("frozen", "finetune"):
             raise ValueError(f"mode must be frozen or finetune, not {self.mode!r}")
+        check_rank(self.rank, self.mode == "finetune")
 
 
 class BpdRecipe(Recipe):

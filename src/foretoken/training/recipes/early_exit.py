@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.models.taps import decoder_layers
-from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_cross_entropy, some_places
+from foretoken.training.recipes.base import (
+    Batch,
+    Recipe,
+    check_rank,
+    cross_entropy,
+    soft_cross_entropy,
+    some_places,
+)
 
 PLACES = 128
 """Places per text and exit whose logits are made."""
@@ -32,17 +39,21 @@ class EarlyExitSettings:
         num_layers: decoder layers of the target.
         layer: exit layer that drafts (0: a quarter of the layers).
         dropout: chance that the last layer is left out for a text; lower layers have less, the first none.
-        scale: weight of the early exits, e_scale of the paper.
-        every: rotational curriculum: in one step one of ``every`` early exits is trained.
+        scale: weight of the early exits: e_scale of the paper, or that of the one exit where the last layer's is 1.
+        exits: ``"all"`` (the paper's) or ``"layer"`` (in every step the one that drafts, and no other).
+        every: rotational curriculum: in one step one of ``every`` early exits is trained; not for the one exit.
         labels: ``"text"`` (the paper's) or ``"target"`` (early exits learn the law of the last layer).
+        rank: 0 trains all weights; above 0 only a low-rank update of the decoder's linear layers is trained.
     """
 
     num_layers: int
     layer: int = 0
     dropout: float = 0.1
     scale: float = 1.0
+    exits: str = "all"
     every: int = 4
     labels: str = "text"
+    rank: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.dropout < 1 or self.scale < 0 or self.every < 1:
@@ -52,6 +63,9 @@ class EarlyExitSettings:
             )
         if not 0 <= self.layer < self.num_layers:
             raise ValueError(f"early_exit needs an exit layer from 1 to {self.num_layers - 1}, not {self.layer}")
+        if self.exits not in ("all", "layer"):
+            raise ValueError(f"exits must be all or layer, not {self.exits!r}")
+        check_rank(self.rank, trains_target=True)
         if self.labels not in ("target", "text"):
             raise ValueError(f"labels must be target or text, not {self.labels!r}")
 
@@ -108,7 +122,7 @@ class EarlyExitRecipe(Recipe):
         rows, columns = some_places(batch, PLACES * len(batch.tokens), 0, generator)
         logits = self.parts.logits(states["last"][rows, columns])
         labels = batch.tokens[rows, columns + 1]
-        weights = exit_weights(last, self.config.scale, exits)
+        weights = self.weights(exits)
         total = weights[last] * cross_entropy(logits, labels)
         law = torch.softmax(logits.detach().float(), -1)
         for layer in exits:
@@ -119,9 +133,18 @@ class EarlyExitRecipe(Recipe):
 
     def exits(self, step: int) -> list[int]:
         """Early exits that are trained in a step: one in every R layers, and others in the next step."""
+        if self.config.exits == "layer":
+            return [self.config.exit_layer]
         return [
             layer for layer in range(1, self.config.num_layers) if layer % self.config.every == step % self.config.every
         ]
+
+    def weights(self, exits: list[int]) -> dict[int, float]:
+        """Weights by exit, of those of a step and of the last layer; they sum to 1."""
+        last, scale = self.config.num_layers, self.config.scale
+        if self.config.exits == "all":
+            return exit_weights(last, scale, exits)
+        return {**dict.fromkeys(exits, scale / (1 + scale)), last: 1 / (1 + scale)}
 
     def kept_layers(self, texts: int, generator: torch.Generator) -> Tensor:
         """Bool [layers, texts]: which layers every text goes through."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foretoken.drafters.medusa import MedusaDrafter
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
-from foretoken.training.recipes.base import Batch, text_loss
+from foretoken.training.recipes.base import Batch, check_rank, text_loss
 from foretoken.training.recipes.heads import PLACES, HeadsRecipe, check_labels
 
 
@@ -26,18 +26,21 @@ class MedusaSettings(MedusaConfig):
         mode: ``"frozen"`` (Medusa-1) or ``"joint"`` (Medusa-2: the target is trained too).
         head_weight: in the joint mode, what the heads' loss weighs at the end beside the target's own; it rises from
             nothing like the first quarter of a sine wave.
+        rank: in the joint mode, 0 trains all weights of the target, more only a low-rank update of its linear layers.
     """
 
     labels: str = "target"
     decay: float = 0.8
     mode: str = "frozen"
     head_weight: float = 0.2
+    rank: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_labels(self.labels, self.decay)
         if self.mode not in ("frozen", "joint"):
             raise ValueError(f"mode must be frozen or joint, not {self.mode!r}")
+        check_rank(self.rank, self.mode == "joint")
 
 
 class MedusaRecipe(HeadsRecipe):

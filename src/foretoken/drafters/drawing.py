@@ -1,0 +1,49 @@
+"""Draft tokens from a law: independent draws, and distinct ones in sampling order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foretoken.types import Context
+
+
+def draw_iid(law: Tensor, count: int, context: Context) -> list[int]:
+    """``count`` independent draws from ``law`` [V]."""
+    cdf = law.cumsum(0)
+    points = torch.tensor(context.rng.uniforms(count), dtype=law.dtype, device=law.device) * cdf[-1]
+    drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(law) - 1)
+    found: list[int] = _positive(law, drawn).tolist()
+    return found
+
+
+def _positive(law: Tensor, drawn: Tensor) -> Tensor:
+    """Replace draws that rounding put on a token of zero probability by the last possible token."""
+    if bool((law[drawn] > 0).all()):
+        return drawn
+    last = law.nonzero()[-1, 0]
+    return torch.where(law[drawn] > 0, drawn, last)
+
+
+def draw_without_replacement(law: Tensor, count: int, context: Context) -> list[int]:
+    """``count`` distinct tokens drawn one after another from ``law`` [V], in sampling order.
+
+    When fewer tokens have positive probability, all of those are returned and no more.
+    """
+    rest = law.clone()
+    chosen: list[int] = []
+    for _ in range(count):
+        cdf = rest.cumsum(0)
+        total = cdf[-1]
+        if float(total) <= torch.finfo(law.dtype).tiny:
+            break
+        point = (total * context.rng.uniform())[None]
+        token = min(int(torch.searchsorted(cdf, point, right=True)), len(law) - 1)
+        if float(rest[token]) <= 0:
+            positive = rest.nonzero()
+            if not len(positive):
+                break
+            token = int(positive[-1, 0])
+        chosen.append(token)
+        rest[token] = 0.0
+    return chosen

@@ -1,0 +1,175 @@
+"""Low-rank updates of a model on disk, in the layout of the PEFT library: two files that name a base model.
+
+``adapter_config.json`` holds r, lora_alpha, target_modules and the base; ``adapter_model.safetensors`` holds
+``base_model.model.<layer>.lora_A.weight`` [r, in] and ``...lora_B.weight`` [out, r] for every updated layer.  The
+update is merged when it is loaded: W + lora_alpha / r * B A.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from foretoken.loading.checkpoints import ADAPTER_CONFIG, LoadError, is_adapter, resolve
+from foretoken.models.low_rank import merged
+
+WEIGHTS = "adapter_model.safetensors"
+KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+VARIANTS = (
+    "use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication",
+    "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "use_qalora", "use_bdlora",
+    "arrow_config", "kasa_config", "monteclora_config", "velora_config",
+)  # fmt: skip
+"""Settings of PEFT that change what the tensors mean; all of them are off in a plain LoRA."""
+PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
+"""The same with the values that a plain LoRA has; other starts (``"pissa"``, ``"olora"``) change the base model too."""
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What is used of ``adapter_config.json``.
+
+    Attributes:
+        base: the model that is updated: ``builtin``, a folder or a hub id.
+        scale: factor of B A.
+        modules: endings of the names of the updated layers; empty when the file does not list them.
+    """
+
+    base: str
+    scale: float
+    modules: tuple[str, ...]
+
+
+def read_adapter(folder: Path) -> AdapterConfig:
+    """The description of an update.
+
+    Raises:
+        LoadError: a damaged file, no base model, another kind of adapter than a plain LoRA, or an update of an update.
+    """
+    file = folder / ADAPTER_CONFIG
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        kind, base = found["peft_type"], found["base_model_name_or_path"]
+        if kind == "LORA":
+            rank, alpha = int(found["r"]), float(found["lora_alpha"])
+            scale = alpha / (rank**0.5 if found.get("use_rslora") else rank)
+    except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
+        raise LoadError(f"{file} is damaged or half-written: copy it again") from None
+    if kind != "LORA":
+        raise LoadError(f"{file} is an adapter of the type {kind!r}, and only LORA can be merged: merge it with PEFT")
+    variants = [name for name in VARIANTS if found.get(name)]
+    variants += [name for name, plain in PLAIN.items() if found.get(name, plain[0]) not in plain]
+    if variants:
+        raise LoadError(f"{file} uses {', '.join(variants)}, and only a plain LORA can be merged: merge it with PEFT")
+    if not base:
+        raise LoadError(f"{file} names no base model: write its folder or hub id to base_model_name_or_path")
+    if is_adapter(Path(resolve(base)).expanduser()):
+        raise LoadError(f"the base model {base} of {folder} is an adapter itself: merge that one first")
+    listed = found.get("target_modules")
+    chosen = found.get("layers_to_transform") is not None or bool(found.get("exclude_modules"))
+    modules = tuple(map(str, listed)) if isinstance(listed, list) and not chosen else ()
+    return AdapterConfig(str(base), scale, modules)
+
+
+@torch.no_grad()
+def merge_adapter(network: nn.Module, folder: Path, config: AdapterConfig) -> None:
+    """Put a stored update into the weights of its base model.
+
+    Raises:
+        LoadError: a missing or damaged file, missing or unknown tensors, or shapes that are not those of the network.
+    """
+    factors = _read_factors(folder / WEIGHTS)
+    layers = {name: module for name, module in network.named_modules() if isinstance(module, nn.Linear)}
+    for name, found in sorted(factors.items()):
+        if name not in layers:
+            raise LoadError(f"{folder} updates {name}, which {config.base} does not have: it is of another model")
+        weight = layers[name].weight
+        a, b = found["A"].to(weight.device), found["B"].to(weight.device)
+        if a.ndim != 2 or b.shape != (len(weight), len(a)) or a.shape[1] != weight.shape[1]:
+            raise LoadError(
+                f"{folder} updates {name} with {list(b.shape)} times {list(a.shape)}, and that layer of {config.base} "
+                f"is {list(weight.shape)}: it is of another model"
+            )
+        weight.copy_(merged(weight, a, b, config.scale))
+    for name in sorted(layers.keys() - factors.keys()):
+        if name.endswith(tuple(f".{ending}" for ending in config.modules)):
+            raise LoadError(f"{folder / WEIGHTS} lacks the update of {name}: the adapter is incomplete")
+
+
+def _read_factors(file: Path) -> dict[str, dict[str, Tensor]]:
+    """Both factors by the name of the layer."""
+    try:
+        tensors = load_file(file)
+    except FileNotFoundError:
+        raise LoadError(f"{file} is missing: the adapter is incomplete, copy its folder again") from None
+    except SafetensorError:
+        raise LoadError(f"{file} is no safetensors file: it is damaged or half-written, copy it again") from None
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        match = KEY.fullmatch(key)
+        if match is None:
+            raise LoadError(f"{file} holds {key}, which is no part of a plain LORA: merge it with PEFT")
+        found.setdefault(match[1], {})[match[2]] = tensor
+    for name, pair in found.items():
+        if len(pair) < 2:
+            other = "B" if "A" in pair else "A"
+            raise LoadError(f"{file} lacks base_model.model.{name}.lora_{other}.weight: the adapter is incomplete")
+    if not found:
+        raise LoadError(f"{file} holds no tensors: the adapter is incomplete")
+    return found
+
+
+def save_adapter(folder: Path, factors: Mapping[str, tuple[Tensor, Tensor]], base: str, dtype: torch.dtype) -> None:
+    """Write an update; every file appears whole or not at all.
+
+    Args:
+        folder: created when it is missing.
+        factors: A [r, in] and B [out, r] by the name of the layer.
+        base: the model that it updates.
+        dtype: that the factors are stored in.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, pair in factors.items():
+        for letter, factor in zip("AB", pair, strict=True):
+            tensors[f"base_model.model.{name}.lora_{letter}.weight"] = factor.to(dtype).contiguous().cpu()
+    rank = len(next(iter(factors.values()))[0])
+    config = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": rank,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "target_modules": sorted({name.rpartition(".")[2] for name in factors}),
+        "task_type": "CAUSAL_LM",
+    }
+    waiting = {name: folder / f".tmp-{name}" for name in (WEIGHTS, ADAPTER_CONFIG)}
+    try:
+        save_file(tensors, waiting[WEIGHTS], {"format": "pt"})
+        waiting[ADAPTER_CONFIG].write_text(json.dumps(config, indent=1), encoding="utf-8")
+        shutil.copymode(waiting[ADAPTER_CONFIG], waiting[WEIGHTS])  # safetensors lets only the owner read
+        for name, path in waiting.items():
+            path.replace(folder / name)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from None
+    finally:
+        for path in waiting.values():
+            path.unlink(missing_ok=True)

@@ -1,0 +1,93 @@
+"""Where checkpoints are, and whether a folder holds a whole one: found before Transformers reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+BUILTIN = "builtin"
+ZOO = Path(__file__).parent.parent / "zoo"
+ADAPTER_CONFIG = "adapter_config.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+class LoadError(ValueError):
+    """A model or tokenizer could not be loaded; the message says what to do."""
+
+
+def resolve(name: str | Path, role: str = "target") -> str:
+    """``builtin`` -> the zoo's folder, a local folder -> itself, anything else -> a hub id, unchanged.
+
+    ``builtin:NAME`` is a low-rank update of the built-in target.
+
+    Raises:
+        LoadError: an unknown NAME; lists the valid ones.
+    """
+    if str(name) == BUILTIN:
+        return str(ZOO / role)
+    if not is_builtin(name):
+        return str(name)
+    updates = {f"{BUILTIN}:{file.parent.name}": file.parent for file in sorted(ZOO.glob(f"*/{ADAPTER_CONFIG}"))}
+    if str(name) not in updates:
+        raise LoadError(f"unknown built-in model {str(name)!r}: choose one of {', '.join([BUILTIN, *updates])}")
+    return str(updates[str(name)])
+
+
+def is_builtin(source: object) -> bool:
+    """Whether a source is the built-in target or an update of it, which has the same tokenizer."""
+    return str(source).split(":")[0] == BUILTIN
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an update of a model and no whole one."""
+    return (folder / ADAPTER_CONFIG).exists() and not (folder / "config.json").exists()
+
+
+def check_folder(folder: Path) -> None:
+    """Look at a local checkpoint before Transformers does.
+
+    Raises:
+        LoadError: no config, only pickled weights, missing or half-written safetensors files.
+    """
+    if not folder.is_dir():
+        raise LoadError(f"{folder} is not a folder with a model (config.json and *.safetensors)")
+    if not (folder / "config.json").exists():
+        raise LoadError(f"{folder} has no config.json: point to a Hugging Face model folder")
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        pickles = [p.name for p in folder.iterdir() if p.suffix in PICKLES]
+        if pickles:
+            raise LoadError(
+                f"{folder} holds pickled weights only ({pickles[0]}), which can run code when loaded: "
+                "convert them with save_pretrained(safe_serialization=True)"
+            )
+        raise LoadError(f"{folder} holds no *.safetensors weights: the checkpoint is incomplete")
+    missing = _indexed_shards(folder / "model.safetensors.index.json") - {p.name for p in shards}
+    if missing:
+        raise LoadError(f"{folder} lacks {sorted(missing)[0]}: copy the missing shards and try again")
+    for shard in shards:
+        _check_shard(shard)
+
+
+def _indexed_shards(index: Path) -> set[str]:
+    """File names that a shard index lists; none when there is no index."""
+    if not index.exists():
+        return set()
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise LoadError(f"{index} is damaged or half-written: copy it again") from None
+
+
+def _check_shard(shard: Path) -> None:
+    """A safetensors file says in its header how long it must be."""
+    size = shard.stat().st_size
+    try:
+        with shard.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_size))
+        end = 8 + header_size + max(v["data_offsets"][1] for k, v in header.items() if k != "__metadata__")
+    except (ValueError, KeyError, TypeError, MemoryError, OverflowError):
+        raise LoadError(f"{shard} is no safetensors file: it is damaged or half-written, copy it again") from None
+    if size < end:
+        raise LoadError(f"{shard} has {size} of {end} bytes: it was half-written, copy it again")

@@ -1,0 +1,79 @@
+"""The draft models of drafters that have one, checked against the target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from foretoken.loading.checkpoints import BUILTIN, is_builtin, resolve
+from foretoken.loading.models import load_model
+from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
+from foretoken.models.base import LanguageModel
+
+
+def build_draft_model(
+    path: str | None,
+    target: LanguageModel,
+    target_source: Any,
+    tokenizer: Any | None,
+    device: Any,
+    drafter: str = "model",
+    packed: bool = True,
+) -> LanguageModel:
+    """The draft model of a ``model:PATH`` spec (or of another ``drafter`` with one), checked against the target.
+
+    Unless it is ``packed``, its weights stay where they can be trained.
+
+    Raises:
+        ValueError: no path and no built-in draft for this target, or another tokenizer.
+    """
+    if path is None and not is_builtin(target_source):
+        raise ValueError(
+            f"drafter {drafter!r} needs a path for this target: {drafter}:PATH (a draft LM of the same tokenizer)"
+        )
+    path = BUILTIN if path is None else path
+    draft = _load_draft_model(path, device, packed)
+    check_vocabularies(target, draft, path)
+    if tokenizer is not None and path != BUILTIN:
+        check_same_tokenizer(tokenizer, load_tokenizer(path), path)
+    return draft
+
+
+def build_foreign_draft_model(
+    name: str, path: str | None, target_source: Any, tokenizer: Any | None, device: Any
+) -> tuple[LanguageModel, Any]:
+    """The draft model of a ``name:PATH`` spec and its own tokenizer, which may be another than the target's.
+
+    Raises:
+        ValueError: no path and no built-in draft for this target, or a model without a tokenizer.
+    """
+    if path is None and not is_builtin(target_source):
+        raise ValueError(f"drafter {name!r} needs a path for this target: {name}:PATH (a draft LM and its tokenizer)")
+    if tokenizer is None:
+        raise ValueError(f"drafter {name!r} needs the target's tokenizer: pass tokenizer=... to load")
+    path = BUILTIN if path is None else path
+    draft = _load_draft_model(path, device)
+    own = load_tokenizer(resolve(path, "draft"))
+    if own is None:
+        raise ValueError(
+            f"drafter {name!r} needs the draft model's tokenizer, and {path} has none: copy tokenizer.json into it"
+        )
+    return draft, own
+
+
+def _load_draft_model(path: str, device: Any, packed: bool = True) -> LanguageModel:
+    # A draft model's law may be anything: small ones are fastest in float32 on CPU (docs/log.md).
+    on_cpu = device is None or str(device) == "cpu"
+    small = on_cpu and _is_small(path)
+    return load_model(
+        path,
+        role="draft",
+        dtype="float32" if small else None,
+        device=device,
+        exact="approximate" if small or not packed else "distribution",
+    )
+
+
+def _is_small(path: str) -> bool:
+    folder = Path(resolve(path, "draft"))
+    return folder.is_dir() and sum(p.stat().st_size for p in folder.glob("*.safetensors")) < 20_000_000

@@ -1,0 +1,174 @@
+"""A path, a hub id or a network -> a language model that can be run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foretoken.loading.adapters import merge_adapter, read_adapter
+from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, resolve
+from foretoken.models import wrap
+from foretoken.models.base import LanguageModel
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.inflated import InflatedModel
+from foretoken.models.inflation import inflate as inflate_network
+from foretoken.models.inflation import parse_size, shape_for
+from foretoken.models.lean import MAX_PARAMETERS
+from foretoken.models.packing import pack_linears
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def load_model(
+    source: Any,
+    *,
+    role: str = "target",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    exact: str = "distribution",
+    lean: bool = True,
+    inflate: str | int | None = None,
+) -> LanguageModel:
+    """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
+
+    A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  ``inflate``
+    (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
+    :mod:`foretoken.models.inflation`.
+
+    Raises:
+        LoadError: the checkpoint is missing, damaged, incomplete or pickled.
+        ValueError: unknown dtype, or a model that cannot be inflated to that size.
+    """
+    if inflate is not None:
+        return _load_inflated(source, inflate, role, dtype, device, exact, lean)
+    if isinstance(source, LanguageModel):
+        return source
+    if not isinstance(source, str | Path):
+        return wrap(source, exact=exact, lean=lean)
+    model = wrap(_load_network(source, role, dtype, device), exact=exact, lean=lean)
+    return _packed(model)
+
+
+def _load_inflated(
+    source: Any,
+    size: str | int,
+    role: str,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    exact: str,
+    lean: bool,
+) -> LanguageModel:
+    """A model that is inflated in memory; what is packed is packed layer by layer."""
+    if isinstance(source, LanguageModel):
+        raise ValueError(f"only a checkpoint or a Transformers model can be inflated, not {type(source).__name__}")
+    wanted = parse_size(size)
+    small = _load_network(source, role, dtype, device) if isinstance(source, str | Path) else source
+    shape = shape_for(small.config.get_text_config(), wanted)
+    big = inflate_network(small, shape, packed=exact == "distribution" and wanted > MAX_PARAMETERS)
+    return _packed(InflatedModel(big, small, shape, exact=exact, lean=lean))
+
+
+def _packed(model: LanguageModel) -> LanguageModel:
+    """Pack a model's layers where that is faster: they are ours to change, the model was just loaded."""
+    if isinstance(model, HuggingFaceModel) and not model.is_lean and model.exact == "distribution":
+        pack_linears(model.model)
+    return model
+
+
+def _load_network(
+    source: str | Path, role: str, dtype: str | torch.dtype | None, device: str | torch.device | None
+) -> Any:
+    """The ``PreTrainedModel`` of a path, a hub id or ``"builtin"``, checked before it is read."""
+    wanted, device = parse_dtype(dtype), parse_device(device)
+    path = resolve(source, role)
+    local = Path(path).expanduser()
+    if is_adapter(local):
+        return _load_updated(local, dtype, device)
+    if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
+        check_folder(local)
+        path = str(local)
+    return _from_pretrained(path, wanted, device)
+
+
+def _load_updated(folder: Path, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Any:
+    """The base model of a low-rank update, with the update merged into it."""
+    config = read_adapter(folder)
+    try:
+        network = _load_network(config.base, "target", dtype, device)
+    except LoadError as error:
+        raise LoadError(f"{folder} updates {config.base}, which cannot be loaded: {error}") from error
+    merge_adapter(network, folder, config)
+    network.config._name_or_path = str(folder)
+    return network
+
+
+def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.device | None) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as hf_logging
+
+    before = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype or "auto",
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, in one line
+        )
+    except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise LoadError(f"cannot load a model from {path}: {reason}") from error
+    finally:
+        hf_logging.set_verbosity(before)
+        hf_logging.enable_progress_bar()
+    model, info = loaded
+    for key, found, wanted in sorted(info.get("mismatched_keys", ())):
+        raise LoadError(
+            f"{path} has a config.json that does not fit its weights: {key} is {list(found)} in the file and "
+            f"{list(wanted)} in the configuration; copy both from the same checkpoint"
+        )
+    missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
+    if missing:
+        raise LoadError(
+            f"{path} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
+        )
+    return model.to(device) if device is not None else model
+
+
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A dtype by name.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def parse_device(device: str | torch.device | None) -> torch.device | None:
+    """A device by name, tried out.
+
+    Raises:
+        ValueError: there is no such device on this machine.
+    """
+    if device is None:
+        return None
+    try:
+        wanted = torch.device(device)
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from None
+    return wanted

@@ -1,0 +1,53 @@
+"""A profile, as ``foretoken tune`` writes it, read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from foretoken.controllers.costs import RoundCosts
+
+
+def read_profile(file: str | Path) -> dict[str, Any]:
+    """What a profile says: specs for ``drafter``, ``verifier`` and ``controller``, and what was measured.
+
+    A profile is a JSON object; a drafter of ``null`` is plain decoding.  ``costs`` become :class:`RoundCosts`;
+    ``target`` and ``machine`` say where they were measured (:mod:`foretoken.analysis.profile` compares them with what
+    is there); other keys are left alone.
+
+    Raises:
+        ValueError: no such file, no JSON object, a newer format, or a part of the wrong shape.
+    """
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot read the profile {file}: {reason}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"the profile {file} must be a JSON object with drafter, verifier and controller")
+    if found.get("format", 1) != 1:
+        raise ValueError(f"the profile {file} has format {found['format']}, and 1 is known: run foretoken tune again")
+    specs = {key: found[key] for key in ("drafter", "verifier", "controller") if key in found}
+    for key, spec in specs.items():
+        if not isinstance(spec, str) and not (key == "drafter" and spec is None):
+            raise ValueError(f"{key} in the profile {file} must be a spec string, not {json.dumps(spec)}")
+    if not specs and "costs" not in found:
+        raise ValueError(f"the profile {file} has no drafter, verifier, controller or costs: run foretoken tune")
+    return {**specs, **_measured_parts(found, file)}
+
+
+def _measured_parts(found: dict[str, Any], file: str | Path) -> dict[str, Any]:
+    """A profile's ``target``, ``machine`` and ``costs``, as far as it has them."""
+    parts = {key: found[key] for key in ("target", "machine", "costs") if found.get(key) is not None}
+    for key, part in parts.items():
+        if not isinstance(part, dict):
+            raise ValueError(f"{key} in the profile {file} must be an object, not {json.dumps(part)}")
+    if "target" in parts and not isinstance(parts["target"].get("fingerprint"), str):
+        raise ValueError(f"target in the profile {file} lacks its fingerprint: run foretoken tune again")
+    if "costs" in parts:
+        try:
+            parts["costs"] = RoundCosts.from_dict(parts["costs"])
+        except ValueError as error:
+            raise ValueError(f"costs in the profile {file} are damaged: {error}; run foretoken tune again") from None
+    return parts

@@ -1,0 +1,64 @@
+"""A model's tokenizer, and whether two models share one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from foretoken.loading.adapters import read_adapter
+from foretoken.loading.checkpoints import LoadError, is_adapter, resolve
+from foretoken.models.base import LanguageModel
+
+
+def load_tokenizer(source: Any) -> Any | None:
+    """The tokenizer that belongs to a model source, or ``None`` when it has none."""
+    from transformers import AutoTokenizer
+
+    if not isinstance(source, str | Path):
+        source = getattr(getattr(source, "config", None), "_name_or_path", "") or ""
+        if not source or not Path(source).is_dir():
+            return None
+    path = resolve(source)
+    if Path(path).is_dir() and not any(
+        (Path(path) / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    ):
+        folder = Path(path).expanduser()
+        return load_tokenizer(read_adapter(folder).base) if is_adapter(folder) else None
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise LoadError(f"cannot load a tokenizer from {path}: {str(error).strip().splitlines()[0]}") from None
+
+
+def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> None:
+    """A draft model must share the target's tokenizer.
+
+    Raises:
+        ValueError: the vocabularies differ; names the first differing token.
+    """
+    if target is None or draft is None:
+        return
+    mine, theirs = target.get_vocab(), draft.get_vocab()
+    if mine == theirs:
+        return
+    differing = sorted(set(mine.items()) ^ set(theirs.items()), key=lambda item: item[1])
+    token, index = differing[0]
+    raise ValueError(
+        f"the draft model {name} has another tokenizer than the target ({len(differing)} entries differ, first "
+        f"{token!r} = {index}): use it as 'shared_vocab:{name}' or 'retokenize:{name}', or a drafter that needs no "
+        "draft model, for example 'ngram'"
+    )
+
+
+def check_vocabularies(target: LanguageModel, draft: LanguageModel, name: str) -> None:
+    """Padded widths of one tokenizer may differ a little; different vocabularies may not.
+
+    Raises:
+        ValueError: the logits' widths are too far apart to be one vocabulary.
+    """
+    wide, narrow = max(target.vocab_size, draft.vocab_size), min(target.vocab_size, draft.vocab_size)
+    if wide - narrow > max(512, wide // 100):
+        raise ValueError(
+            f"the draft model {name} has a vocabulary of {draft.vocab_size}, the target one of {target.vocab_size}: "
+            f"they do not share a tokenizer; use it as 'shared_vocab:{name}' or 'retokenize:{name}'"
+        )
