@@ -109,3 +109,19 @@ def test_repetition_is_drafted() -> None:
 def test_bad_options(options: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         NgramDrafter(**options)  # type: ignore[arg-type]
+
+
+def test_an_index_that_was_not_asked_for_a_while_catches_up() -> None:
+    """Text is read when a guess is wanted, not in every round: the guesses are those of one that always read."""
+    rng = random.Random(3)
+    late, eager = context([1, 2, 3]), context([1, 2, 3])
+    drafters = NgramDrafter(n=3, k=4), NgramDrafter(n=3, k=4)
+    for drafter, request in zip(drafters, (late, eager), strict=True):
+        drafter.start(request)
+    for round_ in range(60):
+        token = rng.randrange(4)
+        late.tokens.append(token)
+        eager.tokens.append(token)
+        wanted = drafters[1].propose(eager, Budget(4, 4))
+        if round_ % 7 == 6:
+            assert drafters[0].propose(late, Budget(4, 4)) == wanted

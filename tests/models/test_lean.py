@@ -123,6 +123,24 @@ def without_bias(projection: Projection) -> Projection:
     return projection
 
 
+@pytest.mark.parametrize(("lean", "rows"), [(True, 10), (False, 14)])
+@pytest.mark.parametrize("wanted", [None, 1])
+def test_padding_is_left_out(lean: bool, rows: int, wanted: int | None) -> None:
+    """Trees of seven and three nodes: the lean forward runs ten rows, the public one twice seven; same outputs."""
+    model = HuggingFaceModel(new_model("llama"), lean=lean)
+    one, both = HuggingFaceModel(new_model("llama"), lean=lean), []
+    for count in (7, 3):
+        for which in (model, one):
+            sequence = which.open()
+            which.prefill(sequence, prompt_of(5 + count))
+            both.append((which, Feed(sequence, prompt_of(count, seed=count), wanted=wanted)))
+    before = model.run_rows
+    together = model.forward([feed for which, feed in both if which is model], TAPS)
+    assert model.run_rows - before == rows
+    alone = [one.forward([feed], TAPS)[0] for which, feed in both if which is one]
+    compare(together, alone, 1e-4)
+
+
 def test_generated_tokens_are_the_same() -> None:
     model = new_model("llama")
     lean, plain = HuggingFaceModel(model), HuggingFaceModel(model, lean=False)

@@ -46,6 +46,7 @@ class GroupDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         check_members(self.name, drafters)
         self.drafters = tuple(drafters)
+        self._looking = [i for i, member in enumerate(drafters) if type(member).observe is not Drafter.observe]
         self.taps = tuple(dict.fromkeys(tap for member in drafters for tap in member.taps))
         self.max_depth = max(member.max_depth for member in drafters)
         self.shares_state = any(member.shares_state for member in drafters)
@@ -70,8 +71,7 @@ class GroupDrafter(Drafter):
         """Show the round to every member that looks."""
         last: Proposal | None = context.state.pop(self, None)
         parts = last.parts if last is not None and last.tree is tree else {}
-        looking = [i for i, member in enumerate(self.drafters) if type(member).observe is not Drafter.observe]
-        for index in looking:
+        for index in self._looking:
             if len(tree) == 1:  # a round of plain decoding is one for every member
                 self.drafters[index].observe(context, tree, scores, verdict)
             else:

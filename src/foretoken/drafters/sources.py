@@ -136,8 +136,9 @@ class SourceDrafter(Drafter):
         return self.guess(context, budget).tree(context.root)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Read the new tokens."""
-        self.source(context)
+        """Read the new tokens, if other requests may want them; else the next proposal does, if there is one."""
+        if self.shares_state:
+            self.source(context)
 
     def rewind(self, context: Context, length: int) -> None:
         """Forget the text behind its first ``length`` tokens."""
@@ -146,9 +147,10 @@ class SourceDrafter(Drafter):
             source.rewind(length)
 
     def finish(self, context: Context) -> None:
-        """Read the last tokens and forget the request."""
+        """Forget the request, its last tokens read if other requests may want them."""
         if self in context.state:
-            self.source(context).close()
+            source: NgramSource = self.source(context) if self.shares_state else context.state[self]
+            source.close()
             del context.state[self]
 
 

@@ -149,9 +149,11 @@ class LanguageModel(ABC):
         eos_token_ids: tokens that end a text.
         capabilities: what the model offers.
         run_s: seconds spent in the network so far (without masks and bookkeeping).
+        run_rows: rows of hidden states that it computed in this time, padding included.
     """
 
     run_s: float = 0.0
+    run_rows: int = 0
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]

@@ -21,6 +21,8 @@ class Call:
         first: the column from which on logits are wanted; ``width`` for none.
         taps: hidden states that are wanted, see :mod:`foretoken.models.base`.
         plan: the layers that are run.
+        nodes: where the nodes are among the b * width places, when much of the rest is padding that a forward may leave
+            out; ``None``: run all of it.
         states: [b, width, D] hidden states at layer ``plan.start``, instead of the embedded ids.
     """
 
@@ -31,3 +33,4 @@ class Call:
     taps: Sequence[str]
     plan: LayerPlan = WHOLE
     states: Tensor | None = None
+    nodes: Tensor | None = None

@@ -24,6 +24,8 @@ from foretoken.models.traits import attention_configs, eos_ids, layer_masks
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
+SPARED = 4
+"""Rows of padding from which on it is left out of a lean forward."""
 SCRATCH_ROOM = 512
 """Slots beyond the context for scratch nodes."""
 
@@ -282,7 +284,9 @@ class HuggingFaceModel(LanguageModel):
         # Padded rows end at different places: keep from the earliest wanted row on.
         first = min((place.new - n for n, place in zip(wanted, places, strict=True) if n), default=width)
         states = self._padded(inputs, feeds, low, ids) if inputs else None
-        call = Call(ids, positions, masks, first, taps, plan, states)
+        nodes = self._nodes(rows, width)
+        call = Call(ids, positions, masks, first, taps, plan, states, nodes)
+        self.run_rows += ids.numel() if nodes is None else len(nodes)
         began = perf_counter()
         logits, hidden = self._run(call)
         self.run_s += perf_counter() - began
@@ -322,6 +326,13 @@ class HuggingFaceModel(LanguageModel):
             positions[i][: row.new] = [row.first_position + d for d in row.depths[len(row.depths) - row.new :]]
         both = torch.tensor([ids, positions], device=self.device)
         return both[0], both[1]
+
+    def _nodes(self, rows: Sequence[RowPlan], width: int) -> Tensor | None:
+        """Places of the nodes, [n] of b * width, where leaving out the padding saves more than it costs."""
+        if self._lean is None or len(rows) * width - sum(row.new for row in rows) < SPARED:
+            return None
+        places = [i * width + column for i, row in enumerate(rows) for column in range(row.new)]
+        return torch.tensor(places, device=self.device)
 
     def _padded(self, inputs: Sequence[Sequence[Tensor]], feeds: Sequence[Feed], low: int, ids: Tensor) -> Tensor:
         """Hidden states [b, width, D] of the fed nodes, zero elsewhere."""

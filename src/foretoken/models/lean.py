@@ -95,10 +95,13 @@ class LeanForward:
         self.rotary = torch.stack([cos[0], signed[0]]).to(owner.dtype)
 
     def run(self, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits [b, width - first, V] and taps."""
-        (b, width), first, taps, plan = call.ids.shape, call.first, call.taps, call.plan
-        x = (self._embed(call.ids) if call.states is None else call.states).view(b * width, -1)
-        cos, sin = self.rotary[:, call.positions][:, :, :, None]
+        """Logits [b, width - first, V] and taps; padding that was left out is zero there."""
+        (b, width), first, taps, plan, nodes = call.ids.shape, call.first, call.taps, call.plan, call.nodes
+        places = _Places(b, width, nodes)
+        x = places.taken(call.ids if call.states is None else call.states)
+        if call.states is None:
+            x = self._embed(x)
+        cos, sin = self.rotary[:, places.taken(call.positions)][:, :, None]
         groups = self.heads // self.kv_heads
         folded = {
             name: mask if mask is None or width == 1 or self.owner.exact == "bitwise" else mask.repeat(1, 1, groups, 1)
@@ -108,25 +111,24 @@ class LeanForward:
         end = plan.end(len(self.layers))
         for i in range(plan.start, end):
             if taps and f"layer:{i}" in taps:
-                hidden[f"layer:{i}"] = x.view(b, width, -1)
+                hidden[f"layer:{i}"] = places.padded(x)
             layer = self.layers[i]
             if i not in plan.skip_attention:
-                x = self._attend(i, layer, x, b, width, cos, sin, folded[layer.mask])
+                x = self._attend(i, layer, x, places, cos, sin, folded[layer.mask])
             if i not in plan.skip_mlp:
                 gate, up = layer.gate_up(_norm(x, layer.norm_out)).chunk(2, -1)
                 x = layer.down.plus(F.silu(gate).mul_(up), x)
         if taps and f"layer:{end}" in taps:
-            hidden[f"layer:{end}"] = x.view(b, width, -1)
+            hidden[f"layer:{end}"] = places.padded(x)
         if "last" in taps:
             x = _norm(x, self.final_norm)
-            hidden["last"] = x.view(b, width, -1)
+            hidden["last"] = places.padded(x)
         if first >= width:
             return x.new_zeros(b, 0, self.owner.vocab_size), hidden
-        kept = x.view(b, width, -1)[:, first:].reshape(b * (width - first), -1)
+        x, places = places.cut(x, first)
         if "last" not in taps:
-            kept = _norm(kept, self.final_norm)
-        logits = self.head(kept.to(self.head_dtype)).to(self.owner.dtype)
-        return logits.view(b, width - first, -1), hidden
+            x = _norm(x, self.final_norm)
+        return places.padded(self.head(x.to(self.head_dtype)).to(self.owner.dtype)), hidden
 
     def _embed(self, ids: Tensor) -> Tensor:
         rows, first = self.owner.extra_rows, self.owner.vocab_size
@@ -135,26 +137,54 @@ class LeanForward:
         return put_in(F.embedding(known_ids(ids, first), self.embedding), ids, rows, first)
 
     def _attend(
-        self, index: int, layer: _Layer, x: Tensor, b: int, width: int, cos: Tensor, sin: Tensor, mask: Tensor | None
+        self, index: int, layer: _Layer, x: Tensor, places: _Places, cos: Tensor, sin: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """One attention with its residual, x [b*width, D] -> [b*width, D]; writes this layer's keys and values."""
-        qkv = layer.qkv(_norm(x, layer.norm_in)).view(b, width, self.heads + 2 * self.kv_heads, self.head_dim)
-        qk = qkv[:, :, : self.heads + self.kv_heads]
+        """One attention with its residual, x [n, D] -> [n, D]; writes this layer's keys and values."""
+        qkv = layer.qkv(_norm(x, layer.norm_in)).view(len(x), self.heads + 2 * self.kv_heads, self.head_dim)
+        qk = qkv[:, : self.heads + self.kv_heads]
         if layer.q_norm is not None:
-            query, key = _norm(qk[:, :, : self.heads], layer.q_norm), _norm(qk[:, :, self.heads :], layer.k_norm)
-            qk = torch.cat([query, key], 2)
-        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin).transpose(1, 2)
+            query, key = _norm(qk[:, : self.heads], layer.q_norm), _norm(qk[:, self.heads :], layer.k_norm)
+            qk = torch.cat([query, key], 1)
+        qk = places.padded(torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)).transpose(1, 2)
+        value = places.padded(qkv[:, self.heads + self.kv_heads :]).transpose(1, 2)
         query = qk[:, : self.heads]
-        keys, values = self.cache.update(
-            qk[:, self.heads :], qkv[:, :, self.heads + self.kv_heads :].transpose(1, 2), index
-        )
+        keys, values = self.cache.update(qk[:, self.heads :], value, index)
         if self.owner.exact == "bitwise":
             out = exact_attention(None, query, keys, values, mask, layer.scaling)[0]  # type: ignore[arg-type]
         else:
-            folded = query.reshape(b, self.kv_heads, -1, self.head_dim)
+            folded = query.reshape(places.b, self.kv_heads, -1, self.head_dim)
             out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scaling)
-            out = out.view(b, self.heads, width, self.head_dim).transpose(1, 2)
-        return layer.out.plus(out.reshape(b * width, -1), x)
+            out = out.view(places.b, self.heads, places.width, self.head_dim).transpose(1, 2)
+        return layer.out.plus(places.taken(out.reshape(places.b, places.width, -1)), x)
+
+
+class _Places:
+    """Where ``n`` flat rows are among [b, width] places: everywhere, or at ``nodes`` of them."""
+
+    def __init__(self, b: int, width: int, nodes: Tensor | None) -> None:
+        self.b, self.width, self.nodes = b, width, nodes
+
+    def taken(self, padded: Tensor) -> Tensor:
+        """[b, width, ...] -> [n, ...]."""
+        flat = padded.flatten(0, 1)
+        return flat if self.nodes is None else flat[self.nodes]
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """[n, ...] -> [b, width, ...], zero where nothing is."""
+        if self.nodes is not None:
+            rows = rows.new_zeros(self.b * self.width, *rows.shape[1:]).index_copy_(0, self.nodes, rows)
+        return rows.view(self.b, self.width, *rows.shape[1:])
+
+    def cut(self, x: Tensor, first: int) -> tuple[Tensor, _Places]:
+        """Those of the rows x [n, D] that stand in column ``first`` or later, and their places [b, width - first]."""
+        if first == 0:
+            return x, self
+        width = self.width - first
+        if self.nodes is None:
+            return self.padded(x)[:, first:].flatten(0, 1), _Places(self.b, width, None)
+        late = self.nodes % self.width >= first
+        nodes = self.nodes[late]
+        return x[late], _Places(self.b, width, nodes // self.width * width + nodes % self.width - first)
 
 
 def build_lean(owner: HuggingFaceModel) -> LeanForward | None:
