@@ -342,6 +342,7 @@ class Context:
         request_id: unique within the engine.
         tokens: prompt and output so far, the root last.
         prompt_length: how many of them are the prompt.
+        max_length: tokens that there may be in the end, the prompt included (0: unknown).
         maker: the request's sampling pipeline, so that a draft law can be made by the same function.
         rng: the request's randomness.
         hidden: target hidden states of the last round's committed nodes (root first), by tap name, each [n, D]; the
@@ -364,6 +365,7 @@ class Context:
     reproducible: bool = False
     sequence: Any = None
     state: dict[Any, Any] = field(default_factory=dict)
+    max_length: int = 0
 
     @property
     def root(self) -> int:
@@ -376,10 +378,12 @@ class StepRecord:
     """Counts and times of one round of one request (seconds are those of the whole batch's round).
 
     Attributes:
-        num_nodes: of this request's tree, the root included; ``round_nodes`` are those of the whole batch.
+        num_nodes: of this request's tree, the root included; ``round_nodes`` are those of the whole batch,
+            as rows that the target computed (with padding, where it pads).
         round_id: the same for all requests of a round.
         member: which member of a group drafted (its index), -1 when there is no group or nothing was drafted.
         depth: levels of the draft.
+        waiting: requests that wait for a place in the batch.
     """
 
     request_id: int
@@ -395,3 +399,4 @@ class StepRecord:
     round_nodes: int = 0
     member: int = -1
     depth: int = 0
+    waiting: int = 0

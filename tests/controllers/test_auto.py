@@ -18,7 +18,7 @@ from foretoken.controllers.constant import ConstantController
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.goodput import GoodputController
 from foretoken.controllers.learned import Curve, Hazards, LearnedCosts, bucket, coverage, survival
-from foretoken.controllers.plans import Option, plans_of, rate_of
+from foretoken.controllers.plans import UNEVEN, Option, largest, plans_of, rate_of, uneven
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Limits, Rng, StepRecord
 
@@ -243,6 +243,84 @@ def test_one_request_gets_the_best_of_every_stretch_and_a_batch_does_not_wait() 
         for batch in (1, 8)
     ]
     assert [[option.member for option in plan] for plan in found] == [[1, 0, -1], [1, -1]]
+
+
+def test_a_target_that_pads_takes_as_long_as_its_widest_request() -> None:
+    """Half of the rounds have nine nodes, the others one: of two requests at least one has nine in three of four."""
+    copy = replace(COPY, tokens=1.0)
+    steep = lambda nodes: float(nodes)  # noqa: E731
+    assert rate_of([copy, PLAIN], 2, steep, 0.0) == pytest.approx(1 / 10)
+    assert rate_of([copy, PLAIN], 2, steep, 0.0, pads=True) == pytest.approx(1 / (0.75 * 18 + 0.25 * 2))
+    assert rate_of([copy, PLAIN], 1, steep, 0.0, pads=True) == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 0.0), (2, 0.5642), (4, 1.0294), (8, 1.4236)])
+def test_the_largest_of_several_normals(count: int, expected: float) -> None:
+    """Order statistics from tables."""
+    assert largest(count) == pytest.approx(expected, abs=0.03)
+
+
+@pytest.mark.parametrize("accepts", [0.3, 0.6])
+def test_how_much_longer_the_slowest_of_a_batch_takes(accepts: float) -> None:
+    """Against a simulation: 400 tokens each, drafts of two."""
+    rng = random.Random(0)
+
+    def rounds(length: int) -> int:
+        count = 0
+        while length > 0:
+            length -= 1 + (rng.random() < accepts and 1 + (rng.random() < accepts))
+            count += 1
+        return count
+
+    tokens, second = 1 + accepts + accepts**2, accepts**2
+    variance = (accepts - second) * 1 + second * 4 - (tokens - 1) ** 2
+    simulated = sum(max(rounds(400) for _ in range(8)) for _ in range(300)) / 300 / (400 / tokens)
+    assert uneven(tokens, variance, 8, 400) == pytest.approx(simulated, abs=0.02)
+    assert uneven(tokens, variance, 8, 0) == uneven(tokens, variance, 1, 400) == 1.0
+    assert uneven(tokens, 50.0, 8, 10) == UNEVEN
+
+
+def test_a_batch_that_nobody_follows_does_not_draft_for_little() -> None:
+    """A gain of a twelfth is lost while the slowest request is waited for, but not where others take the places."""
+    option = Option(0, 2, 1.8, 3.0, 0.6, 1.72, variance=0.8)
+    for left, member in ((96, -1), (0, 0)):
+        best = max(plans_of([option, PLAIN]), key=lambda plan: rate_of(plan, 8, lambda n: 1.0 + n / 200, 0.0, left))
+        assert best[0].member == member
+
+
+# -- when it thinks, and when it tries -------------------------------------------------------------------------------
+
+
+def test_a_plan_is_kept_for_a_while_but_not_for_other_requests() -> None:
+    world = World([Member(0.02, 0.0)])
+    controller = AutoController()
+    controller.attach(world.limits)
+    served = contexts(2)
+    world.play(controller, served, 300)
+    while controller.budgets(served) is not controller.budgets(served):
+        world.play(controller, served, 1)
+    joined = [served[0], contexts(1, start=5)[0]]
+    assert [budget.max_depth for budget in controller.budgets(joined)] == [0, 1]  # the new one guesses a single token
+
+
+@pytest.mark.parametrize(("relative_cost", "left", "tries"), [(0.0, 1000, True), (0.5, 1000, False), (0.5, 10, False)])
+def test_a_model_that_is_far_behind_is_not_tried_at_once(relative_cost: float, left: int, tries: bool) -> None:
+    controller = AutoController()
+    member = Limits("m0", 4, 4, relative_cost=relative_cost)
+    controller.attach(Limits("router", 4, 64, members=(member,)))
+    (request,) = contexts(1)
+    request.max_length = 1 + 200 + left
+    controller.budgets([request])
+    request.tokens.extend([0] * 200)  # written since it was last asked
+    batch = controller.batches[1]
+    for trial in batch.trials.values():
+        trial.due = batch.round + (2 if trial is batch.trials[0] else 10_000)
+    budgets = [controller.budgets([request])[0].max_depth for _ in range(3)]
+    tried = controller._tried is not None
+    assert tried == tries and len(budgets) == 3
+    batch.round += 300  # no better occasion came
+    controller.budgets([request])
+    assert (controller._tried is not None) == (left > 200)
 
 
 # -- seeds -----------------------------------------------------------------------------------------------------------

@@ -189,6 +189,24 @@ def test_requests_join_in_order_and_between_rounds() -> None:
     assert [run.id for run, _ in queueing.step()] == [second, third]
 
 
+def test_a_controller_is_told_who_waits_and_how_much_is_left() -> None:
+    class Listening(ConstantController):
+        def __init__(self) -> None:
+            super().__init__(k=2)
+            self.heard: list[tuple[int, int, int]] = []
+
+        def observe(self, context: Context, record: StepRecord) -> None:
+            self.heard.append((record.request_id, record.waiting, context.max_length))
+
+    target, draft = tables()
+    controller = Listening()
+    queueing = engine(target, ModelDrafter(draft), controller=controller, max_batch=1)
+    first, second = (queueing.add(Request(PROMPT, T1, length, seed=1)) for length in (6, 9))
+    while queueing.busy:
+        queueing.step()
+    assert set(controller.heard) == {(first, 1, len(PROMPT) + 6), (second, 0, len(PROMPT) + 9)}
+
+
 @pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
 def test_a_seed_gives_the_same_output_in_any_company(drafter: str) -> None:
     target, draft = tables()

@@ -15,7 +15,9 @@ from foretoken.controllers.learned import Hazards, LearnedCosts, coverage, survi
 from foretoken.controllers.plans import (
     FIRST_GAP,
     FIRST_TRIALS,
+    LAST_FREE_GAP,
     LAST_GAP,
+    LONGEST_PLAIN,
     REPLAN,
     Batch,
     Option,
@@ -24,6 +26,7 @@ from foretoken.controllers.plans import (
     or_any,
     plans_of,
     rate_of,
+    uneven,
 )
 from foretoken.types import Budget, Context, Limits, StepRecord
 
@@ -32,9 +35,17 @@ DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 PLAIN = Budget(0, 0)
 CLOSE = 0.8
 """A choice whose rate is not within this part of the best one's is tried again after four times as long, not two."""
-MARGIN = 1.05
-"""What drafting must promise over plain decoding: estimates are noisy, and drafts make the requests of a batch end at
-different times, which leaves the last rounds less full."""
+MARGIN = 1.04
+"""What drafting must promise over plain decoding: estimates are noisy."""
+UNKNOWN = 1 << 20
+"""Tokens left where nobody says."""
+ENDING = 16
+"""With no more tokens than these left nothing is tried."""
+NEAR, WAIT = 16, 256
+"""Tokens that a drafter may have to read, besides those of its last draft, for its time to be a usual one; and rounds
+that a trial of one that has more to read waits for a better occasion."""
+SPARE = 4
+"""Of rounds of plain decoding, where they are the rule, one in so many is learned from: they are all alike."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
 """What a round is worth one round later, for its own request and in general."""
 
@@ -61,8 +72,8 @@ class AutoController(Controller):
             raise ValueError(f"auto needs k >= 1, not {k}")
         self.k = k
         self._start: RoundCosts | None = None
-        self._round = 0
         self._tried: int | None = None
+        self._looks, self._waiting, self._steady, self._pads = True, False, False, False
         self._records: list[tuple[Context, StepRecord]] = []
         self.attach(Limits("", 5, 64))
 
@@ -90,6 +101,7 @@ class AutoController(Controller):
         self.fixed = [self._known(spec) for spec in specs]
         self.nodes: list[dict[int, float]] = [{} for _ in specs]
         self.batches: dict[int, Batch] = {}
+        self._given: tuple[list[int], list[Budget]] = ([], [])
 
     def _known(self, spec: str) -> Hazards:
         """What a profile says of a member."""
@@ -112,35 +124,49 @@ class AutoController(Controller):
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
         """One plan for the batch (drafts of several members would all be waited for); seeded requests their own."""
         self._digest()
-        self._round += 1
+        batch = self._batch(len(contexts))
+        batch.round += 1
+        requests = [context.request_id for context in contexts]
+        tried = self._due(batch, contexts)
+        # Planning takes time, and rounds may be short.
+        if self._steady and requests == self._given[0] and batch.round < batch.until and tried is None:
+            self._looks = bool(batch.plan) or batch.round % SPARE == 0
+            return self._given[1]
+        if requests != self._given[0]:
+            batch.until = batch.round  # what others are to do says little of these
+        self._tried, self._looks = tried, True
         shared = [context for context in contexts if not context.reproducible]
+        self._steady = tried is None and len(shared) == len(contexts) and not any(self.state(c).fresh for c in contexts)
         if shared:
-            self._plan_batch(shared, len(contexts))
+            self._plan_batch(batch, shared, len(contexts))
         for context in contexts:
             if context.reproducible:
                 self._plan_alone(self.state(context))
-        return [self._as_budget(self.state(context).plan) for context in contexts]
+        budgets = [self._as_budget(self.state(context).plan) for context in contexts]
+        self._given = (requests, budgets)
+        return budgets
 
     def _plan_alone(self, state: State) -> None:
         if state.age >= REPLAN:
-            ranked = self._ranked(state.hazards, self.nominal, self.fixed, 1)
-            plan = self._best(ranked, self.nominal, 1)
+            ranked = self._ranked(state.hazards, self.nominal, self.fixed, 1, 0)
+            plan = self._best(ranked, self.nominal, 1, 0)
             state.plan, state.age = or_any(plan, ranked, state.fresh), REPLAN - 1 if state.fresh else 0
         state.age, state.fresh = state.age + 1, False
 
-    def _plan_batch(self, contexts: Sequence[Context], size: int) -> None:
-        batch = self._batch(size)
-        greedy = contexts[0].maker.greedy
-        if batch.age >= REPLAN:
-            seen = [self.state(context).hazards for context in contexts]
-            local = [pooled([hazards[index] for hazards in seen]) for index in range(len(self.members))]
-            batch.ranked = self._ranked(local, self.costs, self.general[greedy], size)
-            batch.plan = self._best(batch.ranked, self.costs, size)
-            batch.age = 0
-        batch.age += 1
-        self._tried = self._due(batch.trials)
-        for context in contexts:
-            state = self.state(context)
+    def _plan_batch(self, batch: Batch, contexts: Sequence[Context], size: int) -> None:
+        states = [self.state(context) for context in contexts]
+        if batch.round >= batch.until:
+            local = [pooled([state.hazards[index] for state in states]) for index in range(len(self.members))]
+            general = self.general[contexts[0].maker.greedy]
+            left = max(remaining(context) for context in contexts)
+            alone = 0 if self._waiting else left
+            batch.ranked = self._ranked(local, self.costs, general, size, alone)
+            plan = self._best(batch.ranked, self.costs, size, alone)
+            # The fewer tokens are left, the less pays what makes requests end at different times.
+            batch.follow(plan, max(REPLAN, left // 8) if plan else LONGEST_PLAIN)
+        if any(state.fresh for state in states):
+            batch.until = min(batch.until, batch.round + REPLAN)
+        for state in states:
             state.plan = or_any(batch.plan, batch.ranked, state.fresh)
             if self._tried is not None:
                 tried = next(option for option in batch.ranked if option.member == self._tried)
@@ -153,21 +179,39 @@ class AutoController(Controller):
         if found is None:
             wait, count = (FIRST_GAP, 1) if self.batches else (0, FIRST_TRIALS)
             choices = [*range(len(self.members)), -1]
-            trials = {
-                choice: Trial(self._round + wait + count * place, left=count) for place, choice in enumerate(choices)
-            }
+            trials = {choice: Trial(wait + count * place, left=count) for place, choice in enumerate(choices)}
             found = self.batches[size.bit_length()] = Batch(trials)
         return found
 
-    def _due(self, trials: dict[int, Trial]) -> int | None:
-        """The choice whose turn it is to be tried."""
-        return next((choice for choice, trial in trials.items() if self._round >= trial.due), None)
+    def _due(self, batch: Batch, contexts: Sequence[Context]) -> int | None:
+        """The choice whose turn it is to be tried; none when the last request is about to end."""
+        left = max(remaining(context) for context in contexts)
+        if left <= ENDING:
+            return None
+        for choice, trial in batch.trials.items():
+            late = batch.round - trial.due
+            if late >= 0 and (choice < 0 or self._is_ready(choice, late, contexts, left)):
+                return choice
+        return None
+
+    def _is_ready(self, member: int, late: int, contexts: Sequence[Context], left: int) -> bool:
+        """Whether a trial costs little.
+
+        A model that was not asked for a while has to read all that was written since: its trial waits for new
+        requests; if none comes within ``WAIT`` rounds, for one that goes on for longer than what is to be read.
+        """
+        if self.members[member].relative_cost == 0:
+            return True
+        behind = max(len(context.tokens) - self.state(context).read[member] for context in contexts)
+        return behind <= NEAR or (late >= WAIT and behind <= left)
 
     def state(self, context: Context) -> State:
         """What is known of a request."""
         found: State | None = context.state.get(self)
         if found is None:
-            found = context.state[self] = State([Hazards() for _ in self.members])
+            members = len(self.members)
+            found = State([Hazards() for _ in range(members)], [len(context.tokens)] * members)
+            context.state[self] = found
         return found
 
     def _as_budget(self, plan: Sequence[Option]) -> Budget:
@@ -181,24 +225,30 @@ class AutoController(Controller):
         return budget or PLAIN
 
     def _ranked(
-        self, local: Sequence[Hazards], costs: LearnedCosts, general: Sequence[Hazards], batch: int
+        self, local: Sequence[Hazards], costs: LearnedCosts, general: Sequence[Hazards], batch: int, left: int
     ) -> list[Option]:
         """Every member at its best length, and plain decoding, in the order of their tokens per second."""
+
+        def worth(option: Option) -> float:
+            return option.rate / uneven(option.tokens, option.variance, batch, left)
+
         options = [
-            max(self._options(index, local[index], general[index], costs, batch), key=lambda option: option.rate)
+            max(self._options(index, local[index], general[index], costs, batch), key=worth)
             for index in range(len(self.members))
         ]
         plain_s = (costs.target_s(batch) if costs.known else 1.0) + costs.rest_s(batch)
-        return sorted([*options, Option(-1, 0, 1.0, 1.0, 0.0, plain_s)], key=lambda option: -option.rate)
+        return sorted([*options, Option(-1, 0, 1.0, 1.0, 0.0, plain_s)], key=worth, reverse=True)
 
     def _options(self, index: int, local: Hazards, general: Hazards, costs: LearnedCosts, batch: int) -> list[Option]:
         """What a member can be asked for."""
         # Nodes were counted in rounds of all requests: a seeded one, planned by fixed costs, must not see them.
         depths, known = self.depths[index], {} if costs is self.nominal else self.nodes[index]
         stands, share = survival(depths[-1], local, general), coverage(local, general)
-        found, tokens, done = [], 1.0, 0
+        found, tokens, squares, done = [], 1.0, 0.0, 0
         for depth in depths:
-            tokens += sum(stands[done:depth])
+            for place in range(done, depth):
+                tokens += stands[place]
+                squares += (2 * place + 1) * stands[place]
             done = depth
             nodes = known.get(depth, 1.0 + depth)
             target_s = costs.target_s(round(batch * nodes)) if costs.known else 1.0
@@ -206,17 +256,18 @@ class AutoController(Controller):
             if draft_s is None:  # by its size, while nothing was measured
                 draft_s = self.members[index].relative_cost * depth * target_s
             seconds = target_s + draft_s + costs.rest_s(batch)
-            found.append(Option(index, depth, tokens, nodes, draft_s, seconds, share))
+            variance = squares - (tokens - 1.0) ** 2
+            found.append(Option(index, depth, tokens, nodes, draft_s, seconds, share, variance))
         return found
 
-    def _best(self, ranked: Sequence[Option], costs: LearnedCosts, batch: int) -> list[Option]:
+    def _best(self, ranked: Sequence[Option], costs: LearnedCosts, batch: int, left: int) -> list[Option]:
         """The plan with most tokens per second, without the plain decoding at its end."""
         if not costs.known:
             return [option for option in ranked if option.member >= 0]
         rest_s = costs.rest_s(batch)
 
         def worth(plan: Sequence[Option]) -> float:
-            return rate_of(plan, batch, costs.target_s, rest_s) * (MARGIN if len(plan) == 1 else 1.0)
+            return rate_of(plan, batch, costs.target_s, rest_s, left, self._pads) * (MARGIN if len(plan) == 1 else 1.0)
 
         return max(plans_of(ranked), key=worth)[:-1]
 
@@ -224,7 +275,8 @@ class AutoController(Controller):
 
     def observe(self, context: Context, record: StepRecord) -> None:
         """Keep the record until its round is complete."""
-        self._records.append((context, record))
+        if self._looks:
+            self._records.append((context, record))
 
     def finish(self, context: Context) -> None:
         """Learn from its last round now: nothing is kept of a request but what it taught."""
@@ -235,22 +287,29 @@ class AutoController(Controller):
         if not self._records:
             return
         asked: list[tuple[int, int]] = []
+        behind = 0
         for context, record in self._records:
-            plan = self.state(context).plan
-            drafted = self._who(record)
-            for option in plan:
+            state, drafted = self.state(context), self._who(record)
+            before = len(context.tokens) - 1 - record.num_accepted_tokens
+            for option in state.plan:
                 if option.member < 0:
                     break
                 answers = option.member == drafted
+                behind = max(behind, before - state.read[option.member])
                 self._learn(context, option, record, answers)
                 if answers:
                     asked.append((drafted, option.depth))
                     break
         record = self._records[-1][1]
-        # What a mixture of drafts cost says nothing of its parts.
-        member, depth = asked[0] if len(set(asked)) == 1 else (None, 0)
+        self._waiting = record.waiting > 0
+        counts = [record.num_nodes for _, record in self._records]
+        if len(counts) == record.batch_size and min(counts) < max(counts):
+            self._pads = record.round_nodes >= record.batch_size * max(counts)
+        # What a mixture of drafts cost says nothing of its parts, nor what a drafter took that had to catch up.
+        member, depth = asked[0] if len(set(asked)) == 1 and behind <= NEAR else (None, 0)
         self.costs.observe(record, member, depth, len(asked))
-        self._reschedule(self._batch(record.batch_size), {member for member, _ in asked} or {-1})
+        used = {member for member, _ in asked} or {-1}
+        self._reschedule(self._batch(record.batch_size), used, priced=behind <= NEAR)
         self._records.clear()
 
     def _who(self, record: StepRecord) -> int:
@@ -266,13 +325,17 @@ class AutoController(Controller):
             hazards.fade(keep)
             hazards.add(depth, record.num_accepted_tokens)
             hazards.write(answers, 1 + record.num_accepted_tokens)
+        self.state(context).read[option.member] = len(context.tokens)
         if answers:
             nodes = self.nodes[option.member]
             before = nodes.get(depth, float(record.num_nodes))
             nodes[depth] = before + 0.2 * (record.num_nodes - before)
 
-    def _reschedule(self, batch: Batch, used: set[int]) -> None:
-        """What was used needs no trial for a while; a trial that changed nothing is repeated later than the last."""
+    def _reschedule(self, batch: Batch, used: set[int], priced: bool) -> None:
+        """What was used needs no trial for a while; a trial that changed nothing is repeated later than the last.
+
+        A trial that says nothing of costs is not counted, and goes on.
+        """
         trials = batch.trials
         if not batch.ranked:  # seeded requests only
             return
@@ -281,15 +344,22 @@ class AutoController(Controller):
             if choice != self._tried:
                 trial = trials[choice]
                 trial.gap = max(int(0.9 * trial.gap), FIRST_GAP)
-                trial.due = self._round + trial.gap
+                trial.due = batch.round + trial.gap
         if self._tried in used:  # a trial without a guess is none: it cost nothing, and goes on
             trial = trials[self._tried]
-            trial.left -= 1
+            trial.left -= priced
+            batch.until = batch.round  # there is something to think about
             if trial.left <= 0:
                 best = batch.ranked[0].rate
                 tried = next(option.rate for option in batch.ranked if option.member == self._tried)
-                trial.due, trial.left = self._round + trial.gap, 1
-                trial.gap = min(trial.gap * (2 if tried > CLOSE * best else 4), LAST_GAP)
+                trial.due, trial.left = batch.round + trial.gap, 1
+                free = self._tried >= 0 and self.members[self._tried].relative_cost == 0
+                trial.gap = min(trial.gap * (2 if tried > CLOSE * best else 4), LAST_FREE_GAP if free else LAST_GAP)
+
+
+def remaining(context: Context) -> int:
+    """Tokens that a request may still write."""
+    return context.max_length - len(context.tokens) if context.max_length else UNKNOWN
 
 
 def pooled(parts: Sequence[Hazards]) -> Hazards:

@@ -9,21 +9,33 @@ How much of the *text* lies in which does not depend on what is drafted there, s
 
 With one request that is the best option for every stretch by itself.  In a batch a draft for one request is waited for
 by all, and plain decoding for a few may pay more.
+
+Drafts make requests of equal length end at different times.  Where nobody waits for the places that get free, the batch
+takes as long as its slowest request: with L tokens left, E = 1/R tokens a round on average and s as their standard
+deviation, the largest of B sums of L/E rounds is about 1 + e(B) s / sqrt(L E) times the average one, where e(B) is the
+expected largest of B standard normals (:func:`largest`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
+from statistics import NormalDist
 
 from foretoken.controllers.learned import Hazards
 
-REPLAN = 4
-"""Rounds that a plan is kept."""
+REPLAN, LONGEST, LONGEST_PLAIN = 4, 16, 64
+"""Rounds that a plan is kept: the first time, and at most, when planning again and again finds the same (plain decoding
+longer: it teaches nothing of drafts)."""
 FIRST_TRIALS = 2
 """Rounds that every choice gets at the beginning."""
-FIRST_GAP, LAST_GAP = 32, 1024
-"""Rounds between two trials of a choice that is not in use: doubled after each that changed nothing."""
+FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
+"""Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, up to a length
+that is shorter for drafters that run no model."""
+UNEVEN = 1.1
+"""What drafts cost at most by requests ending at different times: the estimate is rough, and must not stand in the way
+of finding out about drafts that gain much."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,7 @@ class Option:
         draft_s: seconds of drafting for the batch.
         seconds: of such a round, when all requests spend it so.
         share: of the text that is not covered by better options, how much this one has guesses for.
+        variance: of the tokens.
     """
 
     member: int
@@ -47,6 +60,7 @@ class Option:
     draft_s: float
     seconds: float
     share: float = 1.0
+    variance: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -66,7 +80,14 @@ def plans_of(ranked: Sequence[Option]) -> list[list[Option]]:
     return [[*plan, plain] for plan in [*prefixes, *([option] for option in able[1:])]]
 
 
-def rate_of(plan: Sequence[Option], batch: int, target_s: Callable[[int], float], rest_s: float) -> float:
+def rate_of(
+    plan: Sequence[Option],
+    batch: int,
+    target_s: Callable[[int], float],
+    rest_s: float,
+    left: int = 0,
+    pads: bool = False,
+) -> float:
     """Tokens per second and request of a plan that ends in plain decoding.
 
     Args:
@@ -74,30 +95,62 @@ def rate_of(plan: Sequence[Option], batch: int, target_s: Callable[[int], float]
         batch: requests.
         target_s: seconds of a target call by its nodes.
         rest_s: seconds of a round beside drafting and the target.
+        left: tokens that the requests still may write, when nobody waits for their places (0: somebody does).
+        pads: whether the target runs as many nodes for every request as for the one with most.
     """
-    rounds, left = [], 1.0
+    rounds, rest = [], 1.0
     for option in plan:
         share = 1.0 if option.member < 0 else option.share
-        rounds.append(left * share / option.tokens)
-        left *= 1.0 - share
-    per_token = sum(rounds)
-    nodes = sum(part * option.nodes for part, option in zip(rounds, plan, strict=True)) / per_token
-    seconds, reached = target_s(max(1, round(batch * nodes))) + rest_s, 1.0
-    for part, option in zip(rounds, plan, strict=True):
+        rounds.append(rest * share / option.tokens)
+        rest *= 1.0 - share
+    tokens = 1.0 / sum(rounds)
+    parts = [part * tokens for part in rounds]  # of the rounds of a request
+    seconds, reached, squares = rest_s, 1.0, 0.0
+    for part, option in zip(parts, plan, strict=True):
         seconds += option.draft_s * (1.0 - (1.0 - min(reached, 1.0)) ** batch)
-        reached = max(0.0, reached - part / per_token)
-    return 1.0 / (per_token * seconds)
+        reached = max(0.0, reached - part)
+        squares += part * (option.variance + option.tokens**2)
+    if pads:
+        none = 1.0  # chance that no request has more nodes
+        for part, option in sorted(zip(parts, plan, strict=True), key=lambda pair: -pair[1].nodes):
+            fewer = max(0.0, none - part)
+            seconds += (none**batch - fewer**batch) * target_s(max(1, round(batch * option.nodes)))
+            none = fewer
+    else:
+        nodes = sum(part * option.nodes for part, option in zip(parts, plan, strict=True))
+        seconds += target_s(max(1, round(batch * nodes)))
+    return tokens / (seconds * uneven(tokens, squares - tokens**2, batch, left))
+
+
+def uneven(tokens: float, variance: float, batch: int, left: int) -> float:
+    """How many times longer the slowest of a batch takes than the average request, when ``left`` tokens are left.
+
+    Args:
+        tokens: of a round, on average; ``variance``: of them.
+        batch: requests.
+        left: 0 when the places of those that end are taken by others.
+    """
+    if not left:
+        return 1.0
+    return min(1.0 + largest(batch) * (max(variance, 0.0) / (left * tokens)) ** 0.5, UNEVEN)
+
+
+@cache
+def largest(count: int) -> float:
+    """Expected largest of ``count`` standard normals (Blom 1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 @dataclass
 class State:
-    """A request: how far drafts stood, per member, and what it was last asked to do.
+    """A request: how far drafts stood and how much of the text was read, per member, and what it was last asked to do.
 
     While it is ``fresh``, in its first round, it drafts whatever is known of others: it may be unlike them.  A plan
     of its own, made ``age`` rounds ago, is for reproducible requests only.
     """
 
     hazards: list[Hazards]
+    read: list[int]
     plan: list[Option] = field(default_factory=list)
     age: int = REPLAN
     fresh: bool = True
@@ -105,12 +158,27 @@ class State:
 
 @dataclass
 class Batch:
-    """What is known of batches of about one size: the plan in use, and when what is not in use is tried again."""
+    """What is known of batches of about one size.
+
+    Attributes:
+        trials: when what is not in use is tried again.
+        ranked: the options as they were last weighed, and ``plan``, those in use.
+        round: of those of such batches, the present one.
+        until: the one in which options are weighed again, ``kept`` rounds after the last time.
+    """
 
     trials: dict[int, Trial]
     ranked: list[Option] = field(default_factory=list)
     plan: list[Option] = field(default_factory=list)
-    age: int = REPLAN
+    round: int = -1
+    until: int = 0
+    kept: int = REPLAN
+
+    def follow(self, plan: list[Option], most: int) -> None:
+        """From now on; the longer, the longer nothing has changed, but not over ``most`` rounds."""
+        same = [(option.member, option.depth) for option in plan] == [(o.member, o.depth) for o in self.plan]
+        self.kept = min(2 * self.kept, LONGEST if plan else LONGEST_PLAIN) if same else REPLAN
+        self.plan, self.until = plan, self.round + min(self.kept, most)
 
 
 @dataclass
@@ -123,5 +191,5 @@ class Trial:
 
 
 def or_any(plan: Sequence[Option], ranked: Sequence[Option], fresh: bool) -> list[Option]:
-    """The plan; for a ``fresh`` request the best draft that there is, if the plan has none."""
-    return list(plan) or ([next(option for option in ranked if option.member >= 0)] if fresh else [])
+    """The plan; for a ``fresh`` request one token of the best draft that there is, if the plan has none."""
+    return list(plan) or ([replace(next(o for o in ranked if o.member >= 0), depth=1)] if fresh else [])

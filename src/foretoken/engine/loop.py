@@ -169,6 +169,7 @@ class Engine:
         sampler = Sampler(request.params, len(tokens))
         context = Context(request_id, tokens, len(tokens), sampler, Rng(request.seed), prediction=request.prediction)
         context.reproducible = request.seed is not None and not sampler.greedy
+        context.max_length = len(tokens) + request.max_new_tokens
         sequence = context.sequence = self.target.open()
         run = Running(request, context, sequence, self._stopper(request))
         self.running.append(run)
@@ -237,7 +238,7 @@ class Engine:
         began = perf_counter()
         trees = self._propose(runs)
         drafted = perf_counter()
-        target_before = self.target.run_s
+        target_before, rows_before = self.target.run_s, self.target.run_rows
         rows = self.target.forward([self._feed(r, t) for r, t in zip(runs, trees, strict=True)], self.taps)
         target_s = self.target.run_s - target_before
         scored = perf_counter()
@@ -257,7 +258,7 @@ class Engine:
         observed_s = self._observe(runs, trees, all_scores, verdicts)
         times = (drafted - began + observed_s, target_s, verified - scored, perf_counter() - began)
         self._rounds += 1
-        counts = (len(runs), sum(map(len, trees)))
+        counts = (len(runs), self.target.run_rows - rows_before or sum(map(len, trees)))
         for run, tree, verdict in zip(runs, trees, verdicts, strict=True):
             self._account(run, tree, verdict, counts, times)
         if self.on_round is not None:
@@ -273,7 +274,7 @@ class Engine:
             return trees
         chosen, budgets = [], []
         for i, (run, wanted) in enumerate(zip(runs, self.controller.budgets([r.context for r in runs]), strict=True)):
-            budget = self._fit(run, wanted)
+            budget = self._fit(run, wanted) if wanted.max_depth > 0 else wanted
             if budget.max_depth > 0 and budget.max_nodes > 0:
                 chosen.append(i)
                 budgets.append(budget)
@@ -285,9 +286,7 @@ class Engine:
 
     def _fit(self, run: Running, budget: Budget) -> Budget:
         """Never draft past the room that is left: one token of every round is the target's own."""
-        left = run.request.max_new_tokens - len(run.origins) - 1
-        room = self.target.context_length - len(run.context.tokens)
-        depth = min(budget.max_depth, left, room)
+        depth = min(budget.max_depth, run.context.max_length - len(run.context.tokens) - 1)
         if depth < budget.max_depth:
             budget = replace(budget, max_depth=max(depth, 0))
         return budget if budget.otherwise is None else replace(budget, otherwise=self._fit(run, budget.otherwise))
@@ -372,5 +371,6 @@ class Engine:
                 nodes,
                 member,
                 max(tree.depths),
+                len(self.waiting),
             )
             self.controller.observe(run.context, record)
