@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,13 @@ def test_bad_options(run: Any, arguments: tuple[str, ...], words: tuple[str, ...
 def test_bad_requests(run: Any, target: str, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     check(run("generate", "--target", target, *arguments), *words)
     check(run("generate", "--target", target, *arguments, "--json"), *words)
+
+
+def test_python_m_exits_with_the_same_code() -> None:
+    for arguments, code in ((("generate", "x", "--drafter", "nosuch"), 2), (("nosuch",), 2), (("--help",), 0)):
+        done = subprocess.run([sys.executable, "-m", "foretoken", *arguments], capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+        assert done.stderr.startswith("error: ") == (code == 2)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------

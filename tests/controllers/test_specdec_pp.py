@@ -337,3 +337,19 @@ def test_the_built_in_head_is_that_of_the_built_in_draft_model() -> None:
     draft = load_model("builtin", role="draft", dtype="float32")
     controller.attach(ModelDrafter(draft, k=8).limits)
     assert controller.budget(Context(0, [0], 1, Sampler(T1), Rng(0)), 1).max_depth == 8
+
+
+def test_the_built_in_head_names_the_target_that_it_learned() -> None:
+    """Its target's layers too: the embedding alone is also that of the target that was trained for early exits."""
+    config = json.loads((ZOO / "specdec_pp/drafter.json").read_text())["config"]
+    learned, other = (TargetParts(load_model(name)).fingerprint() for name in ("builtin", "builtin:early_exit"))
+    assert (config["judge"], config["judge_layers"]) == (learned.weights, learned.layers)
+    assert learned.weights == other.weights and learned.layers != other.layers
+
+
+def test_a_head_from_before_its_targets_layers_were_stored(folder: Path) -> None:
+    file = folder / "drafter.json"
+    described = json.loads(file.read_text())
+    del described["config"]["judge_layers"]
+    file.write_text(json.dumps(described))
+    assert isinstance(registry.make("controller", f"specdec_pp:{folder}"), SpecdecPpController)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foretoken as ft
@@ -183,6 +184,22 @@ def test_a_killed_run_resumes_to_the_same_bits(pair: tuple[Path, Path], data: Pa
     assert (whole / "losses.csv").read_text() == (cut / "losses.csv").read_text()
     with pytest.raises(ValueError, match="other settings"):
         trainer((pair[0], pair[0]), data, cut).run()  # another draft model
+
+
+def test_a_run_goes_on_with_its_own_target_only(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
+    """Another target of the same embedding, as a low-rank update of the layers makes one, is another run's."""
+    tuned = Path(shutil.copytree(pair[0], tmp_path / "tuned"))
+    weights = load_file(tuned / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"] += 0.5
+    save_file(weights, tuned / "model.safetensors", metadata={"format": "pt"})
+    trainer(pair, data, tmp_path / "head", steps=2).run()
+    with pytest.raises(ValueError, match="other settings"):
+        trainer((tuned, pair[1]), data, tmp_path / "head", steps=4).run()
+    trainer(pair, data, tmp_path / "head", steps=4).run()
+    learned = {name: TargetParts(load_pair(str(name), str(pair[1]))[0]).fingerprint() for name in (pair[0], tuned)}
+    assert learned[pair[0]].weights == learned[tuned].weights
+    config = json.loads((tmp_path / "head/drafter.json").read_text())["config"]
+    assert config["judge_layers"] == learned[pair[0]].layers != learned[tuned].layers
 
 
 def test_text_is_written_by_the_target(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ class StopHeadConfig:
         blocks: residual blocks.
         mix: share of a text's tokens that are replaced by guesses of the draft model while it learns.
         mismatch: weight of a rejection in the loss, in acceptances.
-        judge: hash of the target whose acceptance it learns.
+        judge: hash of the embedding of the target whose acceptance it learns (``Fingerprint.weights``).
+        judge_layers: hash of that target's layers (``Fingerprint.layers``); empty where an older file does not tell.
     """
 
     hidden_size: int
@@ -26,6 +27,7 @@ class StopHeadConfig:
     mix: float = 0.15
     mismatch: float = 6.0
     judge: str = ""
+    judge_layers: str = ""
 
     def __post_init__(self) -> None:
         if self.blocks < 0:

@@ -40,7 +40,7 @@ class SpecdecPpRecipe(Recipe):
 
     method = "specdec_pp"
     config_class: ClassVar[type[Any]] = StopHeadConfig
-    fixed = ("hidden_size", "judge")
+    fixed = ("hidden_size", "judge", "judge_layers")
     lr = 1e-3
     net: StopHead
     config: StopHeadConfig
@@ -58,7 +58,8 @@ class SpecdecPpRecipe(Recipe):
 
     def from_target(self) -> dict[str, Any]:
         """The draft model's width, and whose acceptance is learnt."""
-        return {"hidden_size": self.parts.hidden_size, "judge": self.judge_parts.fingerprint().weights}
+        judge = self.judge_parts.fingerprint()
+        return {"hidden_size": self.parts.hidden_size, "judge": judge.weights, "judge_layers": judge.layers}
 
     def build(self) -> nn.Module:
         """A new head."""
