@@ -73,7 +73,7 @@ class AutoController(Controller):
         self.k = k
         self._start: RoundCosts | None = None
         self._tried: int | None = None
-        self._looks, self._waiting, self._steady, self._pads = True, False, False, False
+        self._looks, self._cold, self._waiting, self._steady, self._pads = True, False, False, False, False
         self._records: list[tuple[Context, StepRecord]] = []
         self.attach(Limits("", 5, 64))
 
@@ -130,10 +130,11 @@ class AutoController(Controller):
         tried = self._due(batch, contexts)
         # Planning takes time, and rounds may be short.
         if self._steady and requests == self._given[0] and batch.round < batch.until and tried is None:
-            self._looks = bool(batch.plan) or batch.round % SPARE == 0
+            self._tried, self._cold, self._looks = None, False, bool(batch.plan) or batch.round % SPARE == 0
             return self._given[1]
         if requests != self._given[0]:
             batch.until = batch.round  # what others are to do says little of these
+        self._cold = tried is not None and tried != self._tried
         self._tried, self._looks = tried, True
         shared = [context for context in contexts if not context.reproducible]
         self._steady = tried is None and len(shared) == len(contexts) and not any(self.state(c).fresh for c in contexts)
@@ -179,7 +180,9 @@ class AutoController(Controller):
         if found is None:
             wait, count = (FIRST_GAP, 1) if self.batches else (0, FIRST_TRIALS)
             choices = [*range(len(self.members)), -1]
-            trials = {choice: Trial(wait + count * place, left=count) for place, choice in enumerate(choices)}
+            trials = {
+                choice: Trial(wait + place, left=count if choice >= 0 else 1) for place, choice in enumerate(choices)
+            }
             found = self.batches[size.bit_length()] = Batch(trials)
         return found
 
@@ -243,7 +246,9 @@ class AutoController(Controller):
         """What a member can be asked for."""
         # Nodes were counted in rounds of all requests: a seeded one, planned by fixed costs, must not see them.
         depths, known = self.depths[index], {} if costs is self.nominal else self.nodes[index]
-        stands, share = survival(depths[-1], local, general), coverage(local, general)
+        # What several requests show together is drawn towards the general picture as each of them is.
+        stands = survival(depths[-1], local, general, weight=8.0 * batch)
+        share = coverage(local, general, weight=16.0 * batch)
         found, tokens, squares, done = [], 1.0, 0.0, 0
         for depth in depths:
             for place in range(done, depth):
@@ -305,11 +310,14 @@ class AutoController(Controller):
         counts = [record.num_nodes for _, record in self._records]
         if len(counts) == record.batch_size and min(counts) < max(counts):
             self._pads = record.round_nodes >= record.batch_size * max(counts)
-        # What a mixture of drafts cost says nothing of its parts, nor what a drafter took that had to catch up.
-        member, depth = asked[0] if len(set(asked)) == 1 and behind <= NEAR else (None, 0)
-        self.costs.observe(record, member, depth, len(asked))
+        # The first round of a trial finds cold caches, and what a drafter takes that has to catch up is not its price.
+        priced = behind <= NEAR and not self._cold
+        if priced:
+            # What a mixture of drafts cost says nothing of its parts.
+            member, depth = asked[0] if len(set(asked)) == 1 else (None, 0)
+            self.costs.observe(record, member, depth, len(asked))
         used = {member for member, _ in asked} or {-1}
-        self._reschedule(self._batch(record.batch_size), used, priced=behind <= NEAR)
+        self._reschedule(self._batch(record.batch_size), used, priced)
         self._records.clear()
 
     def _who(self, record: StepRecord) -> int:
@@ -352,9 +360,10 @@ class AutoController(Controller):
             if trial.left <= 0:
                 best = batch.ranked[0].rate
                 tried = next(option.rate for option in batch.ranked if option.member == self._tried)
-                trial.due, trial.left = batch.round + trial.gap, 1
                 free = self._tried >= 0 and self.members[self._tried].relative_cost == 0
-                trial.gap = min(trial.gap * (2 if tried > CLOSE * best else 4), LAST_FREE_GAP if free else LAST_GAP)
+                close = tried > CLOSE * best
+                trial.due, trial.left = batch.round + trial.gap, 2 if close else 1
+                trial.gap = min(trial.gap * (2 if close else 4), LAST_FREE_GAP if free else LAST_GAP)
 
 
 def remaining(context: Context) -> int:

@@ -28,8 +28,9 @@ from foretoken.controllers.learned import Hazards
 REPLAN, LONGEST, LONGEST_PLAIN = 4, 16, 64
 """Rounds that a plan is kept: the first time, and at most, when planning again and again finds the same (plain decoding
 longer: it teaches nothing of drafts)."""
-FIRST_TRIALS = 2
-"""Rounds that every choice gets at the beginning."""
+FIRST_TRIALS = 4
+"""Rounds that every drafter gets at the beginning, and plain decoding one, besides a first one each that says nothing
+of costs."""
 FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
 """Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, up to a length
 that is shorter for drafters that run no model."""
