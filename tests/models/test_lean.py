@@ -123,13 +123,13 @@ def without_bias(projection: Projection) -> Projection:
     return projection
 
 
-@pytest.mark.parametrize(("lean", "rows"), [(True, 10), (False, 14)])
+@pytest.mark.parametrize(("lean", "rows"), [(True, 33), (False, 60)])
 @pytest.mark.parametrize("wanted", [None, 1])
 def test_padding_is_left_out(lean: bool, rows: int, wanted: int | None) -> None:
-    """Trees of seven and three nodes: the lean forward runs ten rows, the public one twice seven; same outputs."""
+    """Trees of thirty and three nodes: the lean forward runs 33 rows, the public one twice thirty; same outputs."""
     model = HuggingFaceModel(new_model("llama"), lean=lean)
     one, both = HuggingFaceModel(new_model("llama"), lean=lean), []
-    for count in (7, 3):
+    for count in (30, 3):
         for which in (model, one):
             sequence = which.open()
             which.prefill(sequence, prompt_of(5 + count))

@@ -44,6 +44,8 @@ ENDING = 16
 NEAR, WAIT = 16, 256
 """Tokens that a drafter may have to read, besides those of its last draft, for its time to be a usual one; and rounds
 that a trial of one that has more to read waits for a better occasion."""
+PADDING = 24
+"""Rows of padding in a round from which on it can be told whether the target leaves padding out."""
 SPARE = 4
 """Of rounds of plain decoding, where they are the rule, one in so many is learned from: they are all alike."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
@@ -308,7 +310,7 @@ class AutoController(Controller):
         record = self._records[-1][1]
         self._waiting = record.waiting > 0
         counts = [record.num_nodes for _, record in self._records]
-        if len(counts) == record.batch_size and min(counts) < max(counts):
+        if len(counts) == record.batch_size and len(counts) * max(counts) - sum(counts) >= PADDING:
             self._pads = record.round_nodes >= record.batch_size * max(counts)
         # The first round of a trial finds cold caches, and what a drafter takes that has to catch up is not its price.
         priced = behind <= NEAR and not self._cold

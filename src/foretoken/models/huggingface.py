@@ -24,8 +24,9 @@ from foretoken.models.traits import attention_configs, eos_ids, layer_masks
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
-SPARED = 4
-"""Rows of padding from which on it is left out of a lean forward."""
+SPARED = 24
+"""Rows of padding from which on a lean forward leaves it out: with fewer, gathering and spreading costs more than they
+do (``docs/log.md``)."""
 SCRATCH_ROOM = 512
 """Slots beyond the context for scratch nodes."""
 
