@@ -351,6 +351,28 @@ def test_a_seeded_request_is_planned_by_its_own_past_only() -> None:
     assert budgets(False, 1.0) == budgets(True, 7.0)
 
 
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_whether_the_target_pads_does_not_reach_a_seeded_request(
+    reproducible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is seen in rounds of others."""
+    asked = []
+
+    def spied(plan: list[Option], batch: int, target_s: object, rest_s: float, left: int, pads: bool) -> float:
+        asked.append((left, pads))
+        return 1.0
+
+    monkeypatch.setattr("foretoken.controllers.auto.rate_of", spied)
+    controller = AutoController()
+    controller.attach(World([Member(0.02, 0.6)]).limits)
+    controller.start_from(RoundCosts(TargetCost({1: 1.0, 9: 2.0}), {"m0": DrafterCost(0.0, 0.1, (0.6, 0.4))}))
+    controller._pads = True
+    (request,) = contexts(1, reproducible=reproducible)
+    request.max_length = 101
+    controller.budgets([request])
+    assert set(asked) == {(0, False) if reproducible else (100, True)}
+
+
 def test_an_unseeded_request_learns_from_others() -> None:
     """The check above can fail."""
     world = World([Member(0.02, 0.0)])

@@ -152,7 +152,7 @@ class AutoController(Controller):
     def _plan_alone(self, state: State) -> None:
         if state.age >= REPLAN:
             ranked = self._ranked(state.hazards, self.nominal, self.fixed, 1, 0)
-            plan = self._best(ranked, self.nominal, 1, 0)
+            plan = self._best(ranked, self.nominal, 1)
             state.plan, state.age = or_any(plan, ranked, state.fresh), REPLAN - 1 if state.fresh else 0
         state.age, state.fresh = state.age + 1, False
 
@@ -164,7 +164,7 @@ class AutoController(Controller):
             left = max(remaining(context) for context in contexts)
             alone = 0 if self._waiting else left
             batch.ranked = self._ranked(local, self.costs, general, size, alone)
-            plan = self._best(batch.ranked, self.costs, size, alone)
+            plan = self._best(batch.ranked, self.costs, size, alone, self._pads)
             # The fewer tokens are left, the less pays what makes requests end at different times.
             batch.follow(plan, max(REPLAN, left // 8) if plan else LONGEST_PLAIN)
         if any(state.fresh for state in states):
@@ -267,14 +267,16 @@ class AutoController(Controller):
             found.append(Option(index, depth, tokens, nodes, draft_s, seconds, share, variance))
         return found
 
-    def _best(self, ranked: Sequence[Option], costs: LearnedCosts, batch: int, left: int) -> list[Option]:
+    def _best(
+        self, ranked: Sequence[Option], costs: LearnedCosts, batch: int, left: int = 0, pads: bool = False
+    ) -> list[Option]:
         """The plan with most tokens per second, without the plain decoding at its end."""
         if not costs.known:
             return [option for option in ranked if option.member >= 0]
         rest_s = costs.rest_s(batch)
 
         def worth(plan: Sequence[Option]) -> float:
-            return rate_of(plan, batch, costs.target_s, rest_s, left, self._pads) * (MARGIN if len(plan) == 1 else 1.0)
+            return rate_of(plan, batch, costs.target_s, rest_s, left, pads) * (MARGIN if len(plan) == 1 else 1.0)
 
         return max(plans_of(ranked), key=worth)[:-1]
 
