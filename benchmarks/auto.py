@@ -3,11 +3,13 @@
 Four workloads (code, prose, chat transcripts of coding agents, random tokens) by greedy and T=1 by batch 1, 4 and 8.
 A batch is a fixed one, whose slowest request is waited for, or with ``--queue`` so many places that are always taken:
 all prompts ``--copies`` times in a queue, as a server has them.
-Each cell has its own engines; the controller first serves the cell's prompts for ``--warm-up`` rounds, in which it
-finds out what pays (the others once), and then all arms take turns ``--repeat`` times over the same batches.  A batch's
-time is taken without its prefill; ratios are medians over batches and runs of tokens per second.  The best fixed
-configuration is picked by every other run and compared in the others.  Sampled requests have no seed: with one, the
-controller would not use what it measures (docs/methods/auto.md).
+Each cell has its own engines, with sequences of their own over the same weights.  The controller first serves the
+cell's prompts for ``--warm-up`` rounds, in which it finds out what pays (the others once).  Then all arms decode the
+same batches ``--repeat`` times, taking turns round by round, always the one that has written least: on a shared machine two
+arms of plain decoding are then within 1 % of each other, where they differ by 8 % when they take turns batch by batch.
+A batch's time is taken without its prefill; ratios are medians over batches and runs of tokens per second.  The best
+fixed configuration is picked by every other run and compared in the others.  Sampled requests have no seed: with one,
+the controller would not use what it measures (docs/methods/auto.md).
 
     python benchmarks/auto.py [--data ../shared/data] [--new-tokens 96] [--batch 1 4 8] [--only code prose] [--json OUT]
 """
@@ -15,10 +17,12 @@ controller would not use what it measures (docs/methods/auto.md).
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import statistics
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +33,7 @@ from drafter_table import transcripts
 from prompts import CODE, PROSE
 
 import foretoken as ft
-from foretoken.llm import Llm, Output, assemble
+from foretoken.llm import Llm, assemble
 from foretoken.loading import DEFAULT_GROUP, build_drafter, load_model, load_tokenizer
 
 FIXED = (
@@ -62,15 +66,38 @@ class Arm:
     lengths: list[float] = field(default_factory=list)
     rounds: int = 0
 
-    def serve(self, batch: list[list[int]], place: int, asked: dict[str, Any], counted: bool) -> None:
-        """Decode a batch; the times of what is not counted are thrown away."""
-        began = time.perf_counter()
-        outputs: list[Output] = self.llm.generate(batch, **asked)
-        seconds = time.perf_counter() - began - sum(out.stats.prefill_s for out in outputs)
-        self.rounds += sum(out.stats.num_drafts for out in outputs) // min(len(batch), self.llm.engine.max_batch)
+    def serve(self, batch: list[list[int]], place: int, asked: dict[str, Any], counted: bool) -> Iterator[int]:
+        """Decode a batch: after every round the tokens that there are. What is not counted is thrown away."""
+        engine = self.llm.engine
+        for prompt in batch:
+            engine.add(self.llm.request(prompt, **asked))
+        tokens, seconds, known = 0, 0.0, set[int]()
+        lengths = []
+        while engine.busy:
+            began = time.perf_counter()
+            gained = engine.step()
+            seconds += time.perf_counter() - began
+            for run, emission in gained:
+                seconds -= 0.0 if run.id in known else run.stats.prefill_s
+                known.add(run.id)
+                tokens += len(emission.token_ids)
+                if emission.finish_reason is not None:
+                    lengths.append(run.stats.mean_acceptance_length)
+            self.rounds += 1
+            yield tokens
         if counted:
-            self.rates[place].append(sum(len(out.token_ids) for out in outputs) / seconds)
-            self.lengths += [out.stats.mean_acceptance_length for out in outputs]
+            self.rates[place].append(tokens / seconds)
+            self.lengths += lengths
+
+
+def take_turns(served: Sequence[Iterator[int]]) -> None:
+    """Run all of them, always the one with fewest tokens next: whatever else slows the machine hits all alike."""
+    heap = [(0, order, one) for order, one in enumerate(served)]
+    while heap:
+        _, order, one = heapq.heappop(heap)
+        tokens = next(one, None)
+        if tokens is not None:
+            heapq.heappush(heap, (tokens, order, one))
 
 
 def workloads(tokenizer: Any, data: Path, vocab_size: int, longest: int) -> dict[str, list[list[int]]]:
@@ -98,12 +125,12 @@ def cell(arms: list[Arm], prompts: list[list[int]], size: int, asked: dict[str, 
     for arm in arms:
         while arm.rounds < (options.warm_up if arm.name == "auto" else 1):
             for place, batch in enumerate(batches):
-                arm.serve(batch, place, asked, counted=False)
+                take_turns([arm.serve(batch, place, asked, counted=False)])
             print(f"\r{arm.name}: {arm.rounds} rounds  ", end="", file=sys.stderr, flush=True)
     for turn in range(options.repeat):
         for place, batch in enumerate(batches):
-            for arm in arms if turn % 2 == 0 else reversed(arms):
-                arm.serve(batch, place, asked, counted=True)
+            ordered = arms if turn % 2 == 0 else arms[::-1]
+            take_turns([arm.serve(batch, place, asked, counted=True) for arm in ordered])
             print(f"\rrun {turn + 1}, batch {place + 1} of {len(batches)}  ", end="", file=sys.stderr, flush=True)
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
 
@@ -159,10 +186,11 @@ def main() -> None:
             for size in options.batch:
 
                 def made(spec: str, controller: str) -> Llm:
-                    drafter = build_drafter(spec, target, target_source=options.target, tokenizer=tokenizer)
-                    return assemble(target, drafter, "auto", controller, tokenizer)
+                    mine = target.sibling()
+                    drafter = build_drafter(spec, mine, target_source=options.target, tokenizer=tokenizer)
+                    return assemble(mine, drafter, "auto", controller, tokenizer)
 
-                plain = Arm("plain", assemble(target, None, "auto", "constant", tokenizer))
+                plain = Arm("plain", assemble(target.sibling(), None, "auto", "constant", tokenizer))
                 auto = Arm("auto", made(options.drafter, "auto"))
                 fixed = [Arm(spec, made(spec, "constant")) for spec in options.fixed]
                 asked = {"max_new_tokens": options.new_tokens, "temperature": temperature, "ignore_eos": True}

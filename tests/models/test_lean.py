@@ -69,6 +69,29 @@ def test_lean_is_the_public_forward(name: str, dtype: str, tmp_path: Path) -> No
         compare(outputs(lean), outputs(plain), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("lean", [True, False])
+def test_siblings_share_weights_and_nothing_else(lean: bool, tmp_path: Path) -> None:
+    loaded = checkpoint(tmp_path, "llama", "float32")
+    assert isinstance(loaded, HuggingFaceModel)
+    alone = outputs(HuggingFaceModel(loaded.model, lean=lean))
+    model = HuggingFaceModel(loaded.model, lean=lean)
+    sibling = model.sibling()
+    a, b = model.open(), model.open()
+    for sequence in (a, b):
+        model.prefill(sequence, prompt_of(9))
+    model.forward([Feed(a, [3])])
+    compare(outputs(sibling), alone, 1e-4)
+    rows, counted = model.forward([Feed(b, [4])])[0], model.run_rows
+    assert sibling.model is model.model and sibling.open().row == 0
+    model.release(a)  # a row is freed, and the last one takes its place: in this model alone
+    model.commit(b, [0])
+    assert b.row == 0 and model.run_rows == counted
+    fresh = HuggingFaceModel(loaded.model, lean=lean)
+    sequence = fresh.open()
+    fresh.prefill(sequence, prompt_of(9))
+    compare([rows], fresh.forward([Feed(sequence, [4])]), 1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
@@ -114,6 +115,24 @@ class HuggingFaceModel(LanguageModel):
             from foretoken.models.lean import LeanForward
 
             self._lean = LeanForward(self)  # its fused weights are copies
+
+    def sibling(self) -> HuggingFaceModel:
+        """The same weights with sequences of their own, for engines that take turns.
+
+        A forward covers all rows from its first sequence to its last: in a shared cache, those of another engine that
+        lie between them cost time.  :meth:`take_weights` must be told to siblings one by one.
+        """
+        other = copy.copy(self)
+        other._separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
+        return other
+
+    def _separate(self, cache: TreeCache) -> None:
+        """A shallow copy of another model gets a cache, sequences and counts of its own."""
+        self.cache, self._sequences = cache, []
+        self.run_s, self.run_rows, self.num_layer_runs = 0.0, 0, 0.0
+        if self._lean is not None:
+            self._lean = copy.copy(self._lean)
+            self._lean.owner, self._lean.cache = self, cache
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 

@@ -82,12 +82,7 @@ class SparseModel(HuggingFaceModel):
         self.chunk, self.select, self.rebuild, self.local = chunk, select, rebuild, local
         self._check_options()
         self.target = target
-        self.run_s, self.num_layer_runs = 0.0, 0.0
-        self.cache = TreeCache(target.cache.num_layers, self.budget + rebuild + SCRATCH_ROOM)
-        self._sequences = []
-        if target.is_lean:
-            self._lean = copy.copy(target._lean)
-            self._lean.owner, self._lean.cache = self, self.cache
+        self._separate(TreeCache(target.cache.num_layers, self.budget + rebuild + SCRATCH_ROOM))
         if select == "retrieval":
             self._check_keys()
 
