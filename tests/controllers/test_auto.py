@@ -18,7 +18,7 @@ from foretoken.controllers.constant import ConstantController
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.goodput import GoodputController
 from foretoken.controllers.learned import Curve, Hazards, LearnedCosts, bucket, coverage, survival
-from foretoken.controllers.plans import UNEVEN, Option, largest, plans_of, rate_of, uneven
+from foretoken.controllers.plans import UNEVEN, Ahead, Option, largest, plans_of, rate_of, uneven
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Limits, Rng, StepRecord
 
@@ -227,19 +227,26 @@ COPY = Option(1, 8, 5.0, 9.0, 0.0, 1.0, share=0.5)
 MODEL = Option(0, 2, 2.0, 3.0, 0.5, 1.5)
 
 
+def none(_: int) -> float:
+    """A round that is all drafting and target."""
+    return 0.0
+
+
 def test_the_rate_of_a_plan_by_hand() -> None:
     """Half of the text five tokens a round, the other half two, a draft of .5 in every round of that half."""
     rounds = 0.5 / 5 + 0.5 / 2
     asked = (0.5 / 2) / rounds
-    assert rate_of([COPY, MODEL, PLAIN], 1, lambda nodes: 1.0, 0.0) == pytest.approx(1 / (rounds * (1 + 0.5 * asked)))
-    assert rate_of([PLAIN], 1, lambda nodes: 1.0, 0.25) == pytest.approx(1 / 1.25)
+    assert rate_of([COPY, MODEL, PLAIN], 1, lambda nodes: 1.0, none) == pytest.approx(1 / (rounds * (1 + 0.5 * asked)))
+    assert rate_of([PLAIN], 4, lambda nodes: 1.0, lambda nodes: nodes / 16) == pytest.approx(1 / 1.25)
 
 
 def test_one_request_gets_the_best_of_every_stretch_and_a_batch_does_not_wait() -> None:
     """A draft for one of eight is waited for by all; the rest of the text in plain rounds is then no slower."""
     dear = replace(MODEL, draft_s=0.9, seconds=1.9)
     found = [
-        max(plans_of([COPY, dear, PLAIN]), key=lambda plan: rate_of(plan, batch, lambda nodes: 1.0 + 0.02 * nodes, 0.0))
+        max(
+            plans_of([COPY, dear, PLAIN]), key=lambda plan: rate_of(plan, batch, lambda nodes: 1.0 + 0.02 * nodes, none)
+        )
         for batch in (1, 8)
     ]
     assert [[option.member for option in plan] for plan in found] == [[1, 0, -1], [1, -1]]
@@ -249,9 +256,9 @@ def test_a_target_that_pads_takes_as_long_as_its_widest_request() -> None:
     """Half of the rounds have nine nodes, the others one: of two requests at least one has nine in three of four."""
     copy = replace(COPY, tokens=1.0)
     steep = lambda nodes: float(nodes)  # noqa: E731
-    assert rate_of([copy, PLAIN], 2, steep, 0.0) == pytest.approx(1 / 10)
-    assert rate_of([copy, PLAIN], 2, steep, 0.0, pads=True) == pytest.approx(1 / (0.75 * 18 + 0.25 * 2))
-    assert rate_of([copy, PLAIN], 1, steep, 0.0, pads=True) == pytest.approx(1 / 5)
+    assert rate_of([copy, PLAIN], 2, steep, none) == pytest.approx(1 / 10)
+    assert rate_of([copy, PLAIN], 2, steep, none, pads=True) == pytest.approx(1 / (0.75 * 18 + 0.25 * 2))
+    assert rate_of([copy, PLAIN], 1, steep, none, pads=True) == pytest.approx(1 / 5)
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 0.0), (2, 0.5642), (4, 1.0294), (8, 1.4236)])
@@ -260,9 +267,10 @@ def test_the_largest_of_several_normals(count: int, expected: float) -> None:
     assert largest(count) == pytest.approx(expected, abs=0.03)
 
 
+@pytest.mark.parametrize("spread", [0, 30])
 @pytest.mark.parametrize("accepts", [0.3, 0.6])
-def test_how_much_longer_the_slowest_of_a_batch_takes(accepts: float) -> None:
-    """Against a simulation: 400 tokens each, drafts of two."""
+def test_how_much_longer_the_slowest_of_a_batch_takes(accepts: float, spread: int) -> None:
+    """Against a simulation: about 400 tokens each, drafts of two; plain decoding takes a round per token."""
     rng = random.Random(0)
 
     def rounds(length: int) -> int:
@@ -274,33 +282,44 @@ def test_how_much_longer_the_slowest_of_a_batch_takes(accepts: float) -> None:
 
     tokens, second = 1 + accepts + accepts**2, accepts**2
     variance = (accepts - second) * 1 + second * 4 - (tokens - 1) ** 2
-    simulated = sum(max(rounds(400) for _ in range(8)) for _ in range(300)) / 300 / (400 / tokens)
-    assert uneven(tokens, variance, 8, 400) == pytest.approx(simulated, abs=0.02)
-    assert uneven(tokens, variance, 8, 0) == uneven(tokens, variance, 1, 400) == 1.0
-    assert uneven(tokens, 50.0, 8, 10) == UNEVEN
+    batches = [[round(rng.gauss(400, spread)) for _ in range(8)] for _ in range(300)]
+    drafting, plain = sum(max(map(rounds, batch)) for batch in batches), sum(map(max, batches))
+    assert uneven(tokens, variance, 8, Ahead(400, spread)) == pytest.approx(drafting * tokens / plain, abs=0.02)
+    assert uneven(tokens, variance, 8, None) == uneven(tokens, variance, 1, Ahead(400, spread)) == 1.0
+    assert uneven(tokens, 50.0, 8, Ahead(10)) == UNEVEN
+
+
+def test_what_a_batch_has_ahead() -> None:
+    assert Ahead.of([10, 10]) == Ahead(10.0, 0.0)
+    assert Ahead.of([4, 8]) == Ahead(6.0, 2.0)
 
 
 def test_a_batch_that_nobody_follows_does_not_draft_for_little() -> None:
-    """A gain of a twelfth is lost while the slowest request is waited for, but not where others take the places."""
+    """A gain of a twelfth is lost while the slowest request is waited for, but not where requests end at different
+    times anyway, or others take the places."""
     option = Option(0, 2, 1.8, 3.0, 0.6, 1.72, variance=0.8)
-    for left, member in ((96, -1), (0, 0)):
-        best = max(plans_of([option, PLAIN]), key=lambda plan: rate_of(plan, 8, lambda n: 1.0 + n / 200, 0.0, left))
+    for ahead, member in ((Ahead(96), -1), (Ahead(96, 20), 0), (None, 0)):
+        best = max(plans_of([option, PLAIN]), key=lambda plan: rate_of(plan, 8, lambda n: 1.0 + n / 200, none, ahead))
         assert best[0].member == member
 
 
 # -- when it thinks, and when it tries -------------------------------------------------------------------------------
 
 
-def test_a_plan_is_kept_for_a_while_but_not_for_other_requests() -> None:
+@pytest.mark.parametrize(("running", "guesses"), [(1, 0), (0, 1)])
+def test_a_plan_is_kept_for_a_while_but_not_for_other_requests(running: int, guesses: int) -> None:
+    """A new request guesses a single token where plain decoding is the plan, if no other one would wait for it."""
     world = World([Member(0.02, 0.0)])
     controller = AutoController()
     controller.attach(world.limits)
-    served = contexts(2)
+    served = contexts(1 + running)
     world.play(controller, served, 300)
     while controller.budgets(served) is not controller.budgets(served):
         world.play(controller, served, 1)
-    joined = [served[0], contexts(1, start=5)[0]]
-    assert [budget.max_depth for budget in controller.budgets(joined)] == [0, 1]  # the new one guesses a single token
+    joined = [*served[:running], *contexts(1, start=5)]
+    budgets = controller.budgets(joined)
+    assert [budget.max_depth for budget in budgets] == [0] * running + [guesses]
+    assert controller.budgets(joined) is not budgets
 
 
 @pytest.mark.parametrize(("relative_cost", "left", "tries"), [(0.0, 1000, True), (0.5, 1000, False), (0.5, 10, False)])
@@ -358,8 +377,8 @@ def test_whether_the_target_pads_does_not_reach_a_seeded_request(
     """It is seen in rounds of others."""
     asked = []
 
-    def spied(plan: list[Option], batch: int, target_s: object, rest_s: float, left: int, pads: bool) -> float:
-        asked.append((left, pads))
+    def spied(plan: list[Option], batch: int, target_s: object, rest_s: object, ahead: object, pads: bool) -> float:
+        asked.append((ahead, pads))
         return 1.0
 
     monkeypatch.setattr("foretoken.controllers.auto.rate_of", spied)
@@ -370,7 +389,7 @@ def test_whether_the_target_pads_does_not_reach_a_seeded_request(
     (request,) = contexts(1, reproducible=reproducible)
     request.max_length = 101
     controller.budgets([request])
-    assert set(asked) == {(0, False) if reproducible else (100, True)}
+    assert set(asked) == {(None, False) if reproducible else (Ahead(100.0), True)}
 
 
 def test_an_unseeded_request_learns_from_others() -> None:
@@ -428,6 +447,28 @@ def test_a_curve_finds_a_line() -> None:
     assert [curve.at(size) / curve.at(1) for size in (5, 9, 17)] == pytest.approx(
         [1.5 / 1.1, 1.9 / 1.1, 2.7 / 1.1], rel=0.06
     )
+
+
+def test_what_is_left_of_a_round_grows_with_requests_and_nodes() -> None:
+    """.1 a request and .01 a node; batches that were not seen are like the nearest that was."""
+    learned = LearnedCosts(["d"])
+    for round_ in range(40):
+        batch, nodes = (2, 8)[round_ % 2], (8, 16, 24)[round_ % 3]
+        rest = 0.1 * batch + 0.01 * nodes
+        learned.observe(StepRecord(0, 1, 0, 0, batch, 0.0, 1.0, 0.0, 1.0 + rest, round_, nodes), None, 0, 0)
+    found = [learned.rest_s(batch, nodes) / learned.speed.value for batch, nodes in ((2, 8), (2, 24), (8, 8), (8, 24))]
+    assert found == pytest.approx([0.28, 0.44, 0.88, 1.04], rel=0.1)
+    assert learned.rest_s(16, 32) == pytest.approx(2 * learned.rest_s(8, 16))
+
+
+def test_drafts_without_a_model_cost_the_same_whatever_their_length() -> None:
+    learned = LearnedCosts(["model", "ngram"], free=[False, True])
+    for round_ in range(6):
+        for member in (0, 1):
+            record = StepRecord(0, 3, 2, 0, 1, 0.2, 1.0, 0.0, 1.2, 2 * round_ + member, 3, member, 2)
+            learned.observe(record, member, 2, 1)
+    model, ngram = ([learned.draft_s(member, depth, 1) for depth in (2, 8)] for member in (0, 1))
+    assert model[1] > 3 * model[0] and ngram[1] == pytest.approx(ngram[0])
 
 
 def test_a_curve_never_falls() -> None:

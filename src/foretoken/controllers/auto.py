@@ -7,6 +7,7 @@ serving, an order of members for rounds in which the first one has no guess, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile, zip_longest
 
 from foretoken.controllers.base import Controller
@@ -19,6 +20,7 @@ from foretoken.controllers.plans import (
     LAST_GAP,
     LONGEST_PLAIN,
     REPLAN,
+    Ahead,
     Batch,
     Option,
     State,
@@ -97,8 +99,9 @@ class AutoController(Controller):
 
     def _reset(self) -> None:
         specs = [member.name for member in self.members]
-        self.costs = LearnedCosts(specs, self._start)
-        self.nominal = LearnedCosts(specs, self._start or nominal_costs(self.members))
+        free = [member.relative_cost == 0 for member in self.members]
+        self.costs = LearnedCosts(specs, self._start, free)
+        self.nominal = LearnedCosts(specs, self._start or nominal_costs(self.members), free)
         self.general = {greedy: [self._known(spec) for spec in specs] for greedy in (True, False)}
         self.fixed = [self._known(spec) for spec in specs]
         self.nodes: list[dict[int, float]] = [{} for _ in specs]
@@ -151,7 +154,7 @@ class AutoController(Controller):
 
     def _plan_alone(self, state: State) -> None:
         if state.age >= REPLAN:
-            ranked = self._ranked(state.hazards, self.nominal, self.fixed, 1, 0)
+            ranked = self._ranked(state.hazards, self.nominal, self.fixed, 1)
             plan = self._best(ranked, self.nominal, 1)
             state.plan, state.age = or_any(plan, ranked, state.fresh), REPLAN - 1 if state.fresh else 0
         state.age, state.fresh = state.age + 1, False
@@ -161,16 +164,16 @@ class AutoController(Controller):
         if batch.round >= batch.until:
             local = [pooled([state.hazards[index] for state in states]) for index in range(len(self.members))]
             general = self.general[contexts[0].maker.greedy]
-            left = max(remaining(context) for context in contexts)
-            alone = 0 if self._waiting else left
-            batch.ranked = self._ranked(local, self.costs, general, size, alone)
-            plan = self._best(batch.ranked, self.costs, size, alone, self._pads)
+            left = [remaining(context) for context in contexts]
+            ahead = None if self._waiting else Ahead.of(left)
+            batch.ranked = self._ranked(local, self.costs, general, size, ahead)
+            plan = self._best(batch.ranked, self.costs, size, ahead, self._pads)
             # The fewer tokens are left, the less pays what makes requests end at different times.
-            batch.follow(plan, max(REPLAN, left // 8) if plan else LONGEST_PLAIN)
+            batch.follow(plan, max(REPLAN, max(left) // 8) if plan else LONGEST_PLAIN)
         if any(state.fresh for state in states):
             batch.until = min(batch.until, batch.round + REPLAN)
         for state in states:
-            state.plan = or_any(batch.plan, batch.ranked, state.fresh)
+            state.plan = or_any(batch.plan, batch.ranked, state.fresh and size == 1)
             if self._tried is not None:
                 tried = next(option for option in batch.ranked if option.member == self._tried)
                 state.plan = [tried, *(option for option in state.plan if option is not tried)]
@@ -230,18 +233,23 @@ class AutoController(Controller):
         return budget or PLAIN
 
     def _ranked(
-        self, local: Sequence[Hazards], costs: LearnedCosts, general: Sequence[Hazards], batch: int, left: int
+        self,
+        local: Sequence[Hazards],
+        costs: LearnedCosts,
+        general: Sequence[Hazards],
+        batch: int,
+        ahead: Ahead | None = None,
     ) -> list[Option]:
         """Every member at its best length, and plain decoding, in the order of their tokens per second."""
 
         def worth(option: Option) -> float:
-            return option.rate / uneven(option.tokens, option.variance, batch, left)
+            return option.rate / uneven(option.tokens, option.variance, batch, ahead)
 
         options = [
             max(self._options(index, local[index], general[index], costs, batch), key=worth)
             for index in range(len(self.members))
         ]
-        plain_s = (costs.target_s(batch) if costs.known else 1.0) + costs.rest_s(batch)
+        plain_s = (costs.target_s(batch) if costs.known else 1.0) + costs.rest_s(batch, batch)
         return sorted([*options, Option(-1, 0, 1.0, 1.0, 0.0, plain_s)], key=worth, reverse=True)
 
     def _options(self, index: int, local: Hazards, general: Hazards, costs: LearnedCosts, batch: int) -> list[Option]:
@@ -262,21 +270,26 @@ class AutoController(Controller):
             draft_s = costs.draft_s(index, depth, batch)
             if draft_s is None:  # by its size, while nothing was measured
                 draft_s = self.members[index].relative_cost * depth * target_s
-            seconds = target_s + draft_s + costs.rest_s(batch)
+            seconds = target_s + draft_s + costs.rest_s(batch, round(batch * nodes))
             variance = squares - (tokens - 1.0) ** 2
             found.append(Option(index, depth, tokens, nodes, draft_s, seconds, share, variance))
         return found
 
     def _best(
-        self, ranked: Sequence[Option], costs: LearnedCosts, batch: int, left: int = 0, pads: bool = False
+        self,
+        ranked: Sequence[Option],
+        costs: LearnedCosts,
+        batch: int,
+        ahead: Ahead | None = None,
+        pads: bool = False,
     ) -> list[Option]:
         """The plan with most tokens per second, without the plain decoding at its end."""
         if not costs.known:
             return [option for option in ranked if option.member >= 0]
-        rest_s = costs.rest_s(batch)
+        rest_s = partial(costs.rest_s, batch)
 
         def worth(plan: Sequence[Option]) -> float:
-            return rate_of(plan, batch, costs.target_s, rest_s, left, pads) * (MARGIN if len(plan) == 1 else 1.0)
+            return rate_of(plan, batch, costs.target_s, rest_s, ahead, pads) * (MARGIN if len(plan) == 1 else 1.0)
 
         return max(plans_of(ranked), key=worth)[:-1]
 

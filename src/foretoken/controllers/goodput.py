@@ -63,14 +63,15 @@ class GoodputController(Controller):
         """argmax over k of the expected tokens per second."""
         if not self.costs.known:
             return min(3, self.longest)  # the first rounds: something must be seen of both costs
-        plain = self.costs.target_s(batch) + self.costs.rest_s(batch)
+        plain = self.costs.target_s(batch) + self.costs.rest_s(batch, batch)
         best, goodput, tokens = 0, 1.0 / plain, 1.0
         for k in range(1, self.longest + 1):
             tokens += self.acceptance**k
             draft_s = self.costs.draft_s(0, k, batch)
             if draft_s is None:
                 draft_s = self.limits.relative_cost * k * plain
-            rate = tokens / (self.costs.target_s(batch * (k + 1)) + draft_s + self.costs.rest_s(batch))
+            nodes = batch * (k + 1)
+            rate = tokens / (self.costs.target_s(nodes) + draft_s + self.costs.rest_s(batch, nodes))
             if rate > goodput:
                 best, goodput = k, rate
         return best

@@ -90,16 +90,18 @@ class LearnedCosts:
     Args:
         start: measured costs to start from.
         specs: the members' specs in the order of their indices, to find them in ``start``.
+        free: whether a member runs no model: then its drafts are taken to cost the same, whatever their length.
     """
 
     SKIPPED = 2
     """Rounds at the very beginning that say nothing: caches are cold."""
 
-    def __init__(self, specs: Sequence[str], start: RoundCosts | None = None) -> None:
+    def __init__(self, specs: Sequence[str], start: RoundCosts | None = None, free: Sequence[bool] = ()) -> None:
         self.speed = Cost(1.0, 0.0)
         self.target = Curve(growing=0.1)
         self.drafts: dict[tuple[int, int], Curve] = {}
-        self.rest = Curve(growing=0.9)
+        self.rest: dict[int, Curve] = {}
+        self._free = free
         self._left = 0 if start is not None else self.SKIPPED
         self._kind: tuple[int | None, bool] | None = None
         if start is not None:
@@ -108,13 +110,17 @@ class LearnedCosts:
     def _start_from(self, start: RoundCosts, specs: Sequence[str]) -> None:
         for nodes, seconds in start.target.seconds.items():
             self.target.put(bucket(nodes), Cost(seconds, 8.0))
-        self.rest.put(1, Cost(start.rest_s, 8.0))
+        self.rest[1] = Curve(growing=0.25)
+        self.rest[1].put(1, Cost(start.rest_s, 8.0))
         for index, spec in enumerate(specs):
             cost = start.drafters.get(spec)
             if cost is not None:
-                curve = self.drafts[index, 1] = Curve(growing=0.9)
+                curve = self.drafts[index, 1] = self._draft_curve(index)
                 for depth in range(1, max(2, len(cost.survival)) + 1):
                     curve.put(depth, Cost(cost.seconds(depth), 8.0))
+
+    def _draft_curve(self, member: int) -> Curve:
+        return Curve(growing=0.0 if self._free and self._free[member] else 0.9)
 
     @property
     def known(self) -> bool:
@@ -125,9 +131,15 @@ class LearnedCosts:
         """Cost of a call with that many nodes in all."""
         return self.target.at(bucket(nodes))
 
-    def rest_s(self, batch: int) -> float:
-        """Cost of all that is neither drafting nor the target's call, for a batch."""
-        return self.rest.at(batch) if self.rest.costs else 0.0
+    def rest_s(self, batch: int, nodes: int) -> float:
+        """Cost of all that is neither drafting nor the target's call: it grows with requests and with their nodes."""
+        if not self.rest:
+            return 0.0
+        size = bucket(batch)
+        if size in self.rest:
+            return self.rest[size].at(bucket(nodes))
+        near = min(self.rest, key=lambda other: abs(other - batch))
+        return self.rest[near].at(bucket(round(nodes * near / batch))) * batch / near
 
     def draft_s(self, member: int, depth: int, batch: int) -> float | None:
         """Cost of drafts of a depth for a batch; ``None`` when the member never drafted."""
@@ -147,10 +159,12 @@ class LearnedCosts:
             self._left -= 1
             return
         rest_s = record.total_s - record.target_s - record.draft_s
-        seen = [(self.target, bucket(record.round_nodes or record.num_nodes), record.target_s)]
-        seen.append((self.rest, record.batch_size, rest_s))
+        nodes = bucket(record.round_nodes or record.num_nodes)
+        seen = [(self.target, nodes, record.target_s)]
+        if rest_s > 0:
+            seen.append((self.rest.setdefault(bucket(record.batch_size), Curve(growing=0.25)), nodes, rest_s))
         if member is not None and depth > 0:
-            curve = self.drafts.setdefault((member, bucket(drafting)), Curve(growing=0.9))
+            curve = self.drafts.setdefault((member, bucket(drafting)), self._draft_curve(member))
             seen.append((curve, depth, record.draft_s))
         kind = (member, record.round_nodes > record.batch_size)
         trust = self._pace(seen, kind == self._kind)

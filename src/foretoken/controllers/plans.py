@@ -69,6 +69,20 @@ class Option:
         return self.tokens / self.seconds
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """Tokens that the requests of a batch may still write: on average, and their standard deviation."""
+
+    left: float
+    spread: float = 0.0
+
+    @classmethod
+    def of(cls, left: Sequence[int]) -> Ahead:
+        """From the tokens that each request has left."""
+        mean = sum(left) / len(left)
+        return cls(mean, (sum((one - mean) ** 2 for one in left) / len(left)) ** 0.5)
+
+
 def plans_of(ranked: Sequence[Option]) -> list[list[Option]]:
     """Plans worth weighing: the best options down to some place, and each option alone; all end in plain decoding.
 
@@ -85,8 +99,8 @@ def rate_of(
     plan: Sequence[Option],
     batch: int,
     target_s: Callable[[int], float],
-    rest_s: float,
-    left: int = 0,
+    rest_s: Callable[[int], float],
+    ahead: Ahead | None = None,
     pads: bool = False,
 ) -> float:
     """Tokens per second and request of a plan that ends in plain decoding.
@@ -95,8 +109,8 @@ def rate_of(
         plan: options in the order in which they are asked.
         batch: requests.
         target_s: seconds of a target call by its nodes.
-        rest_s: seconds of a round beside drafting and the target.
-        left: tokens that the requests still may write, when nobody waits for their places (0: somebody does).
+        rest_s: seconds of a round beside drafting and the target, by its nodes.
+        ahead: what the requests still may write, when nobody waits for their places (``None``: somebody does).
         pads: whether the target runs as many nodes for every request as for the one with most.
     """
     rounds, rest = [], 1.0
@@ -106,7 +120,8 @@ def rate_of(
         rest *= 1.0 - share
     tokens = 1.0 / sum(rounds)
     parts = [part * tokens for part in rounds]  # of the rounds of a request
-    seconds, reached, squares = rest_s, 1.0, 0.0
+    nodes = max(1, round(batch * sum(part * option.nodes for part, option in zip(parts, plan, strict=True))))
+    seconds, reached, squares = rest_s(nodes), 1.0, 0.0
     for part, option in zip(parts, plan, strict=True):
         seconds += option.draft_s * (1.0 - (1.0 - min(reached, 1.0)) ** batch)
         reached = max(0.0, reached - part)
@@ -118,22 +133,23 @@ def rate_of(
             seconds += (none**batch - fewer**batch) * target_s(max(1, round(batch * option.nodes)))
             none = fewer
     else:
-        nodes = sum(part * option.nodes for part, option in zip(parts, plan, strict=True))
-        seconds += target_s(max(1, round(batch * nodes)))
-    return tokens / (seconds * uneven(tokens, squares - tokens**2, batch, left))
+        seconds += target_s(nodes)
+    return tokens / (seconds * uneven(tokens, squares - tokens**2, batch, ahead))
 
 
-def uneven(tokens: float, variance: float, batch: int, left: int) -> float:
-    """How many times longer the slowest of a batch takes than the average request, when ``left`` tokens are left.
+def uneven(tokens: float, variance: float, batch: int, ahead: Ahead | None) -> float:
+    """How many times longer drafts let the slowest of a batch take, against plain decoding, than tokens a round say.
 
     Args:
         tokens: of a round, on average; ``variance``: of them.
         batch: requests.
-        left: 0 when the places of those that end are taken by others.
+        ahead: ``None`` when the places of those that end are taken by others.
     """
-    if not left:
+    if ahead is None or ahead.left <= 0:
         return 1.0
-    return min(1.0 + largest(batch) * (max(variance, 0.0) / (left * tokens)) ** 0.5, UNEVEN)
+    reach = largest(batch)
+    spread = (ahead.spread**2 + max(variance, 0.0) * ahead.left / tokens) ** 0.5
+    return min((ahead.left + reach * spread) / (ahead.left + reach * ahead.spread), UNEVEN)
 
 
 @cache
