@@ -4,12 +4,13 @@ Four workloads (code, prose, chat transcripts of coding agents, random tokens) b
 A batch is a fixed one, whose slowest request is waited for, or with ``--queue`` so many places that are always taken:
 all prompts ``--copies`` times in a queue, as a server has them.
 Each cell has its own engines, with sequences of their own over the same weights.  The controller first serves the
-cell's prompts for ``--warm-up`` rounds, in which it finds out what pays (the others once).  Then all arms decode the
-same batches ``--repeat`` times, taking turns round by round, always the one that has written least: on a shared
-machine two arms of plain decoding are then within 1 % of each other, where they differ by 8 % when they take turns
-batch by batch.  A batch's time is taken without its prefill; ratios are medians over batches and runs of tokens per
-second.  The best fixed configuration is picked by every other run and compared in the others.  Sampled requests have no
-seed: with one, the controller would not use what it measures (docs/methods/auto.md).
+cell's prompts for ``--warm-up`` rounds, in which it finds out what pays, and does so in ``--starts`` engines, whose mean
+is shown; the others serve them once.  Then all arms decode the same batches ``--repeat`` times, taking turns round by
+round, always the one that has written least: on a shared machine two arms of plain decoding are then within 1 % of each
+other, where they differ by 8 % when they take turns batch by batch.  A batch's time is taken without its prefill; ratios
+are medians over batches and runs of tokens per second.  The best fixed configuration is picked by every other run and
+compared in the others.  Sampled requests have no seed: with one, the controller would not use what it measures
+(docs/methods/auto.md).
 
     python benchmarks/auto.py [--data ../shared/data] [--new-tokens 96] [--batch 1 4 8] [--only code prose] [--json OUT]
 """
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--fixed", nargs="*", default=list(FIXED))
     parser.add_argument("--warm-up", type=int, default=250)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--starts", type=int, default=2, help="controllers that find out for themselves; their mean")
     parser.add_argument("--queue", action="store_true", help="batches whose places are always taken")
     parser.add_argument("--copies", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None)
@@ -191,17 +193,20 @@ def main() -> None:
                     return assemble(mine, drafter, "auto", controller, tokenizer)
 
                 plain = Arm("plain", assemble(target.sibling(), None, "auto", "constant", tokenizer))
-                auto = Arm("auto", made(options.drafter, "auto"))
+                autos = [Arm("auto", made(options.drafter, "auto")) for _ in range(options.starts)]
                 fixed = [Arm(spec, made(spec, "constant")) for spec in options.fixed]
                 asked = {"max_new_tokens": options.new_tokens, "temperature": temperature, "ignore_eos": True}
-                cell([plain, auto, *fixed], kinds[kind], size, asked, options)
-                found = [ratio(arm, plain) for arm in (auto, *fixed)]
-                share, best = against_best(auto, plain, fixed), max([plain, *fixed], key=lambda arm: ratio(arm, plain))
+                cell([plain, *autos, *fixed], kinds[kind], size, asked, options)
+                each = [ratio(auto, plain) for auto in autos]
+                found = [statistics.mean(each), *(ratio(arm, plain) for arm in fixed)]
+                share = statistics.mean(against_best(auto, plain, fixed) for auto in autos)
+                best = max([plain, *fixed], key=lambda arm: ratio(arm, plain))
                 cells = [f"{kind} | {temperature:g} | {size}", *(f"{one:.2f}" for one in found), f"{share:.2f}"]
                 print("| " + " | ".join(cells) + " |", flush=True)
                 lines.append({"workload": kind, "temperature": temperature, "batch": size, "auto": found[0],
-                              "fixed": dict(zip(options.fixed, found[1:], strict=True)), "best": best.name,
-                              "auto_over_best": share, "tokens_per_round": statistics.mean(auto.lengths)})  # fmt: skip
+                              "starts": each, "fixed": dict(zip(options.fixed, found[1:], strict=True)),
+                              "best": best.name, "auto_over_best": share,
+                              "tokens_per_round": statistics.mean(x for a in autos for x in a.lengths)})  # fmt: skip
     worst, shares = min(line["auto"] for line in lines), sorted(line["auto_over_best"] for line in lines)
     print(f"\nlowest auto / plain {worst:.2f}")
     print(f"auto / best fixed: lowest {shares[0]:.2f}, median {statistics.median(shares):.2f}")
