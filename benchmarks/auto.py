@@ -4,11 +4,11 @@ Four workloads (code, prose, chat transcripts of coding agents, random tokens) b
 A batch is a fixed one, whose slowest request is waited for, or with ``--queue`` so many places that are always taken:
 all prompts ``--copies`` times in a queue, as a server has them.
 Each cell has its own engines, with sequences of their own over the same weights.  The controller first serves the
-cell's prompts for ``--warm-up`` rounds, in which it finds out what pays, and does so in ``--starts`` engines, whose mean
-is shown; the others serve them once.  Then all arms decode the same batches ``--repeat`` times, taking turns round by
+cell's prompts for ``--warm-up`` rounds, in which it finds out what pays, and does so in ``--starts`` engines, whose
+mean is shown; the others serve them once.  Then all arms decode the same batches ``--repeat`` times, taking turns round by
 round, always the one that has written least: on a shared machine two arms of plain decoding are then within 1 % of each
-other, where they differ by 8 % when they take turns batch by batch.  A batch's time is taken without its prefill; ratios
-are medians over batches and runs of tokens per second.  The best fixed configuration is picked by every other run and
+other, where they differ by 8 % when they take turns batch by batch.  A batch's time is taken without its prefill;
+ratios are medians over batches and runs of tokens per second.  The best fixed configuration is picked by every other run and
 compared in the others.  Sampled requests have no seed: with one, the controller would not use what it measures
 (docs/methods/auto.md).
 
