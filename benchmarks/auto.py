@@ -5,12 +5,12 @@ A batch is a fixed one, whose slowest request is waited for, or with ``--queue``
 all prompts ``--copies`` times in a queue, as a server has them.
 Each cell has its own engines, with sequences of their own over the same weights.  The controller first serves the
 cell's prompts for ``--warm-up`` rounds, in which it finds out what pays, and does so in ``--starts`` engines, whose
-mean is shown; the others serve them once.  Then all arms decode the same batches ``--repeat`` times, taking turns round by
-round, always the one that has written least: on a shared machine two arms of plain decoding are then within 1 % of each
-other, where they differ by 8 % when they take turns batch by batch.  A batch's time is taken without its prefill;
-ratios are medians over batches and runs of tokens per second.  The best fixed configuration is picked by every other run and
-compared in the others.  Sampled requests have no seed: with one, the controller would not use what it measures
-(docs/methods/auto.md).
+mean is shown; the others serve them once.  Then all arms decode the same batches ``--repeat`` times, taking turns
+round by round, always the one that has written least: on a shared machine two arms of plain decoding are then within
+1 % of each other, where they differ by 8 % when they take turns batch by batch.  A batch's time is taken without its
+prefill; ratios are medians over batches and runs of tokens per second.  The best fixed configuration is picked by
+every other run and compared in the others.  Sampled requests have no seed: with one, the controller would not use
+what it measures (docs/methods/auto.md).
 
     python benchmarks/auto.py [--data ../shared/data] [--new-tokens 96] [--batch 1 4 8] [--only code prose] [--json OUT]
 """
