@@ -462,7 +462,7 @@ def test_what_is_left_of_a_round_grows_with_requests_and_nodes() -> None:
 
 
 def test_drafts_without_a_model_cost_the_same_whatever_their_length() -> None:
-    learned = LearnedCosts(["model", "ngram"], free=[False, True])
+    learned = LearnedCosts(["model", "ngram"], free={1})
     for round_ in range(6):
         for member in (0, 1):
             record = StepRecord(0, 3, 2, 0, 1, 0.2, 1.0, 0.0, 1.2, 2 * round_ + member, 3, member, 2)

@@ -13,30 +13,13 @@ from itertools import takewhile, zip_longest
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.learned import Hazards, LearnedCosts, coverage, survival
-from foretoken.controllers.plans import (
-    FIRST_GAP,
-    FIRST_TRIALS,
-    LAST_FREE_GAP,
-    LAST_GAP,
-    LONGEST_PLAIN,
-    REPLAN,
-    Ahead,
-    Batch,
-    Option,
-    State,
-    Trial,
-    or_any,
-    plans_of,
-    rate_of,
-    uneven,
-)
+from foretoken.controllers.plans import Ahead, Option, or_any, plans_of, rate_of, uneven
+from foretoken.controllers.trials import FIRST_GAP, FIRST_TRIALS, LONGEST_PLAIN, REPLAN, Batch, State, Trial
 from foretoken.types import Budget, Context, Limits, StepRecord
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Draft lengths that are weighed."""
 PLAIN = Budget(0, 0)
-CLOSE = 0.8
-"""A choice whose rate is not within this part of the best one's is tried again after four times as long, not two."""
 MARGIN = 1.04
 """What drafting must promise over plain decoding: estimates are noisy."""
 UNKNOWN = 1 << 20
@@ -99,9 +82,9 @@ class AutoController(Controller):
 
     def _reset(self) -> None:
         specs = [member.name for member in self.members]
-        free = [member.relative_cost == 0 for member in self.members]
-        self.costs = LearnedCosts(specs, self._start, free)
-        self.nominal = LearnedCosts(specs, self._start or nominal_costs(self.members), free)
+        self._free = {index for index, member in enumerate(self.members) if member.relative_cost == 0}
+        self.costs = LearnedCosts(specs, self._start, self._free)
+        self.nominal = LearnedCosts(specs, self._start or nominal_costs(self.members), self._free)
         self.general = {greedy: [self._known(spec) for spec in specs] for greedy in (True, False)}
         self.fixed = [self._known(spec) for spec in specs]
         self.nodes: list[dict[int, float]] = [{} for _ in specs]
@@ -196,21 +179,17 @@ class AutoController(Controller):
         left = max(remaining(context) for context in contexts)
         if left <= ENDING:
             return None
-        for choice, trial in batch.trials.items():
-            late = batch.round - trial.due
-            if late >= 0 and (choice < 0 or self._is_ready(choice, late, contexts, left)):
-                return choice
-        return None
+        return batch.due(lambda choice, late: self._is_ready(choice, late, contexts, left))
 
-    def _is_ready(self, member: int, late: int, contexts: Sequence[Context], left: int) -> bool:
+    def _is_ready(self, choice: int, late: int, contexts: Sequence[Context], left: int) -> bool:
         """Whether a trial costs little.
 
         A model that was not asked for a while has to read all that was written since: its trial waits for new
         requests; if none comes within ``WAIT`` rounds, for one that goes on for longer than what is to be read.
         """
-        if self.members[member].relative_cost == 0:
+        if choice < 0 or choice in self._free:
             return True
-        behind = max(len(context.tokens) - self.state(context).read[member] for context in contexts)
+        behind = max(len(context.tokens) - self.state(context).read[choice] for context in contexts)
         return behind <= NEAR or (late >= WAIT and behind <= left)
 
     def state(self, context: Context) -> State:
@@ -334,7 +313,7 @@ class AutoController(Controller):
             member, depth = asked[0] if len(set(asked)) == 1 else (None, 0)
             self.costs.observe(record, member, depth, len(asked))
         used = {member for member, _ in asked} or {-1}
-        self._reschedule(self._batch(record.batch_size), used, priced)
+        self._batch(record.batch_size).reschedule(used, self._tried, priced, self._free)
         self._records.clear()
 
     def _who(self, record: StepRecord) -> int:
@@ -355,32 +334,6 @@ class AutoController(Controller):
             nodes = self.nodes[option.member]
             before = nodes.get(depth, float(record.num_nodes))
             nodes[depth] = before + 0.2 * (record.num_nodes - before)
-
-    def _reschedule(self, batch: Batch, used: set[int], priced: bool) -> None:
-        """What was used needs no trial for a while; a trial that changed nothing is repeated later than the last.
-
-        A trial that says nothing of costs is not counted, and goes on.
-        """
-        trials = batch.trials
-        if not batch.ranked:  # seeded requests only
-            return
-        planned = {option.member for option in batch.plan} or {-1}
-        for choice in used & planned:
-            if choice != self._tried:
-                trial = trials[choice]
-                trial.gap = max(int(0.9 * trial.gap), FIRST_GAP)
-                trial.due = batch.round + trial.gap
-        if self._tried in used:  # a trial without a guess is none: it cost nothing, and goes on
-            trial = trials[self._tried]
-            trial.left -= priced
-            batch.until = batch.round  # there is something to think about
-            if trial.left <= 0:
-                best = batch.ranked[0].rate
-                tried = next(option.rate for option in batch.ranked if option.member == self._tried)
-                free = self._tried >= 0 and self.members[self._tried].relative_cost == 0
-                close = tried > CLOSE * best
-                trial.due, trial.left = batch.round + trial.gap, 2 if close else 1
-                trial.gap = min(trial.gap * (2 if close else 4), LAST_FREE_GAP if free else LAST_GAP)
 
 
 def remaining(context: Context) -> int:

@@ -8,7 +8,7 @@ costs that were seen at different times is then fair.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from foretoken.controllers.costs import RoundCosts
@@ -90,13 +90,13 @@ class LearnedCosts:
     Args:
         start: measured costs to start from.
         specs: the members' specs in the order of their indices, to find them in ``start``.
-        free: whether a member runs no model: then its drafts are taken to cost the same, whatever their length.
+        free: members that run no model: their drafts are taken to cost the same, whatever their length.
     """
 
     SKIPPED = 2
     """Rounds at the very beginning that say nothing: caches are cold."""
 
-    def __init__(self, specs: Sequence[str], start: RoundCosts | None = None, free: Sequence[bool] = ()) -> None:
+    def __init__(self, specs: Sequence[str], start: RoundCosts | None = None, free: Collection[int] = ()) -> None:
         self.speed = Cost(1.0, 0.0)
         self.target = Curve(growing=0.1)
         self.drafts: dict[tuple[int, int], Curve] = {}
@@ -120,7 +120,7 @@ class LearnedCosts:
                     curve.put(depth, Cost(cost.seconds(depth), 8.0))
 
     def _draft_curve(self, member: int) -> Curve:
-        return Curve(growing=0.0 if self._free and self._free[member] else 0.9)
+        return Curve(growing=0.0 if member in self._free else 0.9)
 
     @property
     def known(self) -> bool:

@@ -19,21 +19,10 @@ expected largest of B standard normals (:func:`largest`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
 
-from foretoken.controllers.learned import Hazards
-
-REPLAN, LONGEST, LONGEST_PLAIN = 4, 16, 64
-"""Rounds that a plan is kept: the first time, and at most, when planning again and again finds the same (plain decoding
-longer: it teaches nothing of drafts)."""
-FIRST_TRIALS = 4
-"""Rounds that every drafter gets at the beginning, and plain decoding one, besides a first one each that says nothing
-of costs."""
-FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
-"""Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, up to a length
-that is shorter for drafters that run no model."""
 UNEVEN = 1.1
 """What drafts cost at most by requests ending at different times: the estimate is rough, and must not stand in the way
 of finding out about drafts that gain much."""
@@ -156,55 +145,6 @@ def uneven(tokens: float, variance: float, batch: int, ahead: Ahead | None) -> f
 def largest(count: int) -> float:
     """Expected largest of ``count`` standard normals (Blom 1958)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
-
-
-@dataclass
-class State:
-    """A request: how far drafts stood and how much of the text was read, per member, and what it was last asked to do.
-
-    While it is ``fresh``, in its first round, it drafts whatever is known of others: it may be unlike them.  A plan
-    of its own, made ``age`` rounds ago, is for reproducible requests only.
-    """
-
-    hazards: list[Hazards]
-    read: list[int]
-    plan: list[Option] = field(default_factory=list)
-    age: int = REPLAN
-    fresh: bool = True
-
-
-@dataclass
-class Batch:
-    """What is known of batches of about one size.
-
-    Attributes:
-        trials: when what is not in use is tried again.
-        ranked: the options as they were last weighed, and ``plan``, those in use.
-        round: of those of such batches, the present one.
-        until: the one in which options are weighed again, ``kept`` rounds after the last time.
-    """
-
-    trials: dict[int, Trial]
-    ranked: list[Option] = field(default_factory=list)
-    plan: list[Option] = field(default_factory=list)
-    round: int = -1
-    until: int = 0
-    kept: int = REPLAN
-
-    def follow(self, plan: list[Option], most: int) -> None:
-        """From now on; the longer, the longer nothing has changed, but not over ``most`` rounds."""
-        same = [(option.member, option.depth) for option in plan] == [(o.member, o.depth) for o in self.plan]
-        self.kept = min(2 * self.kept, LONGEST if plan else LONGEST_PLAIN) if same else REPLAN
-        self.plan, self.until = plan, self.round + min(self.kept, most)
-
-
-@dataclass
-class Trial:
-    """When a choice that is not in use is tried again, and how many rounds it then gets."""
-
-    due: int
-    gap: int = FIRST_GAP
-    left: int = FIRST_TRIALS
 
 
 def or_any(plan: Sequence[Option], ranked: Sequence[Option], fresh: bool) -> list[Option]:

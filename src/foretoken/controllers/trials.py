@@ -1,0 +1,105 @@
+"""How long plans are kept, and when what is not in use is tried again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from foretoken.controllers.learned import Hazards
+from foretoken.controllers.plans import Option
+
+REPLAN, LONGEST, LONGEST_PLAIN = 4, 16, 64
+"""Rounds that a plan is kept: the first time, and at most, when planning again and again finds the same (plain decoding
+longer: it teaches nothing of drafts)."""
+FIRST_TRIALS = 4
+"""Rounds that every drafter gets at the beginning, and plain decoding one, besides a first one each that says nothing
+of costs."""
+FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
+"""Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, up to a length
+that is shorter for drafters that run no model."""
+CLOSE = 0.8
+"""A choice whose rate is not within this part of the best one's is tried again after four times as long, not two."""
+
+
+@dataclass
+class State:
+    """A request: how far drafts stood and how much of the text was read, per member, and what it was last asked to do.
+
+    While it is ``fresh``, in its first round, it drafts whatever is known of others: it may be unlike them.  A plan
+    of its own, made ``age`` rounds ago, is for reproducible requests only.
+    """
+
+    hazards: list[Hazards]
+    read: list[int]
+    plan: list[Option] = field(default_factory=list)
+    age: int = REPLAN
+    fresh: bool = True
+
+
+@dataclass
+class Trial:
+    """When a choice that is not in use is tried again, and how many rounds it then gets."""
+
+    due: int
+    gap: int = FIRST_GAP
+    left: int = FIRST_TRIALS
+
+
+@dataclass
+class Batch:
+    """What is known of batches of about one size.
+
+    Attributes:
+        trials: when what is not in use is tried again.
+        ranked: the options as they were last weighed, and ``plan``, those in use.
+        round: of those of such batches, the present one.
+        until: the one in which options are weighed again, ``kept`` rounds after the last time.
+    """
+
+    trials: dict[int, Trial]
+    ranked: list[Option] = field(default_factory=list)
+    plan: list[Option] = field(default_factory=list)
+    round: int = -1
+    until: int = 0
+    kept: int = REPLAN
+
+    def follow(self, plan: list[Option], most: int) -> None:
+        """From now on; the longer, the longer nothing has changed, but not over ``most`` rounds."""
+        same = [(option.member, option.depth) for option in plan] == [(o.member, o.depth) for o in self.plan]
+        self.kept = min(2 * self.kept, LONGEST if plan else LONGEST_PLAIN) if same else REPLAN
+        self.plan, self.until = plan, self.round + min(self.kept, most)
+
+    def due(self, is_ready: Callable[[int, int], bool]) -> int | None:
+        """The choice whose turn it is to be tried, if it is ready, being so many rounds late."""
+        for choice, trial in self.trials.items():
+            late = self.round - trial.due
+            if late >= 0 and is_ready(choice, late):
+                return choice
+        return None
+
+    def reschedule(self, used: Collection[int], tried: int | None, counts: bool, free: Collection[int]) -> None:
+        """What was used needs no trial for a while; a trial that changed nothing is repeated later than the last.
+
+        Args:
+            used: choices by which tokens were written in the last round.
+            tried: the one that was tried; without a guess it cost nothing, and its trial goes on.
+            counts: whether the round said something of costs; else the trial goes on, too.
+            free: choices that run no model.
+        """
+        if not self.ranked:  # seeded requests only
+            return
+        for choice in {option.member for option in self.plan} or {-1}:
+            if choice in used and choice != tried:
+                trial = self.trials[choice]
+                trial.gap = max(int(0.9 * trial.gap), FIRST_GAP)
+                trial.due = self.round + trial.gap
+        if tried is None or tried not in used:
+            return
+        self.until = self.round  # there is something to think about
+        trial = self.trials[tried]
+        trial.left -= counts
+        if trial.left <= 0:
+            rate = next(option.rate for option in self.ranked if option.member == tried)
+            close = rate > CLOSE * self.ranked[0].rate
+            trial.due, trial.left = self.round + trial.gap, 2 if close else 1
+            trial.gap = min(trial.gap * (2 if close else 4), LAST_FREE_GAP if tried in free else LAST_GAP)
