@@ -7,30 +7,36 @@ serving, an order of members for rounds in which the first one has no guess, and
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile, zip_longest
+from time import perf_counter
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.learned import Hazards, LearnedCosts, coverage, survival
-from foretoken.controllers.plans import Ahead, Option, or_any, plans_of, rate_of, uneven
+from foretoken.controllers.plans import Ahead, Option, error_of, or_any, plans_of, rate_of, uneven
 from foretoken.controllers.trials import FIRST_GAP, FIRST_TRIALS, LONGEST_PLAIN, REPLAN, Batch, State, Trial
 from foretoken.types import Budget, Context, Limits, StepRecord
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Draft lengths that are weighed."""
 PLAIN = Budget(0, 0)
-MARGIN = 1.04
-"""What drafting must promise over plain decoding: estimates are noisy."""
 UNKNOWN = 1 << 20
 """Tokens left where nobody says."""
 ENDING = 16
 """With no more tokens than these left nothing is tried."""
 NEAR, WAIT = 16, 256
-"""Tokens that a drafter may have to read, besides those of its last draft, for its time to be a usual one; and rounds
-that a trial of one that has more to read waits for a better occasion."""
+"""Tokens that a model may have to read, besides those of its last draft, for a trial to be cheap; and rounds that the
+trial of one that has more to read waits for a better occasion."""
+CAUGHT_UP = 2
+"""Such tokens with which the time that it takes is still a usual one."""
 PADDING = 24
 """Rows of padding in a round from which on it can be told whether the target leaves padding out."""
+MARGIN = 1.01
+"""What drafting must promise over plain decoding, besides a standard error."""
+PRIOR_TRIES = 2.0
+"""How many drafts the first guess about acceptance is worth."""
 SPARE = 4
 """Of rounds of plain decoding, where they are the rule, one in so many is learned from: they are all alike."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
@@ -62,6 +68,7 @@ class AutoController(Controller):
         self._tried: int | None = None
         self._looks, self._cold, self._waiting, self._steady, self._pads = True, False, False, False, False
         self._records: list[tuple[Context, StepRecord]] = []
+        self._planning_s = 0.0
         self.attach(Limits("", 5, 64))
 
     def attach(self, limits: Limits) -> None:
@@ -111,7 +118,13 @@ class AutoController(Controller):
 
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
         """One plan for the batch (drafts of several members would all be waited for); seeded requests their own."""
+        began = perf_counter()
         self._digest()
+        budgets = self._planned(contexts)
+        self._planning_s = perf_counter() - began
+        return budgets
+
+    def _planned(self, contexts: Sequence[Context]) -> list[Budget]:
         batch = self._batch(len(contexts))
         batch.round += 1
         requests = [context.request_id for context in contexts]
@@ -239,6 +252,7 @@ class AutoController(Controller):
         stands = survival(depths[-1], local, general, weight=8.0 * batch)
         share = coverage(local, general, weight=16.0 * batch)
         found, tokens, squares, done = [], 1.0, 0.0, 0
+        seen = PRIOR_TRIES + (general.tries[0] if general.tries else 0.0)
         for depth in depths:
             for place in range(done, depth):
                 tokens += stands[place]
@@ -251,7 +265,7 @@ class AutoController(Controller):
                 draft_s = self.members[index].relative_cost * depth * target_s
             seconds = target_s + draft_s + costs.rest_s(batch, round(batch * nodes))
             variance = squares - (tokens - 1.0) ** 2
-            found.append(Option(index, depth, tokens, nodes, draft_s, seconds, share, variance))
+            found.append(Option(index, depth, tokens, nodes, draft_s, seconds, share, variance, seen))
         return found
 
     def _best(
@@ -268,9 +282,12 @@ class AutoController(Controller):
         rest_s = partial(costs.rest_s, batch)
 
         def worth(plan: Sequence[Option]) -> float:
-            return rate_of(plan, batch, costs.target_s, rest_s, ahead, pads) * (MARGIN if len(plan) == 1 else 1.0)
+            return rate_of(plan, batch, costs.target_s, rest_s, ahead, pads)
 
-        return max(plans_of(ranked), key=worth)[:-1]
+        *drafting, plain = sorted(plans_of(ranked), key=len, reverse=True)
+        best = max(drafting, key=worth, default=plain)
+        # Estimates are noisy, and the best of several is too good.
+        return best[:-1] if worth(best) * (1.0 - error_of(best)) > MARGIN * worth(plain) else []
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -307,11 +324,13 @@ class AutoController(Controller):
         if len(counts) == record.batch_size and len(counts) * max(counts) - sum(counts) >= PADDING:
             self._pads = record.round_nodes >= record.batch_size * max(counts)
         # The first round of a trial finds cold caches, and what a drafter takes that has to catch up is not its price.
-        priced = behind <= NEAR and not self._cold
+        priced = behind <= CAUGHT_UP and not self._cold
         if priced:
             # What a mixture of drafts cost says nothing of its parts.
             member, depth = asked[0] if len(set(asked)) == 1 else (None, 0)
-            self.costs.observe(record, member, depth, len(asked))
+            # Plans are not made in every round, and are no part of what a draft costs.
+            draft_s, total_s = record.draft_s - self._planning_s, record.total_s - self._planning_s
+            self.costs.observe(replace(record, draft_s=draft_s, total_s=total_s), member, depth, len(asked))
         used = {member for member, _ in asked} or {-1}
         self._batch(record.batch_size).reschedule(used, self._tried, priced, self._free)
         self._records.clear()

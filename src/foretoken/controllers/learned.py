@@ -25,7 +25,9 @@ SURE = 4
 COST_RATE = 0.05
 """How fast a single cost follows once it is known well."""
 WORST = 3.0
-"""An observation counts at most as this many times (or this part of) what was expected: pauses are not costs."""
+USUAL = 1.5
+"""An observation counts at most as this many times (or this part of) what was expected: pauses are not costs.  The
+second number is for costs that were seen more than once."""
 
 
 @dataclass
@@ -199,7 +201,8 @@ class LearnedCosts:
             return
         if trust is None:
             known.seen = min(known.seen, SURE)
-        ratio = min(max(seconds / (self.speed.value * known.value), 1 / WORST), WORST)
+        worst = WORST if known.seen < 2 else USUAL
+        ratio = min(max(seconds / (self.speed.value * known.value), 1 / worst), worst)
         curve.move(size, ratio ** (trust if trust is not None and known.seen > SURE else 1.0))
 
 

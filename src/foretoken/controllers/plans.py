@@ -41,6 +41,7 @@ class Option:
         seconds: of such a round, when all requests spend it so.
         share: of the text that is not covered by better options, how much this one has guesses for.
         variance: of the tokens.
+        seen: drafts that the expectation rests on.
     """
 
     member: int
@@ -51,11 +52,17 @@ class Option:
     seconds: float
     share: float = 1.0
     variance: float = 0.0
+    seen: float = 1.0
 
     @property
     def rate(self) -> float:
         """Tokens per second and request where there is a guess."""
         return self.tokens / self.seconds
+
+    @property
+    def error(self) -> float:
+        """Standard error of the tokens, as a part of them."""
+        return (max(self.variance, 0.0) / self.seen) ** 0.5 / self.tokens
 
 
 @dataclass(frozen=True)
@@ -102,13 +109,7 @@ def rate_of(
         ahead: what the requests still may write, when nobody waits for their places (``None``: somebody does).
         pads: whether the target runs as many nodes for every request as for the one with most.
     """
-    rounds, rest = [], 1.0
-    for option in plan:
-        share = 1.0 if option.member < 0 else option.share
-        rounds.append(rest * share / option.tokens)
-        rest *= 1.0 - share
-    tokens = 1.0 / sum(rounds)
-    parts = [part * tokens for part in rounds]  # of the rounds of a request
+    tokens, parts = rounds_of(plan)
     nodes = max(1, round(batch * sum(part * option.nodes for part, option in zip(parts, plan, strict=True))))
     seconds, reached, squares = rest_s(nodes), 1.0, 0.0
     for part, option in zip(parts, plan, strict=True):
@@ -124,6 +125,26 @@ def rate_of(
     else:
         seconds += target_s(nodes)
     return tokens / (seconds * uneven(tokens, squares - tokens**2, batch, ahead))
+
+
+def rounds_of(plan: Sequence[Option]) -> tuple[float, list[float]]:
+    """Tokens of a round on average, and which part of the rounds is spent by each option."""
+    rounds, rest = [], 1.0
+    for option in plan:
+        share = 1.0 if option.member < 0 else option.share
+        rounds.append(rest * share / option.tokens)
+        rest *= 1.0 - share
+    tokens = 1.0 / sum(rounds)
+    return tokens, [part * tokens for part in rounds]
+
+
+def error_of(plan: Sequence[Option]) -> float:
+    """Standard error of a round's tokens, as a part of them: the options' own, root mean square over the rounds.
+
+    It does not get smaller by having several options, as it would if requests were all alike.
+    """
+    _, parts = rounds_of(plan)
+    return sum(part * option.error**2 for part, option in zip(parts, plan, strict=True)) ** 0.5
 
 
 def uneven(tokens: float, variance: float, batch: int, ahead: Ahead | None) -> float:
