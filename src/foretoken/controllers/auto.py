@@ -184,7 +184,7 @@ class AutoController(Controller):
             trials = {
                 choice: Trial(wait + place, left=count if choice >= 0 else 1) for place, choice in enumerate(choices)
             }
-            found = self.batches[size.bit_length()] = Batch(trials)
+            found = self.batches[size.bit_length()] = Batch(trials, size)
         return found
 
     def _due(self, batch: Batch, contexts: Sequence[Context]) -> int | None:

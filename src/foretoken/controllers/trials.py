@@ -16,7 +16,7 @@ FIRST_TRIALS = 4
 of costs."""
 FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
 """Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, up to a length
-that is shorter for drafters that run no model."""
+that is shorter for drafters that run no model, in rounds per request."""
 CLOSE = 0.8
 """A choice whose rate is not within this part of the best one's is tried again after four times as long, not two."""
 
@@ -51,12 +51,14 @@ class Batch:
 
     Attributes:
         trials: when what is not in use is tried again.
+        size: requests.
         ranked: the options as they were last weighed, and ``plan``, those in use.
         round: of those of such batches, the present one.
         until: the one in which options are weighed again, ``kept`` rounds after the last time.
     """
 
     trials: dict[int, Trial]
+    size: int = 1
     ranked: list[Option] = field(default_factory=list)
     plan: list[Option] = field(default_factory=list)
     round: int = -1
@@ -83,7 +85,7 @@ class Batch:
         Args:
             used: choices by which tokens were written in the last round.
             tried: the one that was tried; without a guess it cost nothing, and its trial goes on.
-            counts: whether the round said something of costs; else the trial goes on, too.
+            counts: whether the round said something of costs; else the trial of a model goes on, too.
             free: choices that run no model.
         """
         if not self.ranked:  # seeded requests only
@@ -97,9 +99,11 @@ class Batch:
             return
         self.until = self.round  # there is something to think about
         trial = self.trials[tried]
-        trial.left -= counts
+        trial.left -= counts or tried in free
         if trial.left <= 0:
             rate = next(option.rate for option in self.ranked if option.member == tried)
             close = rate > CLOSE * self.ranked[0].rate
             trial.due, trial.left = self.round + trial.gap, 2 if close else 1
-            trial.gap = min(trial.gap * (2 if close else 4), LAST_FREE_GAP if tried in free else LAST_GAP)
+            trial.gap = min(
+                trial.gap * (2 if close else 4), min(LAST_FREE_GAP * self.size, LAST_GAP) if tried in free else LAST_GAP
+            )
