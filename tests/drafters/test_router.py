@@ -15,6 +15,8 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.recycling import RecyclingDrafter
 from foretoken.drafters.router import UNKNOWN_COST, Record, RouterDrafter, cost_of, parse_costs
 from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.drafters.sources import SourceDrafter
+from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
@@ -211,6 +213,18 @@ def test_learners_see_the_rounds_of_others(member: Callable[[], Drafter]) -> Non
     router = RouterDrafter([learner, ModelDrafter(draft, k=3)], costs=(0.0, 0.0))
     (run,) = serve(engine(target, router), [Request(PROMPT, SamplingParams(), 60)])
     assert seen == run.output[: len(seen)] and len(seen) >= 50
+
+
+def test_members_that_do_not_look_are_shown_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N-grams of one request read its text when they are asked; of several, they read along for the others."""
+    target, draft = llamas()
+    calls: list[str] = []
+    monkeypatch.setattr(SourceDrafter, "observe", lambda self, *_: calls.append(self.name))
+    alone, along = NgramDrafter(), SuffixDrafter(share=True)
+    assert (alone.looks, along.looks, ModelDrafter(draft, k=2).looks) == (False, True, False)
+    router = RouterDrafter([alone, along, ModelDrafter(draft, k=3)], costs=(0.0, 0.0, 0.0))
+    serve(engine(target, router), [Request(PROMPT, SamplingParams(), 20)])
+    assert set(calls) == {"suffix"}
 
 
 def test_nothing_is_left_behind() -> None:

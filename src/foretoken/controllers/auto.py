@@ -37,8 +37,9 @@ MARGIN = 1.01
 """What drafting must promise over plain decoding, besides a standard error."""
 PRIOR_TRIES = 2.0
 """How many drafts the first guess about acceptance is worth."""
-SPARE = 4
-"""Of rounds of plain decoding, where they are the rule, one in so many is learned from: they are all alike."""
+SPARE, MANY = 4, 4
+"""Of rounds of plain decoding, where they are the rule, one in so many is learned from: they are all alike.  Of rounds
+with drafts, while the plan is kept, every second one, if so many requests show something."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
 """What a round is worth one round later, for its own request and in general."""
 
@@ -131,7 +132,8 @@ class AutoController(Controller):
         tried = self._due(batch, contexts)
         # Planning takes time, and rounds may be short.
         if self._steady and requests == self._given[0] and batch.round < batch.until and tried is None:
-            self._tried, self._cold, self._looks = None, False, bool(batch.plan) or batch.round % SPARE == 0
+            spare = SPARE if not batch.plan else 1 if len(contexts) < MANY else 2
+            self._tried, self._cold, self._looks = None, False, batch.round % spare == 0
             return self._given[1]
         if requests != self._given[0]:
             batch.until = batch.round  # what others are to do says little of these

@@ -79,6 +79,11 @@ class Drafter(ABC):
             for c, b in zip(contexts, budgets, strict=True)
         ]
 
+    @property
+    def looks(self) -> bool:
+        """Whether :meth:`observe` does anything: what it is shown must be made first, in a group."""
+        return type(self).observe is not Drafter.observe
+
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:  # noqa: B027
         """Learn from a verdict; ``context.tokens`` already contains the new tokens."""
 

@@ -46,7 +46,7 @@ class GroupDrafter(Drafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         check_members(self.name, drafters)
         self.drafters = tuple(drafters)
-        self._looking = [i for i, member in enumerate(drafters) if type(member).observe is not Drafter.observe]
+        self._looking = [i for i, member in enumerate(drafters) if member.looks]
         self.taps = tuple(dict.fromkeys(tap for member in drafters for tap in member.taps))
         self.max_depth = max(member.max_depth for member in drafters)
         self.shares_state = any(member.shares_state for member in drafters)

@@ -135,6 +135,11 @@ class SourceDrafter(Drafter):
         """The source's guess; the root alone when it has none."""
         return self.guess(context, budget).tree(context.root)
 
+    @property
+    def looks(self) -> bool:
+        """Only for the sake of other requests, or of what a subclass adds."""
+        return self.shares_state or type(self).observe is not SourceDrafter.observe
+
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Read the new tokens, if other requests may want them; else the next proposal does, if there is one."""
         if self.shares_state:
