@@ -12,7 +12,7 @@ REPLAN, LONGEST, LONGEST_PLAIN = 4, 16, 64
 """Rounds that a plan is kept: the first time, and at most, when planning again and again finds the same (plain decoding
 longer: it teaches nothing of drafts)."""
 FIRST_TRIALS = 4
-"""Rounds that every drafter gets at the beginning, and plain decoding one, besides a first one each that says nothing
+"""Rounds that every drafter gets at the beginning, and plain decoding one; models one more, as their first says nothing
 of costs."""
 FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
 """Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, up to a length
@@ -25,8 +25,8 @@ CLOSE = 0.8
 class State:
     """A request: how far drafts stood and how much of the text was read, per member, and what it was last asked to do.
 
-    While it is ``fresh``, in its first round, it drafts whatever is known of others: it may be unlike them.  A plan
-    of its own, made ``age`` rounds ago, is for reproducible requests only.
+    While it is ``fresh``, in its first round, it drafts whatever is known of others, if none waits for it: it may be
+    unlike them.  A plan of its own, made ``age`` rounds ago, is for reproducible requests only.
     """
 
     hazards: list[Hazards]
