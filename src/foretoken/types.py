@@ -119,6 +119,13 @@ class TokenTree:
             nodes.append(node)
         return nodes[::-1]
 
+    def guessed_by(self, drafter: int) -> TokenTree:
+        """The same tree with the index of the drafter at every node but the root."""
+        named = object.__new__(TokenTree)
+        # All that was checked and worked out stays true: this runs for every request in every round.
+        named.__dict__.update(self.__dict__, drafters=(-1, *[drafter] * (len(self.tokens) - 1)))
+        return named
+
     def law(self, node: int) -> Tensor | None:
         """[V] law that ``node`` was drawn from, ``None`` when it is a point mass."""
         row = self.law_of[node] if self.law_of else -1

@@ -132,6 +132,14 @@ def test_select_keeps_owners() -> None:
     assert select(tree, [0, 2, 3]) == TokenTree((9, 2, 3), (-1, 0, 1), drafters=(-1, 1, 1))
 
 
+def test_a_tree_with_the_name_of_who_guessed_it() -> None:
+    tree = TokenTree((9, 2, 0, 1), (-1, 0, 1, 0), probes=(False, False, False, True))
+    assert tree.depths == (0, 1, 2, 1)
+    named = tree.guessed_by(3)
+    assert named == replace(tree, drafters=(-1, 3, 3, 3)) and tree.drafters == ()
+    assert (named.depths, named.children, named.is_chain) == (tree.depths, ((1,), (2,), (), ()), False)
+
+
 def test_leaves_and_path_table() -> None:
     assert leaves(TREE) == [3, 5, 6]
     assert path_table(TREE) == [[0, 1, 3, -1], [0, 2, 5, -1], [0, 1, 4, 6]]

@@ -12,10 +12,11 @@ from functools import partial
 from itertools import takewhile, zip_longest
 from time import perf_counter
 
+from foretoken.controllers.ahead import Ahead, own_of
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.learned import Hazards, LearnedCosts, coverage, survival
-from foretoken.controllers.plans import Ahead, Option, error_of, or_any, plans_of, rate_of, uneven
+from foretoken.controllers.plans import Option, error_of, or_any, plans_of, rate_of
 from foretoken.controllers.trials import FIRST_GAP, FIRST_TRIALS, LONGEST_PLAIN, REPLAN, Batch, State, Trial
 from foretoken.types import Budget, Context, Limits, StepRecord
 
@@ -163,7 +164,7 @@ class AutoController(Controller):
             local = [pooled([state.hazards[index] for state in states]) for index in range(len(self.members))]
             general = self.general[contexts[0].maker.greedy]
             left = [remaining(context) for context in contexts]
-            ahead = None if self._waiting else Ahead.of(left)
+            ahead = None if self._waiting else Ahead(left, own_of([state.hazards for state in states], local, general))
             batch.ranked = self._ranked(local, self.costs, general, size, ahead)
             plan = self._best(batch.ranked, self.costs, size, ahead, self._pads)
             # The fewer tokens are left, the less pays what makes requests end at different times.
@@ -237,14 +238,15 @@ class AutoController(Controller):
         """Every member at its best length, and plain decoding, in the order of their tokens per second."""
 
         def worth(option: Option) -> float:
-            return option.rate / uneven(option.tokens, option.variance, batch, ahead)
+            return option.rate / (ahead.waits(option.tokens, option.variance, option.alone) if ahead else 1.0)
 
         options = [
             max(self._options(index, local[index], general[index], costs, batch), key=worth)
             for index in range(len(self.members))
         ]
-        plain_s = (costs.target_s(batch) if costs.known else 1.0) + costs.rest_s(batch, batch)
-        return sorted([*options, Option(-1, 0, 1.0, 1.0, 0.0, plain_s)], key=worth, reverse=True)
+        plain_s, alone_s = self._seconds(-1, 0, 1.0, costs, batch)[1], self._seconds(-1, 0, 1.0, costs, 1)[1]
+        plain = Option(-1, 0, 1.0, 1.0, 0.0, plain_s, alone=min(alone_s / plain_s, 1.0))
+        return sorted([*options, plain], key=worth, reverse=True)
 
     def _options(self, index: int, local: Hazards, general: Hazards, costs: LearnedCosts, batch: int) -> list[Option]:
         """What a member can be asked for."""
@@ -261,14 +263,19 @@ class AutoController(Controller):
                 squares += (2 * place + 1) * stands[place]
             done = depth
             nodes = known.get(depth, 1.0 + depth)
-            target_s = costs.target_s(round(batch * nodes)) if costs.known else 1.0
-            draft_s = costs.draft_s(index, depth, batch)
-            if draft_s is None:  # by its size, while nothing was measured
-                draft_s = self.members[index].relative_cost * depth * target_s
-            seconds = target_s + draft_s + costs.rest_s(batch, round(batch * nodes))
+            draft_s, seconds = self._seconds(index, depth, nodes, costs, batch)
+            alone = min(self._seconds(index, depth, nodes, costs, 1)[1] / seconds, 1.0) if batch > 1 else 1.0
             variance = squares - (tokens - 1.0) ** 2
-            found.append(Option(index, depth, tokens, nodes, draft_s, seconds, share, variance, seen))
+            found.append(Option(index, depth, tokens, nodes, draft_s, seconds, share, variance, seen, alone))
         return found
+
+    def _seconds(self, index: int, depth: int, nodes: float, costs: LearnedCosts, batch: int) -> tuple[float, float]:
+        """Of a draft, and of a whole round in which all requests get one."""
+        target_s = costs.target_s(round(batch * nodes)) if costs.known else 1.0
+        draft_s = costs.draft_s(index, depth, batch)
+        if draft_s is None:  # by its size, while nothing was measured
+            draft_s = self.members[index].relative_cost * depth * target_s
+        return draft_s, target_s + draft_s + costs.rest_s(batch, round(batch * nodes))
 
     def _best(
         self,

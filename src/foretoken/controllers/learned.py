@@ -20,6 +20,8 @@ PRIOR_WEIGHT = 2.0
 """How many sightings the slope that is expected of a curve is worth."""
 SURPRISE = 0.2
 """Rounds off by more than this (natural logarithm) are taken for a change of the machine's speed, mostly."""
+COLD = 0.1
+"""How many sightings the first one of a size is worth: memory and kernels are made for it."""
 SURE = 4
 """Sightings from which on a cost is no longer taken to be what is wrong."""
 COST_RATE = 0.05
@@ -59,8 +61,14 @@ class Curve:
         """A size was seen again, at ``ratio`` times what was known."""
         known = self.costs[size]
         known.seen = min(known.seen + 1, 1 / COST_RATE)
-        known.value *= ratio ** (1.0 / known.seen)
+        # What is cold, or interrupted, is dearer than what is usual, never cheaper.
+        known.value *= ratio if ratio < 1 and known.seen < SURE else ratio ** min(2.0 / (known.seen + 1.0), 1.0)
         self._line = None
+
+    def warm(self, size: int) -> Cost | None:
+        """What was seen of a size, if more than its first time."""
+        known = self.costs.get(size)
+        return known if known is not None and known.seen >= 1 else None
 
     def at(self, size: int) -> float:
         """The cost of a size, seen or not."""
@@ -181,7 +189,7 @@ class LearnedCosts:
         Of two rounds ``alike`` the second one tells of the machine; one of another kind than the last tells of what it
         costs itself, and the more so the less it was expected (``None``).
         """
-        known = [(seconds, curve.costs[size].value) for curve, size, seconds in seen if size in curve.costs]
+        known = [(seconds, cost.value) for curve, size, seconds in seen if (cost := curve.warm(size)) is not None]
         expected = self.speed.value * sum(value for _, value in known)
         taken = sum(seconds for seconds, _ in known)
         if expected <= 0 or taken <= 0:
@@ -197,12 +205,14 @@ class LearnedCosts:
     def _learn(self, curve: Curve, size: int, seconds: float, trust: float | None) -> None:
         known = curve.costs.get(size)
         if known is None or known.value <= 0:
-            curve.put(size, Cost(seconds / self.speed.value))
+            curve.put(size, Cost(seconds / self.speed.value, COLD))
             return
         if trust is None:
             known.seen = min(known.seen, SURE)
         worst = WORST if known.seen < 2 else USUAL
-        ratio = min(max(seconds / (self.speed.value * known.value), 1 / worst), worst)
+        ratio = min(seconds / (self.speed.value * known.value), worst)
+        if known.seen >= SURE:
+            ratio = max(ratio, 1 / worst)
         curve.move(size, ratio ** (trust if trust is not None and known.seen > SURE else 1.0))
 
 

@@ -10,22 +10,16 @@ How much of the *text* lies in which does not depend on what is drafted there, s
 With one request that is the best option for every stretch by itself.  In a batch a draft for one request is waited for
 by all, and plain decoding for a few may pay more.
 
-Drafts make requests of equal length end at different times.  Where nobody waits for the places that get free, the batch
-takes as long as its slowest request: with L tokens left, E = 1/R tokens a round on average and s as their standard
-deviation, the largest of B sums of L/E rounds is about 1 + e(B) s / sqrt(L E) times the average one, where e(B) is the
-expected largest of B standard normals (:func:`largest`).
+Where nobody waits for the places that get free, the batch takes as long as its slowest request
+(:mod:`foretoken.controllers.ahead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from statistics import NormalDist
 
-UNEVEN = 1.1
-"""What drafts cost at most by requests ending at different times: the estimate is rough, and must not stand in the way
-of finding out about drafts that gain much."""
+from foretoken.controllers.ahead import Ahead, Own, batch_rounds
 
 
 @dataclass(frozen=True)
@@ -42,6 +36,7 @@ class Option:
         share: of the text that is not covered by better options, how much this one has guesses for.
         variance: of the tokens.
         seen: drafts that the expectation rests on.
+        alone: what such a round costs with a single request, as a part of ``seconds``.
     """
 
     member: int
@@ -53,6 +48,7 @@ class Option:
     share: float = 1.0
     variance: float = 0.0
     seen: float = 1.0
+    alone: float = 1.0
 
     @property
     def rate(self) -> float:
@@ -63,20 +59,6 @@ class Option:
     def error(self) -> float:
         """Standard error of the tokens, as a part of them."""
         return (max(self.variance, 0.0) / self.seen) ** 0.5 / self.tokens
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Tokens that the requests of a batch may still write: on average, and their standard deviation."""
-
-    left: float
-    spread: float = 0.0
-
-    @classmethod
-    def of(cls, left: Sequence[int]) -> Ahead:
-        """From the tokens that each request has left."""
-        mean = sum(left) / len(left)
-        return cls(mean, (sum((one - mean) ** 2 for one in left) / len(left)) ** 0.5)
 
 
 def plans_of(ranked: Sequence[Option]) -> list[list[Option]]:
@@ -106,16 +88,17 @@ def rate_of(
         batch: requests.
         target_s: seconds of a target call by its nodes.
         rest_s: seconds of a round beside drafting and the target, by its nodes.
-        ahead: what the requests still may write, when nobody waits for their places (``None``: somebody does).
+        ahead: what the requests may still write, when nobody waits for their places (``None``: somebody does).
         pads: whether the target runs as many nodes for every request as for the one with most.
     """
     tokens, parts = rounds_of(plan)
     nodes = max(1, round(batch * sum(part * option.nodes for part, option in zip(parts, plan, strict=True))))
-    seconds, reached, squares = rest_s(nodes), 1.0, 0.0
+    seconds, reached, squares, alone = rest_s(nodes), 1.0, 0.0, 0.0
     for part, option in zip(parts, plan, strict=True):
         seconds += option.draft_s * (1.0 - (1.0 - min(reached, 1.0)) ** batch)
         reached = max(0.0, reached - part)
         squares += part * (option.variance + option.tokens**2)
+        alone += part * option.alone
     if pads:
         none = 1.0  # chance that no request has more nodes
         for part, option in sorted(zip(parts, plan, strict=True), key=lambda pair: -pair[1].nodes):
@@ -124,7 +107,11 @@ def rate_of(
             none = fewer
     else:
         seconds += target_s(nodes)
-    return tokens / (seconds * uneven(tokens, squares - tokens**2, batch, ahead))
+    if ahead is None or ahead.mean <= 0:
+        return tokens / seconds
+    luck = (max(squares - tokens**2, 0.0) * ahead.mean / tokens) ** 0.5 / tokens
+    rounds = rounds_left(plan, ahead) if ahead.own else [left / tokens for left in ahead.left]
+    return ahead.mean / (seconds * batch_rounds(rounds, luck, alone))
 
 
 def rounds_of(plan: Sequence[Option]) -> tuple[float, list[float]]:
@@ -138,6 +125,22 @@ def rounds_of(plan: Sequence[Option]) -> tuple[float, list[float]]:
     return tokens, [part * tokens for part in rounds]
 
 
+def rounds_left(plan: Sequence[Option], ahead: Ahead) -> list[float]:
+    """Rounds that each request still takes, by what it is like."""
+    return [left * _rounds_per_token(plan, own) for left, own in zip(ahead.left, ahead.own, strict=True)]
+
+
+def _rounds_per_token(plan: Sequence[Option], own: Mapping[int, Own]) -> float:
+    rounds, rest = 0.0, 1.0
+    for option in plan:
+        if option.member < 0:
+            return rounds + rest
+        mine = own.get(option.member) or Own(option.share)
+        rounds += rest * mine.share / (1.0 + (option.tokens - 1.0) * mine.stands)
+        rest *= 1.0 - mine.share
+    return rounds
+
+
 def error_of(plan: Sequence[Option]) -> float:
     """Standard error of a round's tokens, as a part of them: the options' own, root mean square over the rounds.
 
@@ -145,27 +148,6 @@ def error_of(plan: Sequence[Option]) -> float:
     """
     _, parts = rounds_of(plan)
     return sum(part * option.error**2 for part, option in zip(parts, plan, strict=True)) ** 0.5
-
-
-def uneven(tokens: float, variance: float, batch: int, ahead: Ahead | None) -> float:
-    """How many times longer drafts let the slowest of a batch take, against plain decoding, than tokens a round say.
-
-    Args:
-        tokens: of a round, on average; ``variance``: of them.
-        batch: requests.
-        ahead: ``None`` when the places of those that end are taken by others.
-    """
-    if ahead is None or ahead.left <= 0:
-        return 1.0
-    reach = largest(batch)
-    spread = (ahead.spread**2 + max(variance, 0.0) * ahead.left / tokens) ** 0.5
-    return min((ahead.left + reach * spread) / (ahead.left + reach * ahead.spread), UNEVEN)
-
-
-@cache
-def largest(count: int) -> float:
-    """Expected largest of ``count`` standard normals (Blom 1958)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def or_any(plan: Sequence[Option], ranked: Sequence[Option], fresh: bool) -> list[Option]:

@@ -11,9 +11,9 @@ from foretoken.controllers.plans import Option
 REPLAN, LONGEST, LONGEST_PLAIN = 4, 16, 64
 """Rounds that a plan is kept: the first time, and at most, when planning again and again finds the same (plain decoding
 longer: it teaches nothing of drafts)."""
-FIRST_TRIALS = 4
-"""Rounds that every drafter gets at the beginning, and plain decoding one; models one more, as their first says nothing
-of costs."""
+FIRST_TRIALS, LEAST_TRIALS = 12, 4
+"""Rounds that every drafter gets at the beginning, the second number if it is far from the best by then, and plain
+decoding one; models one more, as their first says nothing of costs."""
 FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
 """Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, up to a length
 that is shorter for drafters that run no model, in rounds per request."""
@@ -100,10 +100,9 @@ class Batch:
         self.until = self.round  # there is something to think about
         trial = self.trials[tried]
         trial.left -= counts or tried in free
-        if trial.left <= 0:
-            rate = next(option.rate for option in self.ranked if option.member == tried)
-            close = rate > CLOSE * self.ranked[0].rate
+        rate = next(option.rate for option in self.ranked if option.member == tried)
+        close = rate > CLOSE * self.ranked[0].rate
+        if trial.left <= 0 or (trial.left <= FIRST_TRIALS - LEAST_TRIALS and not close):
             trial.due, trial.left = self.round + trial.gap, 2 if close else 1
-            trial.gap = min(
-                trial.gap * (2 if close else 4), min(LAST_FREE_GAP * self.size, LAST_GAP) if tried in free else LAST_GAP
-            )
+            longest = min(LAST_FREE_GAP * self.size, LAST_GAP) if tried in free else LAST_GAP
+            trial.gap = min(trial.gap * (2 if close else 4), longest)

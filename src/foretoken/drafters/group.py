@@ -86,13 +86,13 @@ class GroupDrafter(Drafter):
 
 def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
     """A member's trees within the budgets; it is not asked where it may guess nothing."""
-    trees = [TokenTree.root_only(context.root) for context in contexts]
     chosen = [i for i, budget in enumerate(budgets) if budget.max_depth > 0 and budget.max_nodes > 0]
+    trees: dict[int, TokenTree] = {}
     if chosen:
         proposed = member.propose_batch([contexts[i] for i in chosen], [budgets[i] for i in chosen])
         for i, tree in zip(chosen, proposed, strict=True):
             trees[i] = truncate(tree, budgets[i].max_depth)
-    return trees
+    return [trees.get(i) or TokenTree.root_only(context.root) for i, context in enumerate(contexts)]
 
 
 def show(member: Drafter, context: Context, part: Part | None, scores: Scores, verdict: Verdict) -> None:

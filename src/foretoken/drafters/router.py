@@ -180,7 +180,7 @@ class RouterDrafter(GroupDrafter):
 
     def _owned(self, context: Context, index: int, tree: TokenTree) -> TokenTree:
         """A member's tree with its name on it."""
-        owned = replace(tree, drafters=(-1, *[index] * (len(tree) - 1)))
+        owned = tree.guessed_by(index)
         context.state[self] = Proposal(owned, {index: Part(tree, range(len(tree)))})
         return owned
 
