@@ -363,6 +363,27 @@ def test_a_drafter_that_may_pay_is_tried_for_longer(step_s: float, least: int, m
     assert least <= drafted <= most
 
 
+def test_a_model_is_tried_at_two_lengths_and_at_none_that_it_cannot_draft() -> None:
+    for deepest, long in ((8, 4), (2, 2)):
+        controller = AutoController()
+        controller.attach(Limits("router", deepest, 64, members=(Limits("m0", deepest, deepest, relative_cost=0.1),)))
+        depths = []
+        request = contexts(1)
+        while len(depths) < 10:
+            (budget,) = controller.budgets(request)
+            if controller._tried == 0:
+                depths.append(budget.max_depth)
+            stood = min(budget.max_depth, 1)
+            seconds = 0.1 + 0.01 * budget.max_depth
+            controller.observe(
+                request[0],
+                StepRecord(0, 1 + budget.max_depth, budget.max_depth, stood, 1, seconds - 0.1, 0.1, 0.0, seconds, 0,
+                           1 + budget.max_depth, 0 if budget.max_depth else -1, budget.max_depth),
+            )  # fmt: skip
+            request[0].tokens.extend([0] * (1 + stood))
+        assert set(depths[:5]) == {1} and set(depths[6:]) == {long}
+
+
 # -- seeds -----------------------------------------------------------------------------------------------------------
 
 

@@ -175,6 +175,9 @@ class AutoController(Controller):
             state.plan = or_any(batch.plan, batch.ranked, state.fresh and size == 1)
             if self._tried is not None:
                 tried = next(option for option in batch.ranked if option.member == self._tried)
+                if tried.member >= 0 and tried.member not in self._free:
+                    length = batch.trials[self._tried].length(tried.depth)
+                    tried = replace(tried, depth=min(length, self.depths[self._tried][-1]))
                 state.plan = [tried, *(option for option in state.plan if option is not tried)]
             state.fresh = False
 

@@ -45,7 +45,7 @@ class Curve:
     """Costs by size: a line through all that was seen, and at each size what was seen of it there.
 
     Attributes:
-        growing: share of the cost that is taken to grow with the size as long as little was seen.
+        growing: share of the cost of size 1 that is taken to grow with the size as long as little was seen.
     """
 
     growing: float
@@ -89,7 +89,8 @@ class Curve:
         spread = sum(cost.seen * (x - size) ** 2 for x, cost in self.costs.items())
         shared = sum(cost.seen * (x - size) * (cost.value - value) for x, cost in self.costs.items())
         prior = PRIOR_WEIGHT * size * size
-        slope = (shared + prior * self.growing * value / size) / (spread + prior)
+        usual = value * self.growing / (1.0 + self.growing * (size - 1.0))
+        slope = (shared + prior * usual) / (spread + prior)
         slope = min(max(slope, 0.0), value / size)
         return value - slope * size, slope
 
@@ -108,7 +109,7 @@ class LearnedCosts:
 
     def __init__(self, specs: Sequence[str], start: RoundCosts | None = None, free: Collection[int] = ()) -> None:
         self.speed = Cost(1.0, 0.0)
-        self.target = Curve(growing=0.1)
+        self.target = Curve(growing=0.015)
         self.drafts: dict[tuple[int, int], Curve] = {}
         self.rest: dict[int, Curve] = {}
         self._free = free
@@ -120,7 +121,7 @@ class LearnedCosts:
     def _start_from(self, start: RoundCosts, specs: Sequence[str]) -> None:
         for nodes, seconds in start.target.seconds.items():
             self.target.put(bucket(nodes), Cost(seconds, 8.0))
-        self.rest[1] = Curve(growing=0.25)
+        self.rest[1] = Curve(growing=0.04)
         self.rest[1].put(1, Cost(start.rest_s, 8.0))
         for index, spec in enumerate(specs):
             cost = start.drafters.get(spec)
@@ -130,7 +131,7 @@ class LearnedCosts:
                     curve.put(depth, Cost(cost.seconds(depth), 8.0))
 
     def _draft_curve(self, member: int) -> Curve:
-        return Curve(growing=0.0 if member in self._free else 0.9)
+        return Curve(growing=0.0 if member in self._free else 0.7)
 
     @property
     def known(self) -> bool:
@@ -172,7 +173,7 @@ class LearnedCosts:
         nodes = bucket(record.round_nodes or record.num_nodes)
         seen = [(self.target, nodes, record.target_s)]
         if rest_s > 0:
-            seen.append((self.rest.setdefault(bucket(record.batch_size), Curve(growing=0.25)), nodes, rest_s))
+            seen.append((self.rest.setdefault(bucket(record.batch_size), Curve(growing=0.04)), nodes, rest_s))
         if member is not None and depth > 0:
             curve = self.drafts.setdefault((member, bucket(drafting)), self._draft_curve(member))
             seen.append((curve, depth, record.draft_s))

@@ -14,6 +14,8 @@ longer: it teaches nothing of drafts)."""
 FIRST_TRIALS, LEAST_TRIALS = 12, 4
 """Rounds that every drafter gets at the beginning, the second number if it is far from the best by then, and plain
 decoding one; models one more, as their first says nothing of costs."""
+PROBED, LONG = 5, 4
+"""At the beginning a model drafts one token for so many rounds, then so many tokens for as many rounds."""
 FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
 """Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, up to a length
 that is shorter for drafters that run no model, in rounds per request."""
@@ -43,6 +45,11 @@ class Trial:
     due: int
     gap: int = FIRST_GAP
     left: int = FIRST_TRIALS
+
+    def length(self, best: int) -> int:
+        """Tokens that a model is to draft: what others cost lies on a line through the first two lengths; afterwards
+        what is taken to be best."""
+        return 1 if self.left > FIRST_TRIALS - PROBED else LONG if self.left > FIRST_TRIALS - 2 * PROBED else best
 
 
 @dataclass
