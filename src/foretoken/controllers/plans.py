@@ -109,7 +109,7 @@ def rate_of(
         seconds += target_s(nodes)
     if ahead is None or ahead.mean <= 0:
         return tokens / seconds
-    luck = (max(squares - tokens**2, 0.0) * ahead.mean / tokens + (tokens * doubt_of(plan, ahead)) ** 2) ** 0.5 / tokens
+    luck = (max(squares - tokens**2, 0.0) * ahead.mean / tokens) ** 0.5 / tokens
     rounds = rounds_left(plan, ahead) if ahead.own else [left / tokens for left in ahead.left]
     return ahead.mean / (seconds * batch_rounds(rounds, luck, alone))
 
@@ -128,18 +128,6 @@ def rounds_of(plan: Sequence[Option]) -> tuple[float, list[float]]:
 def rounds_left(plan: Sequence[Option], ahead: Ahead) -> list[float]:
     """Rounds that each request still takes, by what it is like."""
     return [left * _rounds_per_token(plan, own) for left, own in zip(ahead.left, ahead.own, strict=True)]
-
-
-def doubt_of(plan: Sequence[Option], ahead: Ahead) -> float:
-    """Standard deviation of a request's rounds by its share of the first option not being known."""
-    first = plan[0]
-    if first.member < 0:
-        return 0.0
-    gained = abs(_rounds_per_token(plan[1:], {}) - 1.0 / first.tokens)
-    usual = Own(first.share)
-    each = [own.get(first.member, usual) for own in ahead.own] or [usual] * len(ahead.left)
-    squares = sum((left * own.doubt) ** 2 for left, own in zip(ahead.left, each, strict=True))
-    return gained * (squares / len(each)) ** 0.5
 
 
 def _rounds_per_token(plan: Sequence[Option], own: Mapping[int, Own]) -> float:
