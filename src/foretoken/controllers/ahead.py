@@ -20,19 +20,33 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from statistics import NormalDist
 
-from foretoken.controllers.learned import Hazards, coverage, survival
+from foretoken.controllers.learned import SHARE_WEIGHT, Hazards, coverage, survival
 
+STRETCH = 12.0
+"""Tokens of a stretch of text in which a drafter has guesses, or none."""
 OWN = 40.0
 """How many drafts of a request it takes to believe half of how unlike others it seems."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """What a request is like to a member: the share of its text that there are guesses for, and how often the first
-    token of a draft stands there, as a multiple of what is usual."""
+    """What a request is like to a member.
+
+    Attributes:
+        share: of its text that there are guesses for.
+        stands: how often the first token of a draft stands there, as a multiple of what is usual.
+        seen: tokens of its text that this rests on.
+    """
 
     share: float = 1.0
     stands: float = 1.0
+    seen: float = 0.0
+
+    @property
+    def doubt(self) -> float:
+        """Standard deviation of the share, guesses and their absence coming in stretches."""
+        share = min(max(self.share, 0.0), 1.0)
+        return (share * (1.0 - share) / (1.0 + (SHARE_WEIGHT + self.seen) / STRETCH)) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -119,7 +133,9 @@ def own_of(
     return [
         {
             index: Own(
-                coverage(seen[index], general[index]), survival(1, seen[index], general[index], weight=OWN)[0] / stands
+                coverage(seen[index], general[index]),
+                survival(1, seen[index], general[index], weight=OWN)[0] / stands,
+                seen[index].covered + seen[index].bare,
             )
             for index, stands in usual.items()
         }
