@@ -301,8 +301,9 @@ def test_how_much_a_request_has_left_by_what_it_is_like() -> None:
 def test_what_is_not_known_of_a_share_by_hand() -> None:
     """A copy takes .2 rounds a token, the model .5; of one request nothing is known, of the other sixty tokens."""
     own = [{}, {1: Own(0.9, 1.0, seen=60.0)}]
-    doubts = [(0.25 / (1 + 16 / 12)) ** 0.5, (0.09 / (1 + 76 / 12)) ** 0.5]
+    doubts = [(0.53 * 0.47 / (1 + 16 / 12)) ** 0.5, (0.93 * 0.07 / (1 + 76 / 12)) ** 0.5]
     assert [Own(0.5).doubt, own[1][1].doubt] == pytest.approx(doubts)
+    assert Own(0.98).doubt == 0.0  # a model, at the end of a request
     mean_square = ((60 * doubts[0]) ** 2 + (30 * doubts[1]) ** 2) / 2
     assert doubt_of([COPY, MODEL, PLAIN], Ahead([60, 30], own)) == pytest.approx(0.3 * mean_square**0.5)
     assert doubt_of([PLAIN], Ahead([60, 30], own)) == 0.0

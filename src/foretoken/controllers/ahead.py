@@ -24,6 +24,8 @@ from foretoken.controllers.learned import SHARE_WEIGHT, Hazards, coverage, survi
 
 STRETCH = 12.0
 """Tokens of a stretch of text in which a drafter has guesses, or none."""
+ENDS = 0.03
+"""Share of the text without guesses that is no stretch of it: a model drafts everywhere but at the end of a request."""
 OWN = 40.0
 """How many drafts of a request it takes to believe half of how unlike others it seems."""
 
@@ -45,8 +47,8 @@ class Own:
     @property
     def doubt(self) -> float:
         """Standard deviation of the share, guesses and their absence coming in stretches."""
-        share = min(max(self.share, 0.0), 1.0)
-        return (share * (1.0 - share) / (1.0 + (SHARE_WEIGHT + self.seen) / STRETCH)) ** 0.5
+        bare = max(1.0 - self.share - ENDS, 0.0)
+        return ((1.0 - bare) * bare / (1.0 + (SHARE_WEIGHT + self.seen) / STRETCH)) ** 0.5
 
 
 @dataclass(frozen=True)
