@@ -20,35 +20,19 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from statistics import NormalDist
 
-from foretoken.controllers.learned import SHARE_WEIGHT, Hazards, coverage, survival
+from foretoken.controllers.learned import Hazards, coverage, survival
 
-STRETCH = 12.0
-"""Tokens of a stretch of text in which a drafter has guesses, or none."""
-ENDS = 0.03
-"""Share of the text without guesses that is no stretch of it: a model drafts everywhere but at the end of a request."""
 OWN = 40.0
 """How many drafts of a request it takes to believe half of how unlike others it seems."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """What a request is like to a member.
-
-    Attributes:
-        share: of its text that there are guesses for.
-        stands: how often the first token of a draft stands there, as a multiple of what is usual.
-        seen: tokens of its text that this rests on.
-    """
+    """What a request is like to a member: the share of its text that there are guesses for, and how often the first
+    token of a draft stands there, as a multiple of what is usual."""
 
     share: float = 1.0
     stands: float = 1.0
-    seen: float = 0.0
-
-    @property
-    def doubt(self) -> float:
-        """Standard deviation of the share, guesses and their absence coming in stretches."""
-        bare = max(1.0 - self.share - ENDS, 0.0)
-        return ((1.0 - bare) * bare / (1.0 + (SHARE_WEIGHT + self.seen) / STRETCH)) ** 0.5
 
 
 @dataclass(frozen=True)
@@ -135,9 +119,7 @@ def own_of(
     return [
         {
             index: Own(
-                coverage(seen[index], general[index]),
-                survival(1, seen[index], general[index], weight=OWN)[0] / stands,
-                seen[index].covered + seen[index].bare,
+                coverage(seen[index], general[index]), survival(1, seen[index], general[index], weight=OWN)[0] / stands
             )
             for index, stands in usual.items()
         }

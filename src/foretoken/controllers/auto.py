@@ -15,7 +15,7 @@ from time import perf_counter
 from foretoken.controllers.ahead import Ahead, own_of
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.controllers.learned import SHARE_WEIGHT, Hazards, LearnedCosts, coverage, survival
+from foretoken.controllers.learned import Hazards, LearnedCosts, coverage, survival
 from foretoken.controllers.plans import Option, error_of, or_any, plans_of, rate_of
 from foretoken.controllers.trials import FIRST_GAP, FIRST_TRIALS, LONGEST_PLAIN, REPLAN, Batch, State, Trial
 from foretoken.types import Budget, Context, Limits, StepRecord
@@ -257,7 +257,7 @@ class AutoController(Controller):
         depths, known = self.depths[index], {} if costs is self.nominal else self.nodes[index]
         # What several requests show together is drawn towards the general picture as each of them is.
         stands = survival(depths[-1], local, general, weight=8.0 * batch)
-        share = coverage(local, general, weight=SHARE_WEIGHT * batch)
+        share = coverage(local, general, weight=16.0 * batch)
         found, tokens, squares, done = [], 1.0, 0.0, 0
         seen = PRIOR_TRIES + (general.tries[0] if general.tries else 0.0)
         for depth in depths:
@@ -293,13 +293,13 @@ class AutoController(Controller):
             return [option for option in ranked if option.member >= 0]
         rest_s = partial(costs.rest_s, batch)
 
-        def worth(plan: Sequence[Option], doubts: bool = False) -> float:
-            return rate_of(plan, batch, costs.target_s, rest_s, ahead, pads, doubts)
+        def worth(plan: Sequence[Option]) -> float:
+            return rate_of(plan, batch, costs.target_s, rest_s, ahead, pads)
 
         *drafting, plain = sorted(plans_of(ranked), key=len, reverse=True)
         best = max(drafting, key=worth, default=plain)
         # Estimates are noisy, and the best of several is too good.
-        return best[:-1] if worth(best, doubts=True) * (1.0 - error_of(best)) > MARGIN * worth(plain) else []
+        return best[:-1] if worth(best) * (1.0 - error_of(best)) > MARGIN * worth(plain) else []
 
     # -- learning ----------------------------------------------------------------------------------------------------
 

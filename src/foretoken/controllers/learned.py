@@ -265,11 +265,7 @@ class Hazards:
         self.bare += tokens * (not answered)
 
 
-SHARE_WEIGHT = 16.0
-"""Tokens of a request that it takes to believe half of how unlike others its share of guesses seems."""
-
-
-def coverage(local: Hazards, general: Hazards, weight: float = SHARE_WEIGHT) -> float:
+def coverage(local: Hazards, general: Hazards, weight: float = 16.0) -> float:
     """Share of the text that there are guesses for: this request's, drawn towards what is seen in general."""
     share = (general.covered + 1.0) / (general.covered + general.bare + 1.0)
     return (local.covered + weight * share) / (local.covered + local.bare + weight)

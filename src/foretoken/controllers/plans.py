@@ -21,10 +21,6 @@ from dataclasses import dataclass, replace
 
 from foretoken.controllers.ahead import Ahead, Own, batch_rounds
 
-DOUBTED = 1.02
-"""How much longer a batch is taken to last, at most, for what is not known of its requests: it decides about small
-gains, and must not stand in the way of finding out about large ones."""
-
 
 @dataclass(frozen=True)
 class Option:
@@ -84,7 +80,6 @@ def rate_of(
     rest_s: Callable[[int], float],
     ahead: Ahead | None = None,
     pads: bool = False,
-    doubts: bool = False,
 ) -> float:
     """Tokens per second and request of a plan that ends in plain decoding.
 
@@ -95,7 +90,6 @@ def rate_of(
         rest_s: seconds of a round beside drafting and the target, by its nodes.
         ahead: what the requests may still write, when nobody waits for their places (``None``: somebody does).
         pads: whether the target runs as many nodes for every request as for the one with most.
-        doubts: whether requests may be slow for which it is not known yet if there are guesses.
     """
     tokens, parts = rounds_of(plan)
     nodes = max(1, round(batch * sum(part * option.nodes for part, option in zip(parts, plan, strict=True))))
@@ -117,10 +111,7 @@ def rate_of(
         return tokens / seconds
     luck = (max(squares - tokens**2, 0.0) * ahead.mean / tokens) ** 0.5 / tokens
     rounds = rounds_left(plan, ahead) if ahead.own else [left / tokens for left in ahead.left]
-    taken = batch_rounds(rounds, luck, alone)
-    if doubts:
-        taken = min(batch_rounds(rounds, (luck**2 + doubt_of(plan, ahead) ** 2) ** 0.5, alone), DOUBTED * taken)
-    return ahead.mean / (seconds * taken)
+    return ahead.mean / (seconds * batch_rounds(rounds, luck, alone))
 
 
 def rounds_of(plan: Sequence[Option]) -> tuple[float, list[float]]:
@@ -137,18 +128,6 @@ def rounds_of(plan: Sequence[Option]) -> tuple[float, list[float]]:
 def rounds_left(plan: Sequence[Option], ahead: Ahead) -> list[float]:
     """Rounds that each request still takes, by what it is like."""
     return [left * _rounds_per_token(plan, own) for left, own in zip(ahead.left, ahead.own, strict=True)]
-
-
-def doubt_of(plan: Sequence[Option], ahead: Ahead) -> float:
-    """Standard deviation of a request's rounds by its share of the first option not being known."""
-    first = plan[0]
-    if first.member < 0:
-        return 0.0
-    gained = abs(_rounds_per_token(plan[1:], {}) - 1.0 / first.tokens)
-    usual = Own(first.share)
-    each = [own.get(first.member, usual) for own in ahead.own] or [usual] * len(ahead.left)
-    squares = sum((left * own.doubt) ** 2 for left, own in zip(ahead.left, each, strict=True))
-    return gained * (squares / len(each)) ** 0.5
 
 
 def _rounds_per_token(plan: Sequence[Option], own: Mapping[int, Own]) -> float:
