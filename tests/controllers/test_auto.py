@@ -349,7 +349,7 @@ def test_a_model_that_is_far_behind_is_not_tried_at_once(relative_cost: float, l
     assert (controller._tried is not None) == (left > 200)
 
 
-@pytest.mark.parametrize(("step_s", "least", "most"), [(0.03, 12, 16), (0.3, 4, 6)])
+@pytest.mark.parametrize(("step_s", "least", "most"), [(0.03, 12, 16), (0.3, 5, 8)])
 def test_a_drafter_that_may_pay_is_tried_for_longer(step_s: float, least: int, most: int) -> None:
     """A third of the tokens stand: drafting one gains a third of .1 seconds, and takes .03 or .3."""
     world = World([Member(step_s, 0.3)])

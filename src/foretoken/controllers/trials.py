@@ -11,9 +11,11 @@ from foretoken.controllers.plans import Option
 REPLAN, LONGEST, LONGEST_PLAIN = 4, 16, 64
 """Rounds that a plan is kept: the first time, and at most, when planning again and again finds the same (plain decoding
 longer: it teaches nothing of drafts)."""
-FIRST_TRIALS, LEAST_TRIALS = 12, 4
-"""Rounds that every drafter gets at the beginning, the second number if it is far from the best by then, and plain
-decoding one; models one more, as their first says nothing of costs."""
+FIRST_TRIALS = 12
+"""Rounds that every drafter gets at the beginning, and plain decoding one; models one more, as their first says nothing
+of costs."""
+HOPELESS = 0.5
+"""What does not reach this part of the best one's rate after ``PROBED`` of them gets no more: by then it is warm."""
 PROBED, LONG = 5, 4
 """At the beginning a model drafts one token for so many rounds, then so many tokens for as many rounds."""
 FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
@@ -109,7 +111,8 @@ class Batch:
         trial.left -= counts or tried in free
         rate = next(option.rate for option in self.ranked if option.member == tried)
         close = rate > CLOSE * self.ranked[0].rate
-        if trial.left <= 0 or (trial.left <= FIRST_TRIALS - LEAST_TRIALS and not close):
+        hopeless = trial.left <= FIRST_TRIALS - PROBED and rate < HOPELESS * self.ranked[0].rate
+        if trial.left <= 0 or hopeless:
             trial.due, trial.left = self.round + trial.gap, 2 if close else 1
             longest = min(LAST_FREE_GAP * self.size, LAST_GAP) if tried in free else LAST_GAP
             trial.gap = min(trial.gap * (2 if close else 4), longest)
