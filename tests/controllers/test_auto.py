@@ -63,6 +63,8 @@ class World:
         for _ in range(rounds):
             self.rounds += 1
             budgets = controller.budgets(contexts)
+            if isinstance(controller, AutoController):
+                controller._planning_s = 0.0  # real time is no part of this world
             drafts = [self.drafted(budget, c) for budget, c in zip(budgets, contexts, strict=True)]
             nodes = sum(1 + depth for _, depth, _ in drafts)
             slow = self.speed(self.rounds) * self.rng.lognormvariate(0.0, self.noise)
