@@ -7,7 +7,7 @@ shown to the controller as the engine would show them.  Seconds are the world's 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -18,8 +18,9 @@ from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.goodput import GoodputController
-from foretoken.controllers.learned import Curve, Hazards, LearnedCosts, bucket, coverage, survival
-from foretoken.controllers.plans import Option, error_of, plans_of, rate_of, rounds_left, rounds_of
+from foretoken.controllers.learned import Cost, Curve, Hazards, LearnedCosts, bucket, coverage, survival
+from foretoken.controllers.plans import Option, best_of, error_of, plans_of, rate_of, rounds_left, rounds_of
+from foretoken.controllers.trials import Batch, rounds_of_trial
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Limits, Rng, StepRecord
 
@@ -41,6 +42,7 @@ class World:
     members: list[Member]
     node_s: float = 0.001
     call_s: float = 0.1
+    uneven_s: float = 0.0  # of a round in which requests have unlike numbers of nodes
     noise: float = 0.05
     speed: Callable[[int], float] = lambda _: 1.0
     seed: int = 0
@@ -68,7 +70,8 @@ class World:
             drafts = [self.drafted(budget, c) for budget, c in zip(budgets, contexts, strict=True)]
             nodes = sum(1 + depth for _, depth, _ in drafts)
             slow = self.speed(self.rounds) * self.rng.lognormvariate(0.0, self.noise)
-            target_s = slow * (self.call_s + self.node_s * nodes)
+            uneven = self.uneven_s if len({depth for _, depth, _ in drafts}) > 1 else 0.0
+            target_s = slow * (self.call_s + self.node_s * nodes + uneven)
             asked = {member: depth for member, depth, _ in drafts if depth}
             draft_s = slow * sum(self.members[member].step_s * depth for member, depth in asked.items())
             total_s = target_s + draft_s + 0.002 * slow
@@ -365,6 +368,77 @@ def test_a_drafter_that_may_pay_is_tried_for_longer(step_s: float, least: int, m
     assert least <= drafted <= most
 
 
+@pytest.mark.parametrize(
+    ("reached", "free", "rounds"),
+    [(0.3, False, 1), (0.84, False, 1), (0.91, False, 3), (0.99, False, 4), (1.0, False, 4), (0.99, True, 2)],
+)
+def test_the_closer_a_choice_is_the_longer_it_is_tried(reached: float, free: bool, rounds: int) -> None:
+    assert rounds_of_trial(reached, free) == rounds
+
+
+def test_a_price_that_was_too_high_at_first_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft gains a tenth, but its first rounds are a fourth dearer.  With trials of two rounds it is not seen."""
+
+    def share_of_drafts(seed: int) -> float:
+        dear, usual = World([Member(0.075, 0.64, deepest=1)], seed=seed), World([Member(0.045, 0.64, deepest=1)])
+        controller = AutoController()
+        controller.attach(usual.limits)
+        dear.play(controller, contexts(2), 30)
+        usual.rounds = dear.rounds
+        for request in range(1, 5):
+            usual.play(controller, contexts(2, start=2 * request), 100)
+        found = [controller.budgets(contexts(2, start=20 + 2 * i))[0].max_depth > 0 for i in range(4)]
+        return sum(found) / len(found)
+
+    found = [share_of_drafts(seed) for seed in range(8)]
+    monkeypatch.setattr("foretoken.controllers.trials.rounds_of_trial", lambda reached, free: 1)
+    short = [share_of_drafts(seed) for seed in range(8)]
+    print(found, short)
+    assert sum(found) > sum(short)
+
+
+def test_what_plans_take_over_what_is_expected_by_hand() -> None:
+    """Four rounds' worth of doubt, pauses count half as much again, and nothing is cheaper than its parts."""
+    batch = Batch({}, plan=[COPY], expected_s=0.1)
+    batch.took(0.15)
+    assert batch.overrun([COPY, PLAIN]) == pytest.approx(1.0 + 0.5 / 5)
+    batch.took(9.0)
+    assert batch.overrun([COPY, PLAIN]) == pytest.approx(1.1 + 0.4 / 6)
+    assert batch.overrun([MODEL, PLAIN]) == batch.overrun([COPY, MODEL, PLAIN]) == batch.overrun([PLAIN]) == 1.0
+    for _ in range(200):
+        batch.took(0.08)
+    assert batch.overrun([COPY, PLAIN]) == 1.0
+    batch.plan = []
+    batch.took(0.15)
+    assert set(batch.overruns) == {(1,)}
+
+
+@pytest.mark.parametrize(("overrun", "drafts"), [(1.0, True), (3.0, False)])
+def test_a_plan_that_takes_longer_than_its_parts_is_given_up(overrun: float, drafts: bool) -> None:
+    world = World([Member(0.02, 0.7)])
+    controller = AutoController()
+    controller.attach(world.limits)
+    world.play(controller, contexts(2), 60)
+    (batch,) = controller.batches.values()
+    assert 0.9 < batch.overruns[0,].value < 1.1 and batch.overruns[0,].seen > 10
+    batch.overruns[0,].value = overrun
+    assert (controller.budgets(contexts(2, start=7))[0].max_depth > 0) == drafts
+
+
+def test_lengths_are_weighed_until_they_fall() -> None:
+    """A dip of two lengths is overlooked, a third one ends it."""
+    looked: list[int] = []
+
+    def options() -> Iterator[Option]:
+        for depth in range(1, 10):
+            looked.append(depth)
+            yield replace(MODEL, depth=depth)
+
+    worths = dict(enumerate([1.0, 3.0, 2.0, 2.5, 4.0, 3.9, 3.9, 3.9, 9.0], start=1))
+    assert best_of(options(), lambda option: worths[option.depth]).depth == 5
+    assert looked == list(range(1, 9))
+
+
 def test_a_model_is_tried_at_two_lengths_and_at_none_that_it_cannot_draft() -> None:
     for deepest, long in ((8, 4), (2, 2)):
         controller = AutoController()
@@ -585,6 +659,23 @@ def test_hazards_by_hand() -> None:
     first = (2 + 2 * 0.6) / (2 + 2)
     second = (1 + 4 * first) / (2 + 4)
     assert survival(2, Hazards(), hazards) == pytest.approx([first, first * second])
+
+
+def test_drafts_for_batches_that_were_not_seen_cost_as_much_more_as_plain_calls_do() -> None:
+    """A first sighting, which finds cold caches, is no price while another size has one."""
+    costs = LearnedCosts(["d"])
+    for nodes, seconds in ((1, 1.0), (8, 2.0)):
+        costs.target.put(nodes, Cost(seconds, 20.0))
+    assert costs.draft_s(0, 1, 8) is None
+    costs.drafts[0, 8] = Curve(0.7)
+    costs.drafts[0, 8].put(1, Cost(0.5, 20.0))
+    scale = costs.target_s(1) / costs.target_s(8)
+    assert costs.draft_s(0, 1, 8) == pytest.approx(0.5) and costs.draft_s(0, 1, 1) == pytest.approx(0.5 * scale)
+    costs.drafts[0, 1] = Curve(0.7)
+    costs.drafts[0, 1].put(1, Cost(9.0, 0.1))
+    assert costs.draft_s(0, 1, 1) == pytest.approx(0.5 * scale) and scale < 0.7
+    costs.drafts[0, 1].put(1, Cost(0.4, 1.1))
+    assert costs.draft_s(0, 1, 1) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(("size", "found"), [(1, 1), (16, 16), (17, 18), (31, 32), (33, 36), (100, 104)])

@@ -24,6 +24,9 @@ from foretoken.controllers.learned import Hazards, coverage, survival
 
 OWN = 40.0
 """How many drafts of a request it takes to believe half of how unlike others it seems."""
+OWN_TEXT = 160.0
+"""How many tokens of it, where it is about the share that there are guesses for: what repeats comes in long stretches, so
+that many tokens are few stretches."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,8 @@ def own_of(
     return [
         {
             index: Own(
-                coverage(seen[index], general[index]), survival(1, seen[index], general[index], weight=OWN)[0] / stands
+                coverage(seen[index], general[index], weight=OWN_TEXT),
+                survival(1, seen[index], general[index], weight=OWN)[0] / stands,
             )
             for index, stands in usual.items()
         }

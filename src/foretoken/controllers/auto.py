@@ -6,18 +6,18 @@ serving, an order of members for rounds in which the first one has no guess, and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 from time import perf_counter
 
 from foretoken.controllers.ahead import Ahead, own_of
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.controllers.learned import Hazards, LearnedCosts, coverage, survival
-from foretoken.controllers.plans import Option, error_of, or_any, plans_of, rate_of
-from foretoken.controllers.trials import FIRST_GAP, FIRST_TRIALS, LONGEST_PLAIN, REPLAN, Batch, State, Trial
+from foretoken.controllers.learned import Hazards, LearnedCosts, coverage, pooled, survival
+from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans_of, rate_of, seconds_of
+from foretoken.controllers.trials import FIRST_GAP, FIRST_TRIALS, LONGEST_PLAIN, PROBED, REPLAN, Batch, State, Trial
 from foretoken.types import Budget, Context, Limits, StepRecord
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -166,8 +166,9 @@ class AutoController(Controller):
             left = [remaining(context) for context in contexts]
             ahead = None if self._waiting else Ahead(left, own_of([state.hazards for state in states], local, general))
             batch.ranked = self._ranked(local, self.costs, general, size, ahead)
-            plan = self._best(batch.ranked, self.costs, size, ahead, self._pads)
+            plan = self._best(batch.ranked, self.costs, size, ahead, self._pads, batch.overrun)
             # The fewer tokens are left, the less pays what makes requests end at different times.
+            batch.size, batch.expected_s = size, self._expected_s(plan, batch.ranked, size)
             batch.follow(plan, max(REPLAN, max(left) // 8) if plan else LONGEST_PLAIN)
         if any(state.fresh for state in states):
             batch.until = min(batch.until, batch.round + REPLAN)
@@ -188,7 +189,8 @@ class AutoController(Controller):
             wait, count = (FIRST_GAP, 1) if self.batches else (0, FIRST_TRIALS)
             choices = [*range(len(self.members)), -1]
             trials = {
-                choice: Trial(wait + place, left=count if choice >= 0 else 1) for place, choice in enumerate(choices)
+                choice: Trial(wait + place, left=count if choice >= 0 else 1, probing=2 * PROBED * (count > 1))
+                for place, choice in enumerate(choices)
             }
             found = self.batches[size.bit_length()] = Batch(trials, size)
         return found
@@ -244,21 +246,23 @@ class AutoController(Controller):
             return option.rate / (ahead.waits(option.tokens, option.variance, option.alone) if ahead else 1.0)
 
         options = [
-            max(self._options(index, local[index], general[index], costs, batch), key=worth)
+            best_of(self._options(index, local[index], general[index], costs, batch), worth)
             for index in range(len(self.members))
         ]
         plain_s, alone_s = self._seconds(-1, 0, 1.0, costs, batch)[1], self._seconds(-1, 0, 1.0, costs, 1)[1]
         plain = Option(-1, 0, 1.0, 1.0, 0.0, plain_s, alone=min(alone_s / plain_s, 1.0))
         return sorted([*options, plain], key=worth, reverse=True)
 
-    def _options(self, index: int, local: Hazards, general: Hazards, costs: LearnedCosts, batch: int) -> list[Option]:
-        """What a member can be asked for."""
+    def _options(
+        self, index: int, local: Hazards, general: Hazards, costs: LearnedCosts, batch: int
+    ) -> Iterator[Option]:
+        """What a member can be asked for, from short to long."""
         # Nodes were counted in rounds of all requests: a seeded one, planned by fixed costs, must not see them.
         depths, known = self.depths[index], {} if costs is self.nominal else self.nodes[index]
         # What several requests show together is drawn towards the general picture as each of them is.
         stands = survival(depths[-1], local, general, weight=8.0 * batch)
         share = coverage(local, general, weight=16.0 * batch)
-        found, tokens, squares, done = [], 1.0, 0.0, 0
+        tokens, squares, done = 1.0, 0.0, 0
         seen = PRIOR_TRIES + (general.tries[0] if general.tries else 0.0)
         for depth in depths:
             for place in range(done, depth):
@@ -269,8 +273,7 @@ class AutoController(Controller):
             draft_s, seconds = self._seconds(index, depth, nodes, costs, batch)
             alone = min(self._seconds(index, depth, nodes, costs, 1)[1] / seconds, 1.0) if batch > 1 else 1.0
             variance = squares - (tokens - 1.0) ** 2
-            found.append(Option(index, depth, tokens, nodes, draft_s, seconds, share, variance, seen, alone))
-        return found
+            yield Option(index, depth, tokens, nodes, draft_s, seconds, share, variance, seen, alone)
 
     def _seconds(self, index: int, depth: int, nodes: float, costs: LearnedCosts, batch: int) -> tuple[float, float]:
         """Of a draft, and of a whole round in which all requests get one."""
@@ -287,6 +290,7 @@ class AutoController(Controller):
         batch: int,
         ahead: Ahead | None = None,
         pads: bool = False,
+        overrun: Callable[[Sequence[Option]], float] = lambda plan: 1.0,
     ) -> list[Option]:
         """The plan with most tokens per second, without the plain decoding at its end."""
         if not costs.known:
@@ -294,12 +298,19 @@ class AutoController(Controller):
         rest_s = partial(costs.rest_s, batch)
 
         def worth(plan: Sequence[Option]) -> float:
-            return rate_of(plan, batch, costs.target_s, rest_s, ahead, pads)
+            return rate_of(plan, batch, costs.target_s, rest_s, ahead, pads) / overrun(plan)
 
         *drafting, plain = sorted(plans_of(ranked), key=len, reverse=True)
         best = max(drafting, key=worth, default=plain)
         # Estimates are noisy, and the best of several is too good.
         return best[:-1] if worth(best) * (1.0 - error_of(best)) > MARGIN * worth(plain) else []
+
+    def _expected_s(self, plan: Sequence[Option], ranked: Sequence[Option], size: int) -> float:
+        """Of a round of a plan that was just made, by what its parts cost, in the costs' own unit."""
+        if not self.costs.known:
+            return 0.0
+        plain = next(option for option in ranked if option.member < 0)
+        return seconds_of([*plan, plain], size, self.costs.target_s, partial(self.costs.rest_s, size), self._pads)
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
@@ -342,9 +353,13 @@ class AutoController(Controller):
             member, depth = asked[0] if len(set(asked)) == 1 else (None, 0)
             # Plans are not made in every round, and are no part of what a draft costs.
             draft_s, total_s = record.draft_s - self._planning_s, record.total_s - self._planning_s
+            usual = self.costs.knows(record)
             self.costs.observe(replace(record, draft_s=draft_s, total_s=total_s), member, depth, len(asked))
         used = {member for member, _ in asked} or {-1}
-        self._batch(record.batch_size).reschedule(used, self._tried, priced, self._free)
+        batch = self._batch(record.batch_size)
+        if priced and usual and self._tried is None and record.batch_size == batch.size:
+            batch.took(total_s / self.costs.speed.value)
+        batch.reschedule(used, self._tried, priced, self._free)
         self._records.clear()
 
     def _who(self, record: StepRecord) -> int:
@@ -370,17 +385,6 @@ class AutoController(Controller):
 def remaining(context: Context) -> int:
     """Tokens that a request may still write."""
     return context.max_length - len(context.tokens) if context.max_length else UNKNOWN
-
-
-def pooled(parts: Sequence[Hazards]) -> Hazards:
-    """What several requests saw together."""
-    whole = Hazards()
-    for part in parts:
-        whole.tries = [a + b for a, b in zip_longest(whole.tries, part.tries, fillvalue=0.0)]
-        whole.hits = [a + b for a, b in zip_longest(whole.hits, part.hits, fillvalue=0.0)]
-        whole.covered += part.covered
-        whole.bare += part.bare
-    return whole
 
 
 def nominal_costs(members: Sequence[Limits]) -> RoundCosts:

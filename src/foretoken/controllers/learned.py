@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from foretoken.controllers.costs import RoundCosts
 from foretoken.types import StepRecord
@@ -18,6 +19,8 @@ SPEED_RATE = 0.25
 """How fast the common factor follows."""
 PRIOR_WEIGHT = 2.0
 """How many sightings the slope that is expected of a curve is worth."""
+LINE_WEIGHT = 2.0
+"""How many sightings of a size the line through all sizes is worth: costs jump where kernels change."""
 SURPRISE = 0.2
 """Rounds off by more than this (natural logarithm) are taken for a change of the machine's speed, mostly."""
 COLD = 0.1
@@ -65,6 +68,11 @@ class Curve:
         known.value *= ratio if ratio < 1 and known.seen < SURE else ratio ** min(2.0 / (known.seen + 1.0), 1.0)
         self._line = None
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether anything of it was seen more than once."""
+        return any(cost.seen >= 1 for cost in self.costs.values())
+
     def warm(self, size: int) -> Cost | None:
         """What was seen of a size, if more than its first time."""
         known = self.costs.get(size)
@@ -79,7 +87,7 @@ class Curve:
         known = self.costs.get(size)
         if known is None:
             return fitted
-        return fitted + (known.value - fitted) * known.seen / (known.seen + 8.0)
+        return fitted + (known.value - fitted) * known.seen / (known.seen + LINE_WEIGHT)
 
     def _fit(self) -> tuple[float, float]:
         """Least squares, the slope drawn towards ``growing``; never falling, and never below what is constant."""
@@ -138,6 +146,10 @@ class LearnedCosts:
         """Whether any target call was seen."""
         return bool(self.target.costs)
 
+    def knows(self, record: StepRecord) -> bool:
+        """Whether calls with so many nodes were seen before, so that kernels for them are there."""
+        return self.target.warm(nodes_of(record)) is not None
+
     def target_s(self, nodes: int) -> float:
         """Cost of a call with that many nodes in all."""
         return self.target.at(bucket(nodes))
@@ -153,16 +165,24 @@ class LearnedCosts:
         return self.rest[near].at(bucket(round(nodes * near / batch))) * batch / near
 
     def draft_s(self, member: int, depth: int, batch: int) -> float | None:
-        """Cost of drafts of a depth for a batch; ``None`` when the member never drafted."""
+        """Cost of drafts of a depth for a batch; ``None`` when the member never drafted.
+
+        For batches of a size that was not seen, or once, they are taken to cost as much more or less than for others
+        as plain calls of the target do.
+        """
         if depth == 0:
             return 0.0
         curve = self.drafts.get((member, bucket(batch)))
-        if curve is None:
-            near = [(abs(other - batch), other) for index, other in self.drafts if index == member]
-            if not near:
-                return None
-            curve = self.drafts[member, min(near)[1]]
-        return curve.at(depth)
+        if curve is not None and curve.is_warm:
+            return curve.at(depth)
+        others = [
+            (not other.is_warm, abs(size - batch), size) for (i, size), other in self.drafts.items() if i == member
+        ]
+        if not others:
+            return None
+        near = min(others)[-1]
+        scale = self.target_s(batch) / self.target_s(near) if self.known else 1.0
+        return self.drafts[member, near].at(depth) * scale
 
     def observe(self, record: StepRecord, member: int | None, depth: int, drafting: int) -> None:
         """Learn from a round in which ``drafting`` requests drafted ``depth`` levels with one member (or ``None``)."""
@@ -170,7 +190,7 @@ class LearnedCosts:
             self._left -= 1
             return
         rest_s = record.total_s - record.target_s - record.draft_s
-        nodes = bucket(record.round_nodes or record.num_nodes)
+        nodes = nodes_of(record)
         seen = [(self.target, nodes, record.target_s)]
         if rest_s > 0:
             seen.append((self.rest.setdefault(bucket(record.batch_size), Curve(growing=0.04)), nodes, rest_s))
@@ -215,6 +235,11 @@ class LearnedCosts:
         if known.seen >= SURE:
             ratio = max(ratio, 1 / worst)
         curve.move(size, ratio ** (trust if trust is not None and known.seen > SURE else 1.0))
+
+
+def nodes_of(record: StepRecord) -> int:
+    """Nodes of a round, as they are told apart."""
+    return bucket(record.round_nodes or record.num_nodes)
 
 
 def bucket(size: int) -> int:
@@ -263,6 +288,17 @@ class Hazards:
         """Tokens of a round in which it was asked, with a guess or in vain."""
         self.covered += tokens * answered
         self.bare += tokens * (not answered)
+
+
+def pooled(parts: Sequence[Hazards]) -> Hazards:
+    """What several requests saw together."""
+    whole = Hazards()
+    for part in parts:
+        whole.tries = [a + b for a, b in zip_longest(whole.tries, part.tries, fillvalue=0.0)]
+        whole.hits = [a + b for a, b in zip_longest(whole.hits, part.hits, fillvalue=0.0)]
+        whole.covered += part.covered
+        whole.bare += part.bare
+    return whole
 
 
 def coverage(local: Hazards, general: Hazards, weight: float = 16.0) -> float:

@@ -16,10 +16,13 @@ Where nobody waits for the places that get free, the batch takes as long as its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foretoken.controllers.ahead import Ahead, Own, batch_rounds
+
+FALLING = 3
+"""Lengths in a row that are worth less after which none is looked at: rates are noisy."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,19 @@ class Option:
         return (max(self.variance, 0.0) / self.seen) ** 0.5 / self.tokens
 
 
+def best_of(options: Iterator[Option], worth: Callable[[Option], float]) -> Option:
+    """The option worth most.  Longer and longer drafts pay more up to a length, then less: once ``FALLING`` in a row
+    were not worth more than the best one, no further is looked at."""
+    best = next(options)
+    most, fallen = worth(best), 0
+    for option in options:
+        if (value := worth(option)) > most:
+            best, most, fallen = option, value, 0
+        elif (fallen := fallen + 1) >= FALLING:
+            break
+    return best
+
+
 def plans_of(ranked: Sequence[Option]) -> list[list[Option]]:
     """Plans worth weighing: the best options down to some place, and each option alone; all end in plain decoding.
 
@@ -92,26 +108,38 @@ def rate_of(
         pads: whether the target runs as many nodes for every request as for the one with most.
     """
     tokens, parts = rounds_of(plan)
-    nodes = max(1, round(batch * sum(part * option.nodes for part, option in zip(parts, plan, strict=True))))
-    seconds, reached, squares, alone = rest_s(nodes), 1.0, 0.0, 0.0
-    for part, option in zip(parts, plan, strict=True):
-        seconds += option.draft_s * (1.0 - (1.0 - min(reached, 1.0)) ** batch)
-        reached = max(0.0, reached - part)
-        squares += part * (option.variance + option.tokens**2)
-        alone += part * option.alone
-    if pads:
-        none = 1.0  # chance that no request has more nodes
-        for part, option in sorted(zip(parts, plan, strict=True), key=lambda pair: -pair[1].nodes):
-            fewer = max(0.0, none - part)
-            seconds += (none**batch - fewer**batch) * target_s(max(1, round(batch * option.nodes)))
-            none = fewer
-    else:
-        seconds += target_s(nodes)
+    seconds = seconds_of(plan, batch, target_s, rest_s, pads)
+    squares = sum(part * (option.variance + option.tokens**2) for part, option in zip(parts, plan, strict=True))
+    alone = sum(part * option.alone for part, option in zip(parts, plan, strict=True))
     if ahead is None or ahead.mean <= 0:
         return tokens / seconds
     luck = (max(squares - tokens**2, 0.0) * ahead.mean / tokens) ** 0.5 / tokens
     rounds = rounds_left(plan, ahead) if ahead.own else [left / tokens for left in ahead.left]
     return ahead.mean / (seconds * batch_rounds(rounds, luck, alone))
+
+
+def seconds_of(
+    plan: Sequence[Option],
+    batch: int,
+    target_s: Callable[[int], float],
+    rest_s: Callable[[int], float],
+    pads: bool = False,
+) -> float:
+    """Seconds of a round of a plan, on average; arguments as for :func:`rate_of`."""
+    _, parts = rounds_of(plan)
+    nodes = max(1, round(batch * sum(part * option.nodes for part, option in zip(parts, plan, strict=True))))
+    seconds, reached = rest_s(nodes), 1.0
+    for part, option in zip(parts, plan, strict=True):
+        seconds += option.draft_s * (1.0 - (1.0 - min(reached, 1.0)) ** batch)
+        reached = max(0.0, reached - part)
+    if not pads:
+        return seconds + target_s(nodes)
+    none = 1.0  # chance that no request has more nodes
+    for part, option in sorted(zip(parts, plan, strict=True), key=lambda pair: -pair[1].nodes):
+        fewer = max(0.0, none - part)
+        seconds += (none**batch - fewer**batch) * target_s(max(1, round(batch * option.nodes)))
+        none = fewer
+    return seconds
 
 
 def rounds_of(plan: Sequence[Option]) -> tuple[float, list[float]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.controllers.learned import Hazards
+from foretoken.controllers.learned import USUAL, Cost, Hazards
 from foretoken.controllers.plans import Option
 
 REPLAN, LONGEST, LONGEST_PLAIN = 4, 16, 64
@@ -18,6 +18,11 @@ HOPELESS = 0.5
 """What does not reach this part of the best one's rate after ``PROBED`` of them gets no more: by then it is warm."""
 PROBED, LONG = 5, 4
 """At the beginning a model drafts one token for so many rounds, then so many tokens for as many rounds."""
+SPENT, LATER_TRIALS = 0.3, 4
+"""What a later trial may lose, in rounds: the closer a choice is to the best one, the longer it is tried.  Prices of a few
+rounds are off by some hundredths, as much as often decides.  And the most rounds that it gets."""
+OVERRUN_PRIOR, OVERRUN_KEPT = 4.0, 40.0
+"""Rounds of a plan that it takes to believe half of what they took over what was expected, and how many count."""
 FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
 """Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, up to a length
 that is shorter for drafters that run no model, in rounds per request."""
@@ -42,16 +47,18 @@ class State:
 
 @dataclass
 class Trial:
-    """When a choice that is not in use is tried again, and how many rounds it then gets."""
+    """When a choice that is not in use is tried again, how many rounds it then gets (``left``), and in how many of the
+    first ones its length is given (``probing``)."""
 
     due: int
     gap: int = FIRST_GAP
     left: int = FIRST_TRIALS
+    probing: int = 2 * PROBED
 
     def length(self, best: int) -> int:
         """Tokens that a model is to draft: what others cost lies on a line through the first two lengths; afterwards
         what is taken to be best."""
-        return 1 if self.left > FIRST_TRIALS - PROBED else LONG if self.left > FIRST_TRIALS - 2 * PROBED else best
+        return best if self.probing <= 0 else LONG if self.probing <= PROBED else 1
 
 
 @dataclass
@@ -64,6 +71,8 @@ class Batch:
         ranked: the options as they were last weighed, and ``plan``, those in use.
         round: of those of such batches, the present one.
         until: the one in which options are weighed again, ``kept`` rounds after the last time.
+        expected_s: what a round of the plan is to take when there are ``size`` requests, by what its parts cost.
+        overruns: what rounds of plans took over what was expected of them, by the members that they ask.
     """
 
     trials: dict[int, Trial]
@@ -73,6 +82,22 @@ class Batch:
     round: int = -1
     until: int = 0
     kept: int = REPLAN
+    expected_s: float = 0.0
+    overruns: dict[tuple[int, ...], Cost] = field(default_factory=dict)
+
+    def overrun(self, plan: Sequence[Option]) -> float:
+        """How many times longer rounds of a plan take than its parts say: requests that draft unlike numbers of
+        tokens take longer together."""
+        known = self.overruns.get(tuple(option.member for option in plan if option.member >= 0))
+        return max(known.value, 1.0) if known else 1.0
+
+    def took(self, seconds: float) -> None:
+        """A round of the plan took so long."""
+        if not self.plan or self.expected_s <= 0:
+            return
+        known = self.overruns.setdefault(tuple(option.member for option in self.plan), Cost(1.0, OVERRUN_PRIOR))
+        known.seen = min(known.seen + 1, OVERRUN_KEPT)
+        known.value += (min(seconds / self.expected_s, USUAL) - known.value) / known.seen
 
     def follow(self, plan: list[Option], most: int) -> None:
         """From now on; the longer, the longer nothing has changed, but not over ``most`` rounds."""
@@ -106,13 +131,26 @@ class Batch:
                 trial.due = self.round + trial.gap
         if tried is None or tried not in used:
             return
-        self.until = self.round  # there is something to think about
         trial = self.trials[tried]
-        trial.left -= counts or tried in free
-        rate = next(option.rate for option in self.ranked if option.member == tried)
-        close = rate > CLOSE * self.ranked[0].rate
-        hopeless = trial.left <= FIRST_TRIALS - PROBED and rate < HOPELESS * self.ranked[0].rate
-        if trial.left <= 0 or hopeless:
-            trial.due, trial.left = self.round + trial.gap, 2 if close else 1
+        told = counts or tried in free
+        trial.left, trial.probing = trial.left - told, trial.probing - told
+        if trial.left % REPLAN == 0:
+            self.until = self.round  # there is something to think about
+        reached = next(option.rate for option in self.ranked if option.member == tried) / self.ranked[0].rate
+        if trial.probing <= 0:  # the longer it lasts, the better it is known what it loses
+            trial.left = min(trial.left, rounds_of_trial(reached, tried in free))
+        if trial.left <= 0 or (trial.probing <= PROBED and reached < HOPELESS):
+            self.until = self.round
+            close = reached > CLOSE
             longest = min(LAST_FREE_GAP * self.size, LAST_GAP) if tried in free else LAST_GAP
-            trial.gap = min(trial.gap * (2 if close else 4), longest)
+            trial.due, trial.gap = self.round + trial.gap, min(trial.gap * (2 if close else 4), longest)
+            trial.left, trial.probing = rounds_of_trial(reached, tried in free), 0
+
+
+def rounds_of_trial(reached: float, free: bool) -> int:
+    """How many rounds a later trial gets of a choice that reaches so much of the best one's rate.
+
+    Few where the choice is ``free``: what it drafts is not its price, but whether one of the requests repeats itself.
+    """
+    most = 2 if free else LATER_TRIALS
+    return min(max(int(SPENT / max(1.0 - reached, 1e-9)), 1), most)

@@ -151,19 +151,24 @@ class RouterDrafter(GroupDrafter):
 
         A budget that names a member gets this one's guess, or that of the budget's alternative.
         """
-        trees = [TokenTree.root_only(context.root) for context in contexts]
         orders = [self._order(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+        trees: list[TokenTree | None] = [None] * len(contexts)
         waiting = list(range(len(contexts)))
         for place in range(max(map(len, orders))):
-            waiting = [i for i in waiting if place < len(orders[i])]
-            for index, member in enumerate(self.drafters):
-                asked = [i for i in waiting if orders[i][place][0] == index]
-                found = ask(member, [contexts[i] for i in asked], [orders[i][place][1] for i in asked])
-                for i, tree in zip(asked, found, strict=True):
+            asked: dict[int, list[int]] = {}
+            for i in waiting:
+                if place < len(orders[i]):
+                    asked.setdefault(orders[i][place][0], []).append(i)
+            waiting = []
+            for index in sorted(asked):
+                some = asked[index]
+                found = ask(self.drafters[index], [contexts[i] for i in some], [orders[i][place][1] for i in some])
+                for i, tree in zip(some, found, strict=True):
                     if len(tree) > 1:
-                        waiting.remove(i)
                         trees[i] = self._owned(contexts[i], index, tree)
-        return trees
+                    else:
+                        waiting.append(i)
+        return [tree or TokenTree.root_only(context.root) for tree, context in zip(trees, contexts, strict=True)]
 
     def _order(self, context: Context, budget: Budget) -> list[tuple[int, Budget]]:
         """The members to ask, the first one first, each with its budget."""

@@ -269,20 +269,19 @@ class Engine:
         return emissions
 
     def _propose(self, runs: Sequence[Running]) -> list[TokenTree]:
-        trees = [TokenTree.root_only(run.context.root) for run in runs]
-        if self.drafter is None or self.controller is None:
-            return trees
-        chosen, budgets = [], []
-        for i, (run, wanted) in enumerate(zip(runs, self.controller.budgets([r.context for r in runs]), strict=True)):
-            budget = self._fit(run, wanted) if wanted.max_depth > 0 else wanted
-            if budget.max_depth > 0 and budget.max_nodes > 0:
-                chosen.append(i)
-                budgets.append(budget)
-        if chosen:
-            proposed = self.drafter.propose_batch([runs[i].context for i in chosen], budgets)
+        trees: list[TokenTree | None] = [None] * len(runs)
+        if self.drafter is not None and self.controller is not None:
+            chosen, budgets = [], []
+            wanted = self.controller.budgets([run.context for run in runs])
+            for i, (run, budget) in enumerate(zip(runs, wanted, strict=True)):
+                budget = self._fit(run, budget) if budget.max_depth > 0 else budget
+                if budget.max_depth > 0 and budget.max_nodes > 0:
+                    chosen.append(i)
+                    budgets.append(budget)
+            proposed = self.drafter.propose_batch([runs[i].context for i in chosen], budgets) if chosen else []
             for i, tree, budget in zip(chosen, proposed, budgets, strict=True):
                 trees[i] = truncate(tree, budget.deepest)
-        return trees
+        return [tree or TokenTree.root_only(run.context.root) for tree, run in zip(trees, runs, strict=True)]
 
     def _fit(self, run: Running, budget: Budget) -> Budget:
         """Never draft past the room that is left: one token of every round is the target's own."""
