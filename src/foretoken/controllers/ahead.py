@@ -25,8 +25,8 @@ from foretoken.controllers.learned import Hazards, coverage, survival
 OWN = 40.0
 """How many drafts of a request it takes to believe half of how unlike others it seems."""
 OWN_TEXT = 160.0
-"""How many tokens of it, where it is about the share that there are guesses for: what repeats comes in long stretches, so
-that many tokens are few stretches."""
+"""How many tokens of it, where it is about the share that there are guesses for: what repeats comes in long stretches,
+so that many tokens are few stretches."""
 
 
 @dataclass(frozen=True)

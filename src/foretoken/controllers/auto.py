@@ -34,8 +34,10 @@ CAUGHT_UP = 2
 """Such tokens with which the time that it takes is still a usual one."""
 PADDING = 24
 """Rows of padding in a round from which on it can be told whether the target leaves padding out."""
-MARGIN = 1.01
-"""What drafting must promise over plain decoding, besides a standard error."""
+MARGIN = 1.0
+"""What drafting must promise over plain decoding, besides a standard error of its tokens."""
+ALWAYS = 0.97
+"""Share of the text from which on a drafter has always guesses: its rounds are all alike, and their cost is known."""
 PRIOR_TRIES = 2.0
 """How many drafts the first guess about acceptance is worth."""
 SPARE, MANY = 4, 4
@@ -277,7 +279,7 @@ class AutoController(Controller):
 
     def _seconds(self, index: int, depth: int, nodes: float, costs: LearnedCosts, batch: int) -> tuple[float, float]:
         """Of a draft, and of a whole round in which all requests get one."""
-        target_s = costs.target_s(round(batch * nodes)) if costs.known else 1.0
+        target_s = costs.target_s(round(batch * nodes), batch) if costs.known else 1.0
         draft_s = costs.draft_s(index, depth, batch)
         if draft_s is None:  # by its size, while nothing was measured
             draft_s = self.members[index].relative_cost * depth * target_s
@@ -295,10 +297,10 @@ class AutoController(Controller):
         """The plan with most tokens per second, without the plain decoding at its end."""
         if not costs.known:
             return [option for option in ranked if option.member >= 0]
-        rest_s = partial(costs.rest_s, batch)
+        target_s, rest_s = partial(costs.target_s, batch=batch), partial(costs.rest_s, batch)
 
         def worth(plan: Sequence[Option]) -> float:
-            return rate_of(plan, batch, costs.target_s, rest_s, ahead, pads) / overrun(plan)
+            return rate_of(plan, batch, target_s, rest_s, ahead, pads) / overrun(plan)
 
         *drafting, plain = sorted(plans_of(ranked), key=len, reverse=True)
         best = max(drafting, key=worth, default=plain)
@@ -309,8 +311,11 @@ class AutoController(Controller):
         """Of a round of a plan that was just made, by what its parts cost, in the costs' own unit."""
         if not self.costs.known:
             return 0.0
+        if all(option.share > ALWAYS for option in plan):
+            return 0.0
         plain = next(option for option in ranked if option.member < 0)
-        return seconds_of([*plan, plain], size, self.costs.target_s, partial(self.costs.rest_s, size), self._pads)
+        target_s, rest_s = partial(self.costs.target_s, batch=size), partial(self.costs.rest_s, size)
+        return seconds_of([*plan, plain], size, target_s, rest_s, self._pads)
 
     # -- learning ----------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,10 @@ SPEED_RATE = 0.25
 """How fast the common factor follows."""
 PRIOR_WEIGHT = 2.0
 """How many sightings the slope that is expected of a curve is worth."""
-LINE_WEIGHT = 2.0
+LINE_WEIGHT = 4.0
 """How many sightings of a size the line through all sizes is worth: costs jump where kernels change."""
+ENOUGH = 12
+"""Target calls for so many requests, of whatever size, from which on they are no longer taken to cost as others do."""
 SURPRISE = 0.2
 """Rounds off by more than this (natural logarithm) are taken for a change of the machine's speed, mostly."""
 COLD = 0.1
@@ -49,21 +51,26 @@ class Curve:
 
     Attributes:
         growing: share of the cost of size 1 that is taken to grow with the size as long as little was seen.
+        costs: what was seen, by size.
+        sightings: how often anything was.
     """
 
     growing: float
     costs: dict[int, Cost] = field(default_factory=dict)
+    sightings: float = 0.0
     _line: tuple[float, float] | None = None
 
     def put(self, size: int, cost: Cost) -> None:
         """Set the cost of a size."""
         self.costs[size] = cost
+        self.sightings += cost.seen
         self._line = None
 
     def move(self, size: int, ratio: float) -> None:
         """A size was seen again, at ``ratio`` times what was known."""
         known = self.costs[size]
         known.seen = min(known.seen + 1, 1 / COST_RATE)
+        self.sightings += 1
         # What is cold, or interrupted, is dearer than what is usual, never cheaper.
         known.value *= ratio if ratio < 1 and known.seen < SURE else ratio ** min(2.0 / (known.seen + 1.0), 1.0)
         self._line = None
@@ -118,6 +125,7 @@ class LearnedCosts:
     def __init__(self, specs: Sequence[str], start: RoundCosts | None = None, free: Collection[int] = ()) -> None:
         self.speed = Cost(1.0, 0.0)
         self.target = Curve(growing=0.015)
+        self.calls: dict[int, Curve] = {}  # of the target, by requests
         self.drafts: dict[tuple[int, int], Curve] = {}
         self.rest: dict[int, Curve] = {}
         self._free = free
@@ -150,9 +158,10 @@ class LearnedCosts:
         """Whether calls with so many nodes were seen before, so that kernels for them are there."""
         return self.target.warm(nodes_of(record)) is not None
 
-    def target_s(self, nodes: int) -> float:
-        """Cost of a call with that many nodes in all."""
-        return self.target.at(bucket(nodes))
+    def target_s(self, nodes: int, batch: int = 0) -> float:
+        """Cost of a call with that many nodes in all, for that many requests: each has a text of its own to read."""
+        own = self.calls.get(bucket(batch))
+        return (own if own is not None and own.sightings >= ENOUGH else self.target).at(bucket(nodes))
 
     def rest_s(self, batch: int, nodes: int) -> float:
         """Cost of all that is neither drafting nor the target's call: it grows with requests and with their nodes."""
@@ -181,7 +190,7 @@ class LearnedCosts:
         if not others:
             return None
         near = min(others)[-1]
-        scale = self.target_s(batch) / self.target_s(near) if self.known else 1.0
+        scale = self.target_s(batch, batch) / self.target_s(near, near) if self.known else 1.0
         return self.drafts[member, near].at(depth) * scale
 
     def observe(self, record: StepRecord, member: int | None, depth: int, drafting: int) -> None:
@@ -200,7 +209,8 @@ class LearnedCosts:
         kind = (member, record.round_nodes > record.batch_size)
         trust = self._pace(seen, kind == self._kind)
         self._kind = kind
-        for curve, size, seconds in seen:
+        own = self.calls.setdefault(bucket(record.batch_size), Curve(growing=0.015))
+        for curve, size, seconds in [*seen, (own, nodes, record.target_s)]:
             if seconds > 0:
                 self._learn(curve, size, seconds, trust)
 

@@ -19,8 +19,8 @@ HOPELESS = 0.5
 PROBED, LONG = 5, 4
 """At the beginning a model drafts one token for so many rounds, then so many tokens for as many rounds."""
 SPENT, LATER_TRIALS = 0.3, 4
-"""What a later trial may lose, in rounds: the closer a choice is to the best one, the longer it is tried.  Prices of a few
-rounds are off by some hundredths, as much as often decides.  And the most rounds that it gets."""
+"""What a later trial may lose, in rounds, and the most rounds that it gets: the closer a choice is to the best one, the
+longer it is tried, as prices of a few rounds are off by some hundredths, as much as often decides."""
 OVERRUN_PRIOR, OVERRUN_KEPT = 4.0, 40.0
 """Rounds of a plan that it takes to believe half of what they took over what was expected, and how many count."""
 FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
