@@ -190,8 +190,8 @@ def test_auto_falls_back_and_comes_back() -> None:
     assert late >= 0.97 * World([Member(0.03, 0.0)]).play(Fixed(0, 0), contexts(1), 300)
     good.rounds = bad.rounds
     good.play(controller, contexts(1, start=1), 300)
-    again = good.play(controller, contexts(1, start=2), 100)
-    assert again >= 0.9 * best_fixed(lambda: World([Member(0.03, 0.8)]), 1)
+    again = good.play(controller, contexts(1, start=2), 600)
+    assert again >= 0.9 * best_fixed(lambda: World([Member(0.03, 0.8)]), 1, rounds=3000)
 
 
 def test_auto_is_not_misled_by_a_machine_that_changes_speed() -> None:
@@ -661,6 +661,19 @@ def test_hazards_by_hand() -> None:
     first = (2 + 2 * 0.6) / (2 + 2)
     second = (1 + 4 * first) / (2 + 4)
     assert survival(2, Hazards(), hazards) == pytest.approx([first, first * second])
+
+
+def test_calls_for_many_requests_have_a_price_of_their_own() -> None:
+    """Eight nodes of eight requests cost more than eight of one, as eight texts are read; at first nobody knows."""
+    costs = LearnedCosts(["d"])
+    for round_ in range(60):
+        batch, target_s = ((1, 1.0), (8, 2.0))[round_ % 2 if round_ < 50 else 1]
+        record = StepRecord(0, 8 // batch, 0, 0, batch, 0.0, target_s, 0.0, target_s + 0.1, round_, 8)
+        costs.observe(record, None, 0, 0)
+        if round_ == 12:
+            assert costs.target_s(8, 1) == costs.target_s(8, 8) == costs.target_s(8)
+    assert costs.target_s(8, 8) / costs.target_s(8, 1) == pytest.approx(2.0, rel=0.1)
+    assert costs.target_s(8, 3) == costs.target_s(8)
 
 
 def test_drafts_for_batches_that_were_not_seen_cost_as_much_more_as_plain_calls_do() -> None:

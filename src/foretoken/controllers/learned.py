@@ -200,7 +200,9 @@ class LearnedCosts:
             return
         rest_s = record.total_s - record.target_s - record.draft_s
         nodes = nodes_of(record)
-        seen = [(self.target, nodes, record.target_s)]
+        own = self.calls.setdefault(bucket(record.batch_size), Curve(growing=0.015))
+        known, other = (own, self.target) if own.warm(nodes) else (self.target, own)
+        seen = [(known, nodes, record.target_s)]
         if rest_s > 0:
             seen.append((self.rest.setdefault(bucket(record.batch_size), Curve(growing=0.04)), nodes, rest_s))
         if member is not None and depth > 0:
@@ -209,8 +211,7 @@ class LearnedCosts:
         kind = (member, record.round_nodes > record.batch_size)
         trust = self._pace(seen, kind == self._kind)
         self._kind = kind
-        own = self.calls.setdefault(bucket(record.batch_size), Curve(growing=0.015))
-        for curve, size, seconds in [*seen, (own, nodes, record.target_s)]:
+        for curve, size, seconds in [*seen, (other, nodes, record.target_s)]:
             if seconds > 0:
                 self._learn(curve, size, seconds, trust)
 
