@@ -34,8 +34,6 @@ CAUGHT_UP = 2
 """Such tokens with which the time that it takes is still a usual one."""
 PADDING = 24
 """Rows of padding in a round from which on it can be told whether the target leaves padding out."""
-MARGIN = 1.0
-"""What drafting must promise over plain decoding, besides a standard error of its tokens."""
 ALWAYS = 0.97
 """Share of the text from which on a drafter has always guesses: its rounds are all alike, and their cost is known."""
 PRIOR_TRIES = 2.0
@@ -305,7 +303,7 @@ class AutoController(Controller):
         *drafting, plain = sorted(plans_of(ranked), key=len, reverse=True)
         best = max(drafting, key=worth, default=plain)
         # Estimates are noisy, and the best of several is too good.
-        return best[:-1] if worth(best) * (1.0 - error_of(best)) > MARGIN * worth(plain) else []
+        return best[:-1] if worth(best) * (1.0 - error_of(best)) > worth(plain) else []
 
     def _expected_s(self, plan: Sequence[Option], ranked: Sequence[Option], size: int) -> float:
         """Of a round of a plan that was just made, by what its parts cost, in the costs' own unit."""
