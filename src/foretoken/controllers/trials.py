@@ -100,8 +100,8 @@ class Batch:
         known.value += (min(seconds / self.expected_s, USUAL) - known.value) / known.seen
 
     def follow(self, plan: list[Option], most: int) -> None:
-        """From now on; the longer, the longer the same are asked, but not over ``most`` rounds."""
-        same = [option.member for option in plan] == [option.member for option in self.plan]
+        """From now on; the longer, the longer nothing has changed, but not over ``most`` rounds."""
+        same = [(option.member, option.depth) for option in plan] == [(o.member, o.depth) for o in self.plan]
         self.kept = min(2 * self.kept, LONGEST if plan else LONGEST_PLAIN) if same else REPLAN
         self.plan, self.until = plan, self.round + min(self.kept, most)
 
