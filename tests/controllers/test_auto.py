@@ -395,7 +395,6 @@ def test_a_price_that_was_too_high_at_first_is_found_out(monkeypatch: pytest.Mon
     found = [share_of_drafts(seed) for seed in range(8)]
     monkeypatch.setattr("foretoken.controllers.trials.rounds_of_trial", lambda reached, free: 1)
     short = [share_of_drafts(seed) for seed in range(8)]
-    print(found, short)
     assert sum(found) > sum(short)
 
 
