@@ -307,10 +307,8 @@ class AutoController(Controller):
 
     def _expected_s(self, plan: Sequence[Option], ranked: Sequence[Option], size: int) -> float:
         """Of a round of a plan that was just made, by what its parts cost, in the costs' own unit."""
-        if not self.costs.known:
-            return 0.0
-        if all(option.share > ALWAYS for option in plan):
-            return 0.0
+        if not self.costs.known or all(option.share > ALWAYS for option in plan):
+            return 0.0  # nothing to be learned from
         plain = next(option for option in ranked if option.member < 0)
         target_s, rest_s = partial(self.costs.target_s, batch=size), partial(self.costs.rest_s, size)
         return seconds_of([*plan, plain], size, target_s, rest_s, self._pads)
