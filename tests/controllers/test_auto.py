@@ -6,6 +6,7 @@ shown to the controller as the engine would show them.  Seconds are the world's 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -13,12 +14,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from foretoken.controllers.ahead import Ahead, Own
-from foretoken.controllers.auto import AutoController
+from foretoken.controllers.auto import AutoController, age_of
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.goodput import GoodputController
-from foretoken.controllers.learned import Cost, Curve, Hazards, LearnedCosts, bucket, coverage, survival
+from foretoken.controllers.learned import Cost, Curve, Hazards, LearnedCosts, at_age, bucket, coverage, survival
 from foretoken.controllers.plans import Option, best_of, error_of, plans_of, rate_of, rounds_left, rounds_of
 from foretoken.controllers.trials import Batch, rounds_of_trial
 from foretoken.sampling import Sampler, SamplingParams
@@ -400,18 +401,15 @@ def test_a_price_that_was_too_high_at_first_is_found_out(monkeypatch: pytest.Mon
 
 def test_what_plans_take_over_what_is_expected_by_hand() -> None:
     """Four rounds' worth of doubt, pauses count half as much again, and nothing is cheaper than its parts."""
-    batch = Batch({}, plan=[COPY], expected_s=0.1)
-    batch.took(0.15)
+    batch = Batch({}, plan=[COPY])
+    batch.took(0.15, 0.1)
     assert batch.overrun([COPY, PLAIN]) == pytest.approx(1.0 + 0.5 / 5)
-    batch.took(9.0)
+    batch.took(9.0, 0.1)
     assert batch.overrun([COPY, PLAIN]) == pytest.approx(1.1 + 0.4 / 6)
     assert batch.overrun([MODEL, PLAIN]) == batch.overrun([COPY, MODEL, PLAIN]) == batch.overrun([PLAIN]) == 1.0
     for _ in range(200):
-        batch.took(0.08)
+        batch.took(0.08, 0.1)
     assert batch.overrun([COPY, PLAIN]) == 1.0
-    batch.plan = []
-    batch.took(0.15)
-    assert set(batch.overruns) == {(1,)}
 
 
 @pytest.mark.parametrize(("overrun", "drafts"), [(1.0, True), (3.0, False)])
@@ -589,6 +587,67 @@ def test_one_slow_round_is_no_price() -> None:
     assert learned.draft_s(0, 1, 1) == pytest.approx(0.2, rel=0.1)
 
 
+@pytest.mark.parametrize("pauses", [0.0, 0.03, 0.1])
+def test_pauses_do_not_make_what_is_not_in_use_dearer(pauses: float) -> None:
+    """A pause makes a round longer, nothing makes one as much shorter: were speed and costs to learn of it unlike,
+    speed would rise and the cost of what is in use fall round by round, and all other costs would look ever higher."""
+    found = []
+    for seed in range(8):
+        rng, learned = random.Random(seed), LearnedCosts(["model"])
+        for round_ in range(500):
+            nodes = 16 if round_ < 100 and round_ // 6 % 2 else 8
+            seconds = (1.0 + nodes / 40) * rng.lognormvariate(0.0, 0.05)
+            seconds *= 1.0 + (rng.expovariate(1.0) if rng.random() < pauses else 0.0)
+            learned.observe(StepRecord(0, 1, 0, 0, 8, 0.0, seconds, 0.0, seconds, round_, nodes), None, 0, 0)
+        found.append(learned.target_s(16, 8) / learned.target_s(8, 8))
+    assert sum(found) / len(found) == pytest.approx(1.4 / 1.2, rel=0.07)
+
+
+def test_a_machine_that_got_slower_made_nothing_dearer() -> None:
+    learned = LearnedCosts(["model"])
+    for round_ in range(160):
+        nodes = 16 if round_ < 60 and round_ // 6 % 2 else 8
+        seconds = (1.0 + nodes / 40) * (2.0 if round_ >= 80 else 1.0)
+        learned.observe(StepRecord(0, 1, 0, 0, 8, 0.0, seconds, 0.0, seconds, round_, nodes), None, 0, 0)
+    assert learned.speed.value * learned.target_s(8, 8) == pytest.approx(2.4, rel=0.03)
+    assert learned.target_s(16, 8) / learned.target_s(8, 8) == pytest.approx(1.4 / 1.2, rel=0.06)
+
+
+def test_what_was_not_seen_for_long_is_worth_a_look() -> None:
+    """The price of a size goes back to what the line through the others says, and a little below it."""
+    plain, hopeful = Curve(growing=0.1), Curve(growing=0.1, hope=0.1)
+    for curve in (plain, hopeful):
+        for size in (1, 5, 9):
+            curve.put(size, Cost(1.0 + 0.1 * size + (size == 9), 20.0))
+        assert curve.at(9) > 2.5
+        for _ in range(300):
+            for size in (1, 5):
+                curve.move(size, 1.0)
+    assert plain.at(9) == pytest.approx(1.9, rel=0.03)
+    assert hopeful.at(9) == pytest.approx(0.9 * plain.at(9), rel=0.02)
+    assert hopeful.at(5) == pytest.approx(plain.at(5), rel=0.01)
+
+
+def test_lengths_that_were_dear_once_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight tokens pay most, but while lengths were first tried every node took ten times as long."""
+
+    def length(seed: int) -> int:
+        drafter = [Member(0.0005, 0.8)]
+        busy, world = (World(drafter, call_s=0.1, node_s=node_s, seed=seed) for node_s in (0.006, 0.0006))
+        controller = AutoController()
+        controller.attach(world.limits)
+        busy.play(controller, contexts(8), 24)
+        world.rounds = busy.rounds
+        world.play(controller, contexts(8, start=8), 400)
+        return controller.batches[(8).bit_length()].plan[0].depth
+
+    found = [length(seed) for seed in range(8)]
+    monkeypatch.setattr("foretoken.controllers.auto.HOPE", 0.0)
+    monkeypatch.setattr("foretoken.controllers.learned.AGED", math.inf)
+    stuck = [length(seed) for seed in range(8)]
+    assert sum(found) > 1.3 * sum(stuck)
+
+
 @pytest.mark.parametrize("cold", [1, 3])
 def test_the_first_calls_of_a_size_are_no_price(cold: int) -> None:
     """Kernels are made for it: neither its price nor the machine's speed is told by them, nor other sizes' prices."""
@@ -601,6 +660,75 @@ def test_the_first_calls_of_a_size_are_no_price(cold: int) -> None:
             assert learned.target_s(9) / learned.target_s(1) < 2.0
     assert learned.target_s(9) / learned.target_s(1) == pytest.approx(1.18 / 1.02, rel=0.08)
     assert learned.speed.value * learned.target_s(1) == pytest.approx(1.02, rel=0.05)
+
+
+def test_old_tries_count_less_by_hand() -> None:
+    hazards = Hazards()
+    hazards.add(2, 1)
+    hazards.write(True, 2)
+    hazards.fade(0.5)
+    hazards.add(1, 1)
+    hazards.write(False, 1)
+    assert hazards.in_rounds() == ([1.5, 0.5], [1.5, 0.0], 1.0, 1.0)
+    assert survival(2, hazards, Hazards(), weight=0.0) == pytest.approx([1.0, 0.0])
+    for _ in range(60):
+        hazards.fade(0.5)
+        hazards.add(1, 1)
+    assert hazards.unit < 1e7 and hazards.in_rounds()[0][0] == pytest.approx(2.0)
+
+
+def test_the_share_of_guesses_at_an_age_by_hand() -> None:
+    """Sixteen tokens' worth of what is usual beside 48 tokens that tell of this age."""
+    general, alike = Hazards([10.0], [5.0], 74.0, 25.0), Hazards(covered=12.0, bare=36.0)
+    found = at_age(general, alike)
+    assert found.tries == general.tries and found.hits == general.hits
+    assert coverage(Hazards(), found) == pytest.approx((12.0 + 16.0 * 0.75) / 64.0)
+    assert coverage(Hazards(), at_age(general, Hazards())) == pytest.approx(coverage(Hazards(), general))
+    assert [age_of(tokens) for tokens in (-1, 0, 1, 3, 4, 63, 64)] == [0, 0, 1, 2, 3, 6, 7]
+
+
+def test_guesses_that_come_late_are_not_expected_at_once() -> None:
+    """A drafter that has a guess for nothing of the first 16 tokens and for everything behind them."""
+    limits = Limits("router", 4, 64, members=(Limits("late", 4, 4), Limits("never", 4, 4)))
+    controller = AutoController()
+    controller.attach(limits)
+    for number in range(12):
+        (request,) = contexts(1, start=number)
+        while len(request.tokens) < 64:
+            budget: Budget | None = controller.budgets([request])[0]
+            controller._planning_s = 0.0
+            while budget is not None and (budget.member != 0 or len(request.tokens) <= 16):
+                budget = budget.otherwise
+            depth = budget.max_depth if budget is not None else 0
+            request.tokens.extend([0] * (1 + depth))
+            record = StepRecord(
+                number, 1 + depth, depth, depth, 1, 0.01, 1.0, 0.0, 1.02, len(request.tokens), 1 + depth,
+                0 if depth else -1, depth,
+            )  # fmt: skip
+            controller.observe(request, record)
+        controller.finish(request)
+    (new,), (old,) = contexts(1, start=90), contexts(1, start=91)
+    old.tokens.extend([0] * 40)
+    young, late = (coverage(Hazards(), controller._general([request])[0]) for request in (new, old))
+    assert young < 0.5 < 0.9 < late
+
+
+def test_drafts_that_the_end_of_a_request_cut_short_are_not_counted_as_usual() -> None:
+    world = World([Member(0.02, 0.9)])
+    controller = AutoController()
+    controller.attach(world.limits)
+    (request,) = contexts(1)
+    world.play(controller, [request], 40)
+    before = dict(controller.nodes[0])
+    (ending,) = contexts(1, start=1)
+    controller.budgets([ending])
+    state = controller.state(ending)
+    state.plan = [replace(controller.batches[1].ranked[0], member=0, depth=8)]
+    ending.max_length = len(ending.tokens) + 2
+    ending.tokens.extend([0] * 2)
+    controller.observe(ending, StepRecord(1, 2, 1, 1, 1, 0.02, 0.1, 0.0, 0.13, 99, 2, 0, 1))
+    controller.finish(ending)
+    assert controller.nodes[0] == before
 
 
 def test_what_planning_takes_is_no_part_of_a_draft() -> None:

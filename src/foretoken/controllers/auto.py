@@ -15,8 +15,8 @@ from time import perf_counter
 from foretoken.controllers.ahead import Ahead, own_of
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.controllers.learned import Hazards, LearnedCosts, coverage, pooled, survival
-from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans_of, rate_of, seconds_of
+from foretoken.controllers.learned import Hazards, LearnedCosts, at_age, coverage, pooled, survival
+from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans_of, rate_of
 from foretoken.controllers.trials import FIRST_GAP, FIRST_TRIALS, LONGEST_PLAIN, PROBED, REPLAN, Batch, State, Trial
 from foretoken.types import Budget, Context, Limits, StepRecord
 
@@ -36,6 +36,8 @@ PADDING = 24
 """Rows of padding in a round from which on it can be told whether the target leaves padding out."""
 ALWAYS = 0.97
 """Share of the text from which on a drafter has always guesses: its rounds are all alike, and their cost is known."""
+HOPE = 0.08
+"""How much cheaper target calls and drafts of a size that was never seen are taken to be than others let expect."""
 PRIOR_TRIES = 2.0
 """How many drafts the first guess about acceptance is worth."""
 SPARE, MANY = 4, 4
@@ -92,10 +94,11 @@ class AutoController(Controller):
     def _reset(self) -> None:
         specs = [member.name for member in self.members]
         self._free = {index for index, member in enumerate(self.members) if member.relative_cost == 0}
-        self.costs = LearnedCosts(specs, self._start, self._free)
+        self.costs = LearnedCosts(specs, self._start, self._free, HOPE)
         self.nominal = LearnedCosts(specs, self._start or nominal_costs(self.members), self._free)
         self.general = {greedy: [self._known(spec) for spec in specs] for greedy in (True, False)}
         self.fixed = [self._known(spec) for spec in specs]
+        self.ages: dict[tuple[bool, int, int], Hazards] = {}
         self.nodes: list[dict[int, float]] = [{} for _ in specs]
         self.batches: dict[int, Batch] = {}
         self._given: tuple[list[int], list[Budget]] = ([], [])
@@ -162,13 +165,13 @@ class AutoController(Controller):
         states = [self.state(context) for context in contexts]
         if batch.round >= batch.until:
             local = [pooled([state.hazards[index] for state in states]) for index in range(len(self.members))]
-            general = self.general[contexts[0].maker.greedy]
+            general = self._general(contexts)
             left = [remaining(context) for context in contexts]
             ahead = None if self._waiting else Ahead(left, own_of([state.hazards for state in states], local, general))
             batch.ranked = self._ranked(local, self.costs, general, size, ahead)
             plan = self._best(batch.ranked, self.costs, size, ahead, self._pads, batch.overrun)
             # The fewer tokens are left, the less pays what makes requests end at different times.
-            batch.size, batch.expected_s = size, self._expected_s(plan, batch.ranked, size)
+            batch.size, batch.mixed = size, any(option.share <= ALWAYS for option in plan)
             batch.follow(plan, max(REPLAN, max(left) // 8) if plan else LONGEST_PLAIN)
         if any(state.fresh for state in states):
             batch.until = min(batch.until, batch.round + REPLAN)
@@ -181,6 +184,13 @@ class AutoController(Controller):
                     tried = replace(tried, depth=min(length, self.depths[self._tried][-1]))
                 state.plan = [tried, *(option for option in state.plan if option is not tried)]
             state.fresh = False
+
+    def _general(self, contexts: Sequence[Context]) -> list[Hazards]:
+        """What is known of the members in general, for requests that have written as much as these: n-grams find the
+        more, the longer a text gets."""
+        greedy, age = contexts[0].maker.greedy, age_of(sum(map(written, contexts)) // len(contexts))
+        alike = [self.ages.get((greedy, index, age)) for index in range(len(self.members))]
+        return [at_age(known, same) if same else known for known, same in zip(self.general[greedy], alike, strict=True)]
 
     def _batch(self, size: int) -> Batch:
         """Batches of other sizes are another world, but not an unknown one: what costs say of them is tried later."""
@@ -263,7 +273,7 @@ class AutoController(Controller):
         stands = survival(depths[-1], local, general, weight=8.0 * batch)
         share = coverage(local, general, weight=16.0 * batch)
         tokens, squares, done = 1.0, 0.0, 0
-        seen = PRIOR_TRIES + (general.tries[0] if general.tries else 0.0)
+        seen = PRIOR_TRIES + (general.tries[0] / general.unit if general.tries else 0.0)
         for depth in depths:
             for place in range(done, depth):
                 tokens += stands[place]
@@ -305,14 +315,6 @@ class AutoController(Controller):
         # Estimates are noisy, and the best of several is too good.
         return best[:-1] if worth(best) * (1.0 - error_of(best)) > worth(plain) else []
 
-    def _expected_s(self, plan: Sequence[Option], ranked: Sequence[Option], size: int) -> float:
-        """Of a round of a plan that was just made, by what its parts cost, in the costs' own unit."""
-        if not self.costs.known or all(option.share > ALWAYS for option in plan):
-            return 0.0  # nothing to be learned from
-        plain = next(option for option in ranked if option.member < 0)
-        target_s, rest_s = partial(self.costs.target_s, batch=size), partial(self.costs.rest_s, size)
-        return seconds_of([*plan, plain], size, target_s, rest_s, self._pads)
-
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def observe(self, context: Context, record: StepRecord) -> None:
@@ -349,19 +351,28 @@ class AutoController(Controller):
             self._pads = record.round_nodes >= record.batch_size * max(counts)
         # The first round of a trial finds cold caches, and what a drafter takes that has to catch up is not its price.
         priced = behind <= CAUGHT_UP and not self._cold
+        # Plans are not made in every round, and are no part of what a draft costs.
+        usual = self.costs.knows(record)
+        draft_s, total_s = record.draft_s - self._planning_s, record.total_s - self._planning_s
         if priced:
             # What a mixture of drafts cost says nothing of its parts.
             member, depth = asked[0] if len(set(asked)) == 1 else (None, 0)
-            # Plans are not made in every round, and are no part of what a draft costs.
-            draft_s, total_s = record.draft_s - self._planning_s, record.total_s - self._planning_s
-            usual = self.costs.knows(record)
             self.costs.observe(replace(record, draft_s=draft_s, total_s=total_s), member, depth, len(asked))
         used = {member for member, _ in asked} or {-1}
         batch = self._batch(record.batch_size)
-        if priced and usual and self._tried is None and record.batch_size == batch.size:
-            batch.took(total_s / self.costs.speed.value)
+        if usual and self._tried is None and batch.mixed and record.batch_size == batch.size:
+            batch.took(total_s / self.costs.speed.value, self._usual_s(record, asked))
         batch.reschedule(used, self._tried, priced, self._free)
         self._records.clear()
+
+    def _usual_s(self, record: StepRecord, asked: Sequence[tuple[int, int]]) -> float:
+        """What a call with so many nodes and such drafts cost elsewhere."""
+        batch, nodes = record.batch_size, record.round_nodes
+        seconds = self.costs.target_s(nodes, batch) + self.costs.rest_s(batch, nodes)
+        for member in {member for member, _ in asked}:
+            depths = [depth for other, depth in asked if other == member]
+            seconds += self.costs.draft_s(member, max(depths), len(depths)) or 0.0
+        return seconds
 
     def _who(self, record: StepRecord) -> int:
         if record.num_draft_tokens == 0:
@@ -369,15 +380,21 @@ class AutoController(Controller):
         return record.member if self.grouped else 0
 
     def _learn(self, context: Context, option: Option, record: StepRecord, answers: bool) -> None:
-        depth = option.depth if answers else 0
-        local = self.state(context).hazards[option.member]
-        general = self.general[context.maker.greedy][option.member]
+        depth, tokens = option.depth if answers else 0, 1 + record.num_accepted_tokens
+        local, greedy = self.state(context).hazards[option.member], context.maker.greedy
+        general = self.general[greedy][option.member]
         for hazards, keep in ((local, LOCAL_KEEP), (general, GENERAL_KEEP)):
             hazards.fade(keep)
             hazards.add(depth, record.num_accepted_tokens)
-            hazards.write(answers, 1 + record.num_accepted_tokens)
+            hazards.write(answers, tokens)
+        age = (greedy, option.member, age_of(written(context) - tokens))
+        alike = self.ages.get(age)
+        if alike is None:
+            alike = self.ages[age] = Hazards()
+        alike.fade(GENERAL_KEEP)
+        alike.write(answers, tokens)
         self.state(context).read[option.member] = len(context.tokens)
-        if answers:
+        if answers and remaining(context) + tokens > depth:  # else its draft was cut short
             nodes = self.nodes[option.member]
             before = nodes.get(depth, float(record.num_nodes))
             nodes[depth] = before + 0.2 * (record.num_nodes - before)
@@ -386,6 +403,16 @@ class AutoController(Controller):
 def remaining(context: Context) -> int:
     """Tokens that a request may still write."""
     return context.max_length - len(context.tokens) if context.max_length else UNKNOWN
+
+
+def written(context: Context) -> int:
+    """Tokens that a request has written."""
+    return len(context.tokens) - context.prompt_length
+
+
+def age_of(tokens: int) -> int:
+    """How far a request is, by the tokens that it has written: a step for each doubling."""
+    return max(tokens, 0).bit_length()
 
 
 def nominal_costs(members: Sequence[Limits]) -> RoundCosts:

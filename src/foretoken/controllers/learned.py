@@ -8,23 +8,29 @@ costs that were seen at different times is then fair.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import zip_longest
+from typing import Any
 
 from foretoken.controllers.costs import RoundCosts
 from foretoken.types import StepRecord
 
 SPEED_RATE = 0.25
 """How fast the common factor follows."""
+CHANGED, CHANGE_RATE = 3, 0.5
+"""So many such rounds in a row, off in one direction, are a change; how fast the common factor then follows."""
 PRIOR_WEIGHT = 2.0
 """How many sightings the slope that is expected of a curve is worth."""
-LINE_WEIGHT = 4.0
+LINE_WEIGHT = 2.0
 """How many sightings of a size the line through all sizes is worth: costs jump where kernels change."""
+AGED = 128.0
+"""Sightings of other sizes after which those of a size count 1/e."""
 ENOUGH = 12
 """Target calls for so many requests, of whatever size, from which on they are no longer taken to cost as others do."""
 SURPRISE = 0.2
-"""Rounds off by more than this (natural logarithm) are taken for a change of the machine's speed, mostly."""
+"""Rounds off by more than this (natural logarithm) are taken for pauses, which teach little unless they last."""
 COLD = 0.1
 """How many sightings the first one of a size is worth: memory and kernels are made for it."""
 SURE = 4
@@ -36,13 +42,24 @@ USUAL = 1.5
 """An observation counts at most as this many times (or this part of) what was expected: pauses are not costs.  The
 second number is for costs that were seen more than once."""
 
+LARGEST_UNIT = 1e6
+"""What a round may count before counts are put in rounds again."""
+
 
 @dataclass
 class Cost:
-    """One cost in the machine's own unit, and how often it was seen."""
+    """One cost in the machine's own unit, and what is known of it.
+
+    Attributes:
+        seen: sightings that it is worth, or was when it was last seen.
+        times: sightings there were.
+        last: when, in sightings of its curve.
+    """
 
     value: float
     seen: float = 1.0
+    times: int = 1
+    last: float = 0.0
 
 
 @dataclass
@@ -51,34 +68,39 @@ class Curve:
 
     Attributes:
         growing: share of the cost of size 1 that is taken to grow with the size as long as little was seen.
+        hope: how much cheaper a size that was never seen is taken to be than the line says; one seen n times, 1/(1+n)
+            of it.
         costs: what was seen, by size.
         sightings: how often anything was.
+        is_warm: whether anything of it was seen more than once.
     """
 
     growing: float
+    hope: float = 0.0
     costs: dict[int, Cost] = field(default_factory=dict)
     sightings: float = 0.0
+    is_warm: bool = False
     _line: tuple[float, float] | None = None
 
     def put(self, size: int, cost: Cost) -> None:
         """Set the cost of a size."""
         self.costs[size] = cost
         self.sightings += cost.seen
+        cost.last = self.sightings
+        self.is_warm = self.is_warm or cost.seen >= 1
         self._line = None
 
     def move(self, size: int, ratio: float) -> None:
         """A size was seen again, at ``ratio`` times what was known."""
         known = self.costs[size]
-        known.seen = min(known.seen + 1, 1 / COST_RATE)
+        known.seen = min(self.weight(known) + 1, 1 / COST_RATE)
+        known.times += 1
         self.sightings += 1
+        known.last = self.sightings
+        self.is_warm = True
         # What is cold, or interrupted, is dearer than what is usual, never cheaper.
-        known.value *= ratio if ratio < 1 and known.seen < SURE else ratio ** min(2.0 / (known.seen + 1.0), 1.0)
+        known.value *= ratio if ratio < 1 and known.times <= SURE else ratio ** min(2.0 / (known.seen + 1.0), 1.0)
         self._line = None
-
-    @property
-    def is_warm(self) -> bool:
-        """Whether anything of it was seen more than once."""
-        return any(cost.seen >= 1 for cost in self.costs.values())
 
     def warm(self, size: int) -> Cost | None:
         """What was seen of a size, if more than its first time."""
@@ -93,16 +115,27 @@ class Curve:
         fitted = base + slope * size
         known = self.costs.get(size)
         if known is None:
-            return fitted
-        return fitted + (known.value - fitted) * known.seen / (known.seen + LINE_WEIGHT)
+            return fitted * (1.0 - self.hope)
+        seen = self.weight(known)
+        if seen >= SURE or known.value < fitted:
+            fitted += (known.value - fitted) * seen / (seen + LINE_WEIGHT)
+        # A price that is too low is found out by what it leads to; one that is too high keeps everybody away.
+        return fitted * (1.0 - self.hope / (1.0 + seen))
+
+    def weight(self, cost: Cost) -> float:
+        """How many sightings a cost is worth now."""
+        return cost.seen * math.exp((cost.last - self.sightings) / AGED)
 
     def _fit(self) -> tuple[float, float]:
         """Least squares, the slope drawn towards ``growing``; never falling, and never below what is constant."""
-        weight = sum(cost.seen for cost in self.costs.values())
-        size = sum(cost.seen * x for x, cost in self.costs.items()) / weight
-        value = sum(cost.seen * cost.value for cost in self.costs.values()) / weight
-        spread = sum(cost.seen * (x - size) ** 2 for x, cost in self.costs.items())
-        shared = sum(cost.seen * (x - size) * (cost.value - value) for x, cost in self.costs.items())
+        weight = size = value = spread = shared = 0.0
+        for x, cost in self.costs.items():
+            seen = self.weight(cost)
+            part = seen * x
+            weight, size, value = weight + seen, size + part, value + seen * cost.value
+            spread, shared = spread + part * x, shared + part * cost.value
+        size, value = size / weight, value / weight
+        spread, shared = spread - weight * size * size, shared - weight * size * value
         prior = PRIOR_WEIGHT * size * size
         usual = value * self.growing / (1.0 + self.growing * (size - 1.0))
         slope = (shared + prior * usual) / (spread + prior)
@@ -117,20 +150,26 @@ class LearnedCosts:
         start: measured costs to start from.
         specs: the members' specs in the order of their indices, to find them in ``start``.
         free: members that run no model: their drafts are taken to cost the same, whatever their length.
+        hope: how much cheaper target calls of sizes and drafts of lengths that were not seen are taken to be, so that
+            they are tried.
     """
 
     SKIPPED = 2
     """Rounds at the very beginning that say nothing: caches are cold."""
 
-    def __init__(self, specs: Sequence[str], start: RoundCosts | None = None, free: Collection[int] = ()) -> None:
+    def __init__(
+        self, specs: Sequence[str], start: RoundCosts | None = None, free: Collection[int] = (), hope: float = 0.0
+    ) -> None:
         self.speed = Cost(1.0, 0.0)
-        self.target = Curve(growing=0.015)
+        self.hope = hope
+        self.target = self._call_curve()
         self.calls: dict[int, Curve] = {}  # of the target, by requests
         self.drafts: dict[tuple[int, int], Curve] = {}
         self.rest: dict[int, Curve] = {}
         self._free = free
         self._left = 0 if start is not None else self.SKIPPED
         self._kind: tuple[int | None, bool] | None = None
+        self._off, self._surprises = 0.0, 0
         if start is not None:
             self._start_from(start, specs)
 
@@ -146,8 +185,11 @@ class LearnedCosts:
                 for depth in range(1, max(2, len(cost.survival)) + 1):
                     curve.put(depth, Cost(cost.seconds(depth), 8.0))
 
+    def _call_curve(self) -> Curve:
+        return Curve(growing=0.015, hope=self.hope)
+
     def _draft_curve(self, member: int) -> Curve:
-        return Curve(growing=0.0 if member in self._free else 0.7)
+        return Curve(growing=0.0) if member in self._free else Curve(growing=0.7, hope=self.hope)
 
     @property
     def known(self) -> bool:
@@ -200,13 +242,14 @@ class LearnedCosts:
             return
         rest_s = record.total_s - record.target_s - record.draft_s
         nodes = nodes_of(record)
-        own = self.calls.setdefault(bucket(record.batch_size), Curve(growing=0.015))
+        size = bucket(record.batch_size)
+        own = _found(self.calls, size, self._call_curve)
         known, other = (own, self.target) if own.warm(nodes) else (self.target, own)
         seen = [(known, nodes, record.target_s)]
         if rest_s > 0:
-            seen.append((self.rest.setdefault(bucket(record.batch_size), Curve(growing=0.04)), nodes, rest_s))
-        if member is not None and depth > 0:
-            curve = self.drafts.setdefault((member, bucket(drafting)), self._draft_curve(member))
+            seen.append((_found(self.rest, size, partial(Curve, growing=0.04)), nodes, rest_s))
+        if member is not None and depth > 0 and record.draft_s > 0:
+            curve = _found(self.drafts, (member, bucket(drafting)), partial(self._draft_curve, member))
             seen.append((curve, depth, record.draft_s))
         kind = (member, record.round_nodes > record.batch_size)
         trust = self._pace(seen, kind == self._kind)
@@ -221,18 +264,25 @@ class LearnedCosts:
         Of two rounds ``alike`` the second one tells of the machine; one of another kind than the last tells of what it
         costs itself, and the more so the less it was expected (``None``).
         """
-        known = [(seconds, cost.value) for curve, size, seconds in seen if (cost := curve.warm(size)) is not None]
+        known = [(s, cost.value) for curve, size, s in seen if (cost := curve.warm(size)) and cost.times > SURE]
         expected = self.speed.value * sum(value for _, value in known)
         taken = sum(seconds for seconds, _ in known)
         if expected <= 0 or taken <= 0:
             return 1.0
-        surprise = abs(math.log(taken / expected)) / SURPRISE
+        off = math.log(taken / expected)
+        surprise = abs(off) / SURPRISE
         if not alike:
             return None if surprise > 1 else 1.0
         self.speed.seen += 1
-        ratio = min(max(taken / expected, 1 / WORST), WORST)
-        self.speed.value *= ratio ** max(SPEED_RATE, 1.0 / (self.speed.seen + 1))
-        return 1.0 / (1.0 + surprise**2)
+        self._surprises = 0 if surprise <= 1 else 1 + (self._surprises if off * self._off > 0 else 0)
+        self._off = off
+        # A surprise is a pause, of which speed and costs learn little, and alike; several are another speed.
+        again = self._surprises >= CHANGED
+        trust = 0.0 if again else trusted(off)
+        off = min(max(off, -math.log(WORST)), math.log(WORST))
+        rate = CHANGE_RATE if again else trust * max(SPEED_RATE, 1.0 / (self.speed.seen + 1))
+        self.speed.value *= math.exp(off * rate)
+        return trust
 
     def _learn(self, curve: Curve, size: int, seconds: float, trust: float | None) -> None:
         known = curve.costs.get(size)
@@ -242,10 +292,25 @@ class LearnedCosts:
         if trust is None:
             known.seen = min(known.seen, SURE)
         worst = WORST if known.seen < 2 else USUAL
-        ratio = min(seconds / (self.speed.value * known.value), worst)
+        ratio = seconds / (self.speed.value * known.value)
+        if trust is not None and known.seen > SURE and ratio > 0:
+            # Of a pause speed and costs must learn alike, or costs drift; a part may be off by more than the whole.
+            ratio **= min(trust, trusted(math.log(ratio) / 2))
         if known.seen >= SURE:
             ratio = max(ratio, 1 / worst)
-        curve.move(size, ratio ** (trust if trust is not None and known.seen > SURE else 1.0))
+        curve.move(size, min(ratio, worst))
+
+
+def trusted(off: float) -> float:
+    """How far a round can be trusted that was off by so much (natural logarithm)."""
+    return 1.0 / (1.0 + (off / SURPRISE) ** 2)
+
+
+def _found(curves: dict[Any, Curve], key: Hashable, made: Callable[[], Curve]) -> Curve:
+    curve = curves.get(key)
+    if curve is None:
+        curve = curves[key] = made()
+    return curve
 
 
 def nodes_of(record: StepRecord) -> int:
@@ -253,6 +318,7 @@ def nodes_of(record: StepRecord) -> int:
     return bucket(record.round_nodes or record.num_nodes)
 
 
+@cache
 def bucket(size: int) -> int:
     """Sizes that are told apart: each up to 16, then steps of an eighth."""
     if size <= 16:
@@ -269,19 +335,26 @@ class Hazards:
         tries: per position, drafts that reached it and were long enough (older ones count less).
         hits: those that stood there.
         covered: tokens written in rounds with a guess, ``bare`` those of rounds in which it was asked in vain.
+        unit: what a round counts now, in all of these.
     """
 
     tries: list[float] = field(default_factory=list)
     hits: list[float] = field(default_factory=list)
     covered: float = 0.0
     bare: float = 0.0
+    unit: float = 1.0
 
     def fade(self, keep: float) -> None:
-        """Let what was seen count less."""
-        self.tries = [value * keep for value in self.tries]
-        self.hits = [value * keep for value in self.hits]
-        self.covered *= keep
-        self.bare *= keep
+        """Let what was seen count less: what comes counts more, which takes no time."""
+        self.unit /= keep
+        if self.unit > LARGEST_UNIT:
+            self.tries, self.hits, self.covered, self.bare = self.in_rounds()
+            self.unit = 1.0
+
+    def in_rounds(self) -> tuple[list[float], list[float], float, float]:
+        """Tries, hits, covered and bare, where a round counts 1 now."""
+        one = 1.0 / self.unit
+        return [t * one for t in self.tries], [h * one for h in self.hits], self.covered * one, self.bare * one
 
     def add(self, depth: int, accepted: int) -> None:
         """A draft of ``depth`` levels of which ``accepted`` stood; depth 0 is an answer without a guess."""
@@ -292,30 +365,50 @@ class Hazards:
             self.tries.append(0.0)
             self.hits.append(0.0)
         for place in range(tried):
-            self.tries[place] += 1
-            self.hits[place] += place < accepted
+            self.tries[place] += self.unit
+            if place < accepted:
+                self.hits[place] += self.unit
 
     def write(self, answered: bool, tokens: int) -> None:
         """Tokens of a round in which it was asked, with a guess or in vain."""
-        self.covered += tokens * answered
-        self.bare += tokens * (not answered)
+        if answered:
+            self.covered += tokens * self.unit
+        else:
+            self.bare += tokens * self.unit
 
 
 def pooled(parts: Sequence[Hazards]) -> Hazards:
     """What several requests saw together."""
     whole = Hazards()
     for part in parts:
-        whole.tries = [a + b for a, b in zip_longest(whole.tries, part.tries, fillvalue=0.0)]
-        whole.hits = [a + b for a, b in zip_longest(whole.hits, part.hits, fillvalue=0.0)]
-        whole.covered += part.covered
-        whole.bare += part.bare
+        tries, hits, covered, bare = part.in_rounds()
+        whole.tries = [a + b for a, b in zip_longest(whole.tries, tries, fillvalue=0.0)]
+        whole.hits = [a + b for a, b in zip_longest(whole.hits, hits, fillvalue=0.0)]
+        whole.covered += covered
+        whole.bare += bare
     return whole
 
 
 def coverage(local: Hazards, general: Hazards, weight: float = 16.0) -> float:
     """Share of the text that there are guesses for: this request's, drawn towards what is seen in general."""
-    share = (general.covered + 1.0) / (general.covered + general.bare + 1.0)
+    share = (general.covered + general.unit) / (general.covered + general.bare + general.unit)
+    weight *= local.unit
     return (local.covered + weight * share) / (local.covered + local.bare + weight)
+
+
+def at_age(general: Hazards, alike: Hazards, weight: float = 16.0) -> Hazards:
+    """The general picture, but with the share of the text that requests have guesses for which wrote as much so far.
+
+    Args:
+        general: of all requests.
+        alike: what those wrote next, with and without a guess.
+        weight: how many tokens the share in general is worth beside it.
+    """
+    whole = general.covered + general.bare + general.unit
+    weight *= alike.unit
+    share = alike.covered + weight * (general.covered + general.unit) / whole
+    share /= alike.covered + alike.bare + weight
+    return replace(general, covered=share * whole - general.unit, bare=(1.0 - share) * whole)
 
 
 def survival(depth: int, local: Hazards, general: Hazards, prior: float = 0.6, weight: float = 8.0) -> list[float]:
@@ -343,5 +436,6 @@ def _shrunk(seen: Hazards, place: int, prior: float, weight: float) -> float:
     """The share of hits at a position, drawn towards ``prior`` as by ``weight`` further tries."""
     if place >= len(seen.tries):
         return prior
+    weight *= seen.unit
     total = seen.tries[place] + weight
     return (seen.hits[place] + weight * prior) / total if total > 0 else prior

@@ -71,8 +71,8 @@ class Batch:
         ranked: the options as they were last weighed, and ``plan``, those in use.
         round: of those of such batches, the present one.
         until: the one in which options are weighed again, ``kept`` rounds after the last time.
-        expected_s: what a round of the plan is to take when there are ``size`` requests, by what its parts cost.
-        overruns: what rounds of plans took over what was expected of them, by the members that they ask.
+        mixed: whether the plan asks members that do not always have a guess.
+        overruns: what rounds of such plans took over what their calls and drafts cost elsewhere, by who is asked.
     """
 
     trials: dict[int, Trial]
@@ -82,7 +82,7 @@ class Batch:
     round: int = -1
     until: int = 0
     kept: int = REPLAN
-    expected_s: float = 0.0
+    mixed: bool = False
     overruns: dict[tuple[int, ...], Cost] = field(default_factory=dict)
 
     def overrun(self, plan: Sequence[Option]) -> float:
@@ -91,13 +91,11 @@ class Batch:
         known = self.overruns.get(tuple(option.member for option in plan if option.member >= 0))
         return max(known.value, 1.0) if known else 1.0
 
-    def took(self, seconds: float) -> None:
-        """A round of the plan took so long."""
-        if not self.plan or self.expected_s <= 0:
-            return
+    def took(self, seconds: float, usual: float) -> None:
+        """A round of the plan took so long, where its calls and drafts elsewhere take ``usual`` seconds."""
         known = self.overruns.setdefault(tuple(option.member for option in self.plan), Cost(1.0, OVERRUN_PRIOR))
         known.seen = min(known.seen + 1, OVERRUN_KEPT)
-        known.value += (min(seconds / self.expected_s, USUAL) - known.value) / known.seen
+        known.value += (min(seconds / usual, USUAL) - known.value) / known.seen
 
     def follow(self, plan: list[Option], most: int) -> None:
         """From now on; the longer, the longer nothing has changed, but not over ``most`` rounds."""
