@@ -401,15 +401,29 @@ def test_a_price_that_was_too_high_at_first_is_found_out(monkeypatch: pytest.Mon
 
 def test_what_plans_take_over_what_is_expected_by_hand() -> None:
     """Four rounds' worth of doubt, pauses count half as much again, and nothing is cheaper than its parts."""
-    batch = Batch({}, plan=[COPY])
-    batch.took(0.15, 0.1)
+    batch = Batch({}, plan=[COPY], expected_s=0.1, expected_tokens=10.0)
+    batch.took(0.15, 10)
     assert batch.overrun([COPY, PLAIN]) == pytest.approx(1.0 + 0.5 / 5)
-    batch.took(9.0, 0.1)
+    batch.took(9.0, 10)
     assert batch.overrun([COPY, PLAIN]) == pytest.approx(1.1 + 0.4 / 6)
     assert batch.overrun([MODEL, PLAIN]) == batch.overrun([COPY, MODEL, PLAIN]) == batch.overrun([PLAIN]) == 1.0
     for _ in range(200):
-        batch.took(0.08, 0.1)
+        batch.took(0.08, 10)
     assert batch.overrun([COPY, PLAIN]) == 1.0
+    batch.plan = []
+    batch.took(0.15, 10)
+    assert set(batch.overruns) == {(1,)}
+
+
+def test_what_takes_longer_because_it_writes_more_is_no_overrun_by_hand() -> None:
+    """Of what rounds write twenty rounds' worth of doubt."""
+    batch = Batch({}, plan=[COPY], expected_s=0.1, expected_tokens=10.0)
+    batch.took(0.12, 20)
+    assert batch.overrun([COPY, PLAIN]) == 1.0
+    assert batch.overruns[1,].value / batch.gains[1,].value == pytest.approx((1.0 + 0.2 / 5) / (1.0 + 1.0 / 21))
+    for _ in range(400):
+        batch.took(0.12, 11)
+    assert batch.overrun([COPY, PLAIN]) == pytest.approx(1.2 / 1.1, rel=1e-3)
 
 
 @pytest.mark.parametrize(("overrun", "drafts"), [(1.0, True), (3.0, False)])

@@ -16,7 +16,7 @@ from foretoken.controllers.ahead import Ahead, own_of
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.learned import Hazards, LearnedCosts, at_age, coverage, pooled, survival
-from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans_of, rate_of
+from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans_of, rate_of, rounds_of, seconds_of
 from foretoken.controllers.trials import FIRST_GAP, FIRST_TRIALS, LONGEST_PLAIN, PROBED, REPLAN, Batch, State, Trial
 from foretoken.types import Budget, Context, Limits, StepRecord
 
@@ -171,7 +171,9 @@ class AutoController(Controller):
             batch.ranked = self._ranked(local, self.costs, general, size, ahead)
             plan = self._best(batch.ranked, self.costs, size, ahead, self._pads, batch.overrun)
             # The fewer tokens are left, the less pays what makes requests end at different times.
-            batch.size, batch.mixed = size, any(option.share <= ALWAYS for option in plan)
+            batch.size, batch.expected_s = size, self._expected_s(plan, batch.ranked, size)
+            plain = next(option for option in batch.ranked if option.member < 0)
+            batch.expected_tokens = size * rounds_of([*plan, plain])[0]
             batch.follow(plan, max(REPLAN, max(left) // 8) if plan else LONGEST_PLAIN)
         if any(state.fresh for state in states):
             batch.until = min(batch.until, batch.round + REPLAN)
@@ -315,6 +317,14 @@ class AutoController(Controller):
         # Estimates are noisy, and the best of several is too good.
         return best[:-1] if worth(best) * (1.0 - error_of(best)) > worth(plain) else []
 
+    def _expected_s(self, plan: Sequence[Option], ranked: Sequence[Option], size: int) -> float:
+        """Of a round of a plan that was just made, by what its parts cost, in the costs' own unit."""
+        if not self.costs.known or all(option.share > ALWAYS for option in plan):
+            return 0.0  # nothing to be learned from
+        plain = next(option for option in ranked if option.member < 0)
+        target_s, rest_s = partial(self.costs.target_s, batch=size), partial(self.costs.rest_s, size)
+        return seconds_of([*plan, plain], size, target_s, rest_s, self._pads)
+
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def observe(self, context: Context, record: StepRecord) -> None:
@@ -360,19 +370,11 @@ class AutoController(Controller):
             self.costs.observe(replace(record, draft_s=draft_s, total_s=total_s), member, depth, len(asked))
         used = {member for member, _ in asked} or {-1}
         batch = self._batch(record.batch_size)
-        if usual and self._tried is None and batch.mixed and record.batch_size == batch.size:
-            batch.took(total_s / self.costs.speed.value, self._usual_s(record, asked))
+        if usual and self._tried is None and record.batch_size == batch.size:
+            tokens = sum(1 + record.num_accepted_tokens for _, record in self._records)
+            batch.took(total_s / self.costs.speed.value, tokens)
         batch.reschedule(used, self._tried, priced, self._free)
         self._records.clear()
-
-    def _usual_s(self, record: StepRecord, asked: Sequence[tuple[int, int]]) -> float:
-        """What a call with so many nodes and such drafts cost elsewhere."""
-        batch, nodes = record.batch_size, record.round_nodes
-        seconds = self.costs.target_s(nodes, batch) + self.costs.rest_s(batch, nodes)
-        for member in {member for member, _ in asked}:
-            depths = [depth for other, depth in asked if other == member]
-            seconds += self.costs.draft_s(member, max(depths), len(depths)) or 0.0
-        return seconds
 
     def _who(self, record: StepRecord) -> int:
         if record.num_draft_tokens == 0:

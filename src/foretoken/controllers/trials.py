@@ -21,8 +21,9 @@ PROBED, LONG = 5, 4
 SPENT, LATER_TRIALS = 0.3, 4
 """What a later trial may lose, in rounds, and the most rounds that it gets: the closer a choice is to the best one, the
 longer it is tried, as prices of a few rounds are off by some hundredths, as much as often decides."""
-OVERRUN_PRIOR, OVERRUN_KEPT = 4.0, 40.0
-"""Rounds of a plan that it takes to believe half of what they took over what was expected, and how many count."""
+OVERRUN_PRIOR, GAIN_PRIOR, OVERRUN_KEPT = 4.0, 20.0, 40.0
+"""Rounds of a plan that it takes to believe half of what they took over what was expected, and of what they wrote,
+which varies more; and how many count."""
 FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
 """Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, up to a length
 that is shorter for drafters that run no model, in rounds per request."""
@@ -71,8 +72,10 @@ class Batch:
         ranked: the options as they were last weighed, and ``plan``, those in use.
         round: of those of such batches, the present one.
         until: the one in which options are weighed again, ``kept`` rounds after the last time.
-        mixed: whether the plan asks members that do not always have a guess.
-        overruns: what rounds of such plans took over what their calls and drafts cost elsewhere, by who is asked.
+        expected_s: what a round of the plan is to take when there are ``size`` requests, by what its parts cost, and
+            ``expected_tokens`` what it is to write.
+        overruns: what rounds of plans took over what was expected of them, by the members that they ask.
+        gains: what they wrote over what was expected.
     """
 
     trials: dict[int, Trial]
@@ -82,20 +85,31 @@ class Batch:
     round: int = -1
     until: int = 0
     kept: int = REPLAN
-    mixed: bool = False
+    expected_s: float = 0.0
+    expected_tokens: float = 1.0
     overruns: dict[tuple[int, ...], Cost] = field(default_factory=dict)
+    gains: dict[tuple[int, ...], Cost] = field(default_factory=dict)
 
     def overrun(self, plan: Sequence[Option]) -> float:
-        """How many times longer rounds of a plan take than its parts say: requests that draft unlike numbers of
-        tokens take longer together."""
-        known = self.overruns.get(tuple(option.member for option in plan if option.member >= 0))
-        return max(known.value, 1.0) if known else 1.0
+        """How many times longer rounds of a plan take than its parts say, for what they write: requests that draft
+        unlike numbers of tokens take longer together, but texts that repeat themselves more also write more."""
+        members = tuple(option.member for option in plan if option.member >= 0)
+        if members not in self.overruns:
+            return 1.0
+        return max(self.overruns[members].value / self.gains[members].value, 1.0)
 
-    def took(self, seconds: float, usual: float) -> None:
-        """A round of the plan took so long, where its calls and drafts elsewhere take ``usual`` seconds."""
-        known = self.overruns.setdefault(tuple(option.member for option in self.plan), Cost(1.0, OVERRUN_PRIOR))
-        known.seen = min(known.seen + 1, OVERRUN_KEPT)
-        known.value += (min(seconds / usual, USUAL) - known.value) / known.seen
+    def took(self, seconds: float, tokens: int) -> None:
+        """A round of the plan took so long and wrote so much."""
+        if not self.plan or self.expected_s <= 0:
+            return
+        members = tuple(option.member for option in self.plan)
+        for table, found, prior in (
+            (self.overruns, min(seconds / self.expected_s, USUAL), OVERRUN_PRIOR),
+            (self.gains, tokens / self.expected_tokens, GAIN_PRIOR),
+        ):
+            known = table.setdefault(members, Cost(1.0, prior))
+            known.seen = min(known.seen + 1, OVERRUN_KEPT)
+            known.value += (found - known.value) / known.seen
 
     def follow(self, plan: list[Option], most: int) -> None:
         """From now on; the longer, the longer nothing has changed, but not over ``most`` rounds."""
