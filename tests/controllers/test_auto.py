@@ -676,6 +676,15 @@ def test_the_first_calls_of_a_size_are_no_price(cold: int) -> None:
     assert learned.speed.value * learned.target_s(1) == pytest.approx(1.02, rel=0.05)
 
 
+def test_what_a_profile_says_is_not_given_up_for_one_short_call() -> None:
+    """Its costs were measured many times: only of what was seen a few times the lowest sighting counts."""
+    start = RoundCosts(TargetCost({1: 1.0, 8: 2.0}), {"d": DrafterCost(0.2, 0.1, (0.5,))}, rest_s=0.1)
+    learned = LearnedCosts(["d"], start)
+    before = learned.target_s(8) / learned.target_s(1)
+    learned.observe(StepRecord(0, 8, 0, 0, 1, 0.0, 1.0, 0.0, 1.1, 0, 8), None, 0, 0)
+    assert learned.target_s(8) / learned.target_s(1) > 0.85 * before
+
+
 def test_old_tries_count_less_by_hand() -> None:
     hazards = Hazards()
     hazards.add(2, 1)

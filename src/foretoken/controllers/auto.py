@@ -171,9 +171,8 @@ class AutoController(Controller):
             batch.ranked = self._ranked(local, self.costs, general, size, ahead)
             plan = self._best(batch.ranked, self.costs, size, ahead, self._pads, batch.overrun)
             # The fewer tokens are left, the less pays what makes requests end at different times.
-            batch.size, batch.expected_s = size, self._expected_s(plan, batch.ranked, size)
-            plain = next(option for option in batch.ranked if option.member < 0)
-            batch.expected_tokens = size * rounds_of([*plan, plain])[0]
+            batch.size = size
+            batch.expected_s, batch.expected_tokens = self._expected(plan, batch.ranked, size)
             batch.follow(plan, max(REPLAN, max(left) // 8) if plan else LONGEST_PLAIN)
         if any(state.fresh for state in states):
             batch.until = min(batch.until, batch.round + REPLAN)
@@ -317,13 +316,13 @@ class AutoController(Controller):
         # Estimates are noisy, and the best of several is too good.
         return best[:-1] if worth(best) * (1.0 - error_of(best)) > worth(plain) else []
 
-    def _expected_s(self, plan: Sequence[Option], ranked: Sequence[Option], size: int) -> float:
-        """Of a round of a plan that was just made, by what its parts cost, in the costs' own unit."""
+    def _expected(self, plan: Sequence[Option], ranked: Sequence[Option], size: int) -> tuple[float, float]:
+        """What a round of a plan that was just made takes, by its parts, in the costs' own unit, and what it writes."""
         if not self.costs.known or all(option.share > ALWAYS for option in plan):
-            return 0.0  # nothing to be learned from
-        plain = next(option for option in ranked if option.member < 0)
+            return 0.0, 0.0  # nothing to be learned from
+        whole = [*plan, next(option for option in ranked if option.member < 0)]
         target_s, rest_s = partial(self.costs.target_s, batch=size), partial(self.costs.rest_s, size)
-        return seconds_of([*plan, plain], size, target_s, rest_s, self._pads)
+        return seconds_of(whole, size, target_s, rest_s, self._pads), size * rounds_of(whole)[0]
 
     # -- learning ----------------------------------------------------------------------------------------------------
 

@@ -41,7 +41,6 @@ WORST = 3.0
 USUAL = 1.5
 """An observation counts at most as this many times (or this part of) what was expected: pauses are not costs.  The
 second number is for costs that were seen more than once."""
-
 LARGEST_UNIT = 1e6
 """What a round may count before counts are put in rounds again."""
 
@@ -86,7 +85,7 @@ class Curve:
         """Set the cost of a size."""
         self.costs[size] = cost
         self.sightings += cost.seen
-        cost.last = self.sightings
+        cost.last, cost.times = self.sightings, max(cost.times, int(cost.seen))
         self.is_warm = self.is_warm or cost.seen >= 1
         self._line = None
 
