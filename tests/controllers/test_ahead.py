@@ -6,8 +6,9 @@ from statistics import fmean
 
 import pytest
 
-from foretoken.controllers.ahead import Ahead, Own, batch_rounds, deviation, largest, own_of
+from foretoken.controllers.ahead import Ahead, Own, batch_rounds, deviation, doubt_of, largest, own_of
 from foretoken.controllers.learned import Hazards
+from foretoken.controllers.plans import Option, rate_of
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 0.0), (2, 0.5642), (4, 1.0294), (8, 1.4236)])
@@ -61,9 +62,51 @@ def test_a_batch_of_one_and_a_batch_of_equals() -> None:
 def test_what_luck_adds_by_hand() -> None:
     """400 tokens, 1.44 a round with variance 1.44: sqrt(400) = 20 tokens, times 1.42 of eight, half of it lost."""
     ahead = Ahead([400] * 8)
-    assert ahead.waits(1.44, 1.44, 0.5) == pytest.approx(1 + 0.5 * largest(8) * 20 / 400)
-    assert Ahead([400]).waits(1.44, 1.44, 1.0) == 1.0
+    assert ahead.waits(0, 1.44, 1.44, 0.5) == pytest.approx(1 + 0.5 * largest(8) * 20 / 400)
+    assert Ahead([400]).waits(0, 1.44, 1.44, 1.0) == 1.0
     assert (Ahead([4, 8]).mean, Ahead([4, 8]).spread) == (6.0, 2.0) and deviation([3.0, 3.0]) == 0.0
+
+
+def test_what_is_not_known_of_requests_by_hand() -> None:
+    """Six of ten stand in general: p(1 - p) / (p p (weight + tries + 1)) of a Beta law, in drafts of one token."""
+    general = [Hazards([1000.0], [600.0])]
+    new, known = doubt_of([Hazards()], general, 8), doubt_of([Hazards([320.0], [192.0])], general, 8)
+    assert new[0] == pytest.approx(0.4 / (0.6 * 65), rel=1e-3)
+    assert known[0] == pytest.approx(0.4 / (0.6 * 105), rel=1e-3)
+    assert doubt_of([Hazards()], general, 1) == {}
+    ahead = Ahead([96] * 8, doubt=new)
+    assert ahead.unknown(0, 1.6) == pytest.approx(0.6 * new[0] ** 0.5 / 1.6)
+    assert ahead.unknown(1, 1.6) == ahead.unknown(0, 1.0) == 0.0
+    luck = (0.24 * 60) ** 0.5 / 96
+    assert ahead.waits(0, 1.6, 0.24, 1.0) == pytest.approx(
+        1 + largest(8) * (luck**2 + ahead.unknown(0, 1.6) ** 2) ** 0.5
+    )
+
+
+def test_requests_of_which_nothing_is_known_are_not_alike() -> None:
+    """Acceptances drawn from a Beta law around .6 with the weight of 64 drafts, 96 tokens in drafts of one token.
+
+    Plans that take them to be alike promise 3 % too much.
+    """
+    rng, size = random.Random(0), 8
+    option, plain = Option(0, 1, 1.6, 2.0, 0.0, 1.0, variance=0.24), Option(-1, 0, 1.0, 1.0, 0.0, 1.0)
+    taken = []
+    for _ in range(600):
+        rounds = []
+        for accepts in (rng.betavariate(0.6 * 64, 0.4 * 64) for _ in range(size)):
+            left, count = 96, 0
+            while left > 0:
+                left -= 1 + (rng.random() < accepts)
+                count += 1
+            rounds.append(count)
+        taken.append(max(rounds))
+
+    def told(doubt: dict[int, float]) -> float:
+        rate = rate_of([option, plain], size, lambda n: 1.0, lambda n: 0.0, Ahead([96] * size, doubt=doubt))
+        return 96 / rate
+
+    assert told(doubt_of([Hazards()], [Hazards([1000.0], [600.0])], size)) == pytest.approx(fmean(taken), rel=0.02)
+    assert told({}) < 0.975 * fmean(taken)
 
 
 def test_what_a_request_is_like() -> None:

@@ -21,7 +21,7 @@ from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.goodput import GoodputController
 from foretoken.controllers.learned import Cost, Curve, Hazards, LearnedCosts, at_age, bucket, coverage, survival
 from foretoken.controllers.plans import Option, best_of, error_of, plans_of, rate_of, rounds_left, rounds_of
-from foretoken.controllers.trials import Batch, rounds_of_trial
+from foretoken.controllers.trials import Batch, Mean, rounds_of_trial
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Limits, Rng, StepRecord
 
@@ -436,6 +436,72 @@ def test_a_plan_that_takes_longer_than_its_parts_is_given_up(overrun: float, dra
     assert 0.9 < batch.overruns[0,].value < 1.1 and batch.overruns[0,].seen > 10
     batch.overruns[0,].value = overrun
     assert (controller.budgets(contexts(2, start=7))[0].max_depth > 0) == drafts
+
+
+@pytest.mark.parametrize(("planning_s", "drafts"), [(0.0, True), (0.2, False)])
+def test_what_planning_drafts_takes_is_part_of_what_they_cost(planning_s: float, drafts: bool) -> None:
+    """Rounds with drafts, of .1 seconds, are planned and learned from for longer than those without."""
+    world = World([Member(0.01, 0.7)])
+    controller = AutoController()
+    controller.attach(world.limits)
+    world.play(controller, contexts(2), 60)
+    for mean, value in zip(controller._thought, (0.0, planning_s), strict=True):
+        mean.value, mean.seen = value, 20.0
+    assert (controller.budgets(contexts(2, start=7))[0].max_depth > 0) == drafts
+
+
+def test_a_mean_takes_a_pause_for_ten_usual_ones() -> None:
+    mean = Mean()
+    for found in (1.0, 2.0, 3.0, 2.0, 2.0):
+        mean.count(found)
+    assert (mean.value, mean.seen) == (2.0, 5.0)
+    mean.count(1000.0)
+    assert mean.value == pytest.approx(2.0 + 18.0 / 6)
+
+
+def test_rounds_are_learned_from_when_something_depends_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a plan is kept nothing does; in the end nothing was left out."""
+    world = World([Member(0.01, 0.7)])
+    controller = AutoController()
+    controller.attach(world.limits)
+    learned, most, (request,) = [], 0, contexts(1)
+    learn = controller._learn_round
+    monkeypatch.setattr(controller, "_learn_round", lambda seen: (learned.append(seen), learn(seen)))
+    for _ in range(200):
+        world.play(controller, [request], 1)
+        request.tokens.append(0)
+        most = max(most, len(controller._pending))
+    assert 8 <= most <= 16 and controller.watches
+    controller.finish(request)
+    assert len(learned) == 200 and not controller._pending
+    assert [seen.seen[0][2] for seen in learned] == list(range(1, 201))  # lengths as they were
+
+
+def test_a_text_that_a_model_has_not_read_makes_its_drafts_dearer() -> None:
+    """Where it has few tokens left to pay for."""
+    learned = LearnedCosts(["model"])
+    for round_ in range(12):
+        learned.observe(StepRecord(0, 2, 1, 0, 1, 0.2, 1.0, 0.0, 1.3, round_, 2), 0, 1, 1)
+    assert learned.reading_s(0, 10) == pytest.approx(10 * 0.03 * 0.2, rel=0.05)
+    for round_ in range(40):
+        learned.observe_reading(StepRecord(0, 2, 1, 0, 1, 0.9, 1.0, 0.0, 1.9, round_, 2), 0, 1, 1, 50, 0.2)
+    assert learned.reading_s(0, 10) == pytest.approx(10 * 0.5 / 50, rel=0.05)
+    assert LearnedCosts(["model"]).reading_s(0, 10) == 0.0
+    world = World([Member(0.02, 0.6)])
+    controller = AutoController()
+    controller.attach(Limits("router", 8, 64, members=(Limits("m0", 8, 8, relative_cost=0.1),)))
+    (old,) = contexts(1)
+    old.max_length = 10_000
+    world.play(controller, [old], 100)
+    drafts = []
+    for left in (100_000, 20):
+        (request,) = contexts(1, start=left)
+        request.max_length = 1 + 4000 + left
+        controller.budgets([request])
+        request.tokens.extend([0] * 4000)
+        controller.batches[1].until = 0
+        drafts.append(controller.budgets([request])[0].max_depth > 0)
+    assert drafts == [True, False]
 
 
 def test_lengths_are_weighed_until_they_fall() -> None:

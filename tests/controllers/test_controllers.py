@@ -191,7 +191,17 @@ def test_auto_over_a_group_keeps_greedy_outputs_and_seeds() -> None:
     assert outputs(used, seeded) == alone
 
 
+@pytest.mark.parametrize("watches", [True, False])
+def test_a_controller_is_told_of_the_rounds_that_it_watches(watches: bool) -> None:
+    controller = made("constant")
+    controller.watches = watches
+    told = []
+    controller.observe = lambda context, record: told.append(record)  # type: ignore[method-assign]
+    outputs(engine(tables()[0], group(), None, controller), [Request(PROMPT, max_new_tokens=20)])
+    assert bool(told) == watches
+
+
 def test_auto_keeps_nothing_of_a_finished_request() -> None:
     controller = made("auto")
     outputs(engine(tables()[0], group(), None, controller), [Request(PROMPT, max_new_tokens=20)])
-    assert not controller._records  # type: ignore[attr-defined]
+    assert not controller._pending  # type: ignore[attr-defined]

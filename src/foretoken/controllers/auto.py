@@ -12,12 +12,23 @@ from functools import partial
 from itertools import takewhile
 from time import perf_counter
 
-from foretoken.controllers.ahead import Ahead, own_of
+from foretoken.controllers.ahead import Ahead, doubt_of, own_of
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.learned import Hazards, LearnedCosts, at_age, coverage, pooled, survival
 from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans_of, rate_of, rounds_of, seconds_of
-from foretoken.controllers.trials import FIRST_GAP, FIRST_TRIALS, LONGEST_PLAIN, PROBED, REPLAN, Batch, State, Trial
+from foretoken.controllers.trials import (
+    FIRST_GAP,
+    FIRST_TRIALS,
+    LONGEST_PLAIN,
+    PROBED,
+    REPLAN,
+    Batch,
+    Mean,
+    Round,
+    State,
+    Trial,
+)
 from foretoken.types import Budget, Context, Limits, StepRecord
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -40,9 +51,9 @@ HOPE = 0.08
 """How much cheaper target calls and drafts of a size that was never seen are taken to be than others let expect."""
 PRIOR_TRIES = 2.0
 """How many drafts the first guess about acceptance is worth."""
-SPARE, MANY = 4, 4
-"""Of rounds of plain decoding, where they are the rule, one in so many is learned from: they are all alike.  Of rounds
-with drafts, while the plan is kept, every second one, if so many requests show something."""
+SPARE, MANY = 8, 4
+"""Of rounds of plain decoding, while the plan is kept, one in so many is learned from: they are all alike.  Of rounds
+with drafts every second one, if so many requests show something."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
 """What a round is worth one round later, for its own request and in general."""
 
@@ -70,8 +81,9 @@ class AutoController(Controller):
         self.k = k
         self._start: RoundCosts | None = None
         self._tried: int | None = None
-        self._looks, self._cold, self._waiting, self._steady, self._pads = True, False, False, False, False
-        self._records: list[tuple[Context, StepRecord]] = []
+        self._cold, self._waiting, self._steady, self._pads = False, False, False, False
+        self._pending: list[Round] = []
+        self._is_new = True
         self._planning_s = 0.0
         self.attach(Limits("", 5, 64))
 
@@ -101,6 +113,7 @@ class AutoController(Controller):
         self.ages: dict[tuple[bool, int, int], Hazards] = {}
         self.nodes: list[dict[int, float]] = [{} for _ in specs]
         self.batches: dict[int, Batch] = {}
+        self._thought = (Mean(), Mean())  # seconds of planning in rounds of plain decoding and in others
         self._given: tuple[list[int], list[Budget]] = ([], [])
 
     def _known(self, spec: str) -> Hazards:
@@ -124,7 +137,9 @@ class AutoController(Controller):
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
         """One plan for the batch (drafts of several members would all be waited for); seeded requests their own."""
         began = perf_counter()
-        self._digest()
+        if self._tried is None and self._given[1]:
+            self._thought[self._given[1][0].max_depth > 0].count(self._planning_s)
+        self._is_new = True
         budgets = self._planned(contexts)
         self._planning_s = perf_counter() - began
         return budgets
@@ -133,16 +148,18 @@ class AutoController(Controller):
         batch = self._batch(len(contexts))
         batch.round += 1
         requests = [context.request_id for context in contexts]
-        tried = self._due(batch, contexts)
-        # Planning takes time, and rounds may be short.
-        if self._steady and requests == self._given[0] and batch.round < batch.until and tried is None:
-            spare = SPARE if not batch.plan else 1 if len(contexts) < MANY else 2
-            self._tried, self._cold, self._looks = None, False, batch.round % spare == 0
-            return self._given[1]
+        keeps = self._steady and requests == self._given[0] and batch.round < batch.until
+        # Planning and learning take time, and rounds may be short: what is seen is learned when it is needed.
+        if keeps and self._due(batch, contexts) is None:
+            return self._keep(batch, len(contexts))
+        self._digest()
+        tried = self._due(batch, contexts)  # what was used meanwhile needs no trial
+        if keeps and tried is None and batch.round < batch.until:
+            return self._keep(batch, len(contexts))
         if requests != self._given[0]:
             batch.until = batch.round  # what others are to do says little of these
         self._cold = tried is not None and tried != self._tried
-        self._tried, self._looks = tried, True
+        self._tried, self.watches = tried, True
         shared = [context for context in contexts if not context.reproducible]
         self._steady = tried is None and len(shared) == len(contexts) and not any(self.state(c).fresh for c in contexts)
         if shared:
@@ -153,6 +170,12 @@ class AutoController(Controller):
         budgets = [self._as_budget(self.state(context).plan) for context in contexts]
         self._given = (requests, budgets)
         return budgets
+
+    def _keep(self, batch: Batch, size: int) -> list[Budget]:
+        """The budgets of the last round once more."""
+        spare = SPARE if not batch.plan else 1 if size < MANY else 2
+        self._tried, self._cold, self.watches = None, False, batch.round % spare == 0
+        return self._given[1]
 
     def _plan_alone(self, state: State) -> None:
         if state.age >= REPLAN:
@@ -167,8 +190,12 @@ class AutoController(Controller):
             local = [pooled([state.hazards[index] for state in states]) for index in range(len(self.members))]
             general = self._general(contexts)
             left = [remaining(context) for context in contexts]
-            ahead = None if self._waiting else Ahead(left, own_of([state.hazards for state in states], local, general))
-            batch.ranked = self._ranked(local, self.costs, general, size, ahead)
+            catching_up = [self._catching_up_s(index, contexts, left) for index in range(len(self.members))]
+            ahead = None
+            if not self._waiting:
+                own = own_of([state.hazards for state in states], local, general)
+                ahead = Ahead(left, own, doubt_of(local, general, len(states)))
+            batch.ranked = self._ranked(local, self.costs, general, size, ahead, catching_up)
             plan = self._best(batch.ranked, self.costs, size, ahead, self._pads, batch.overrun)
             # The fewer tokens are left, the less pays what makes requests end at different times.
             batch.size = size
@@ -185,6 +212,14 @@ class AutoController(Controller):
                     tried = replace(tried, depth=min(length, self.depths[self._tried][-1]))
                 state.plan = [tried, *(option for option in state.plan if option is not tried)]
             state.fresh = False
+
+    def _catching_up_s(self, index: int, contexts: Sequence[Context], left: Sequence[int]) -> float:
+        """What it takes, for every token that a request may still write, that the member has to read what was written
+        since it was last asked."""
+        if index in self._free:
+            return 0.0
+        unread = sum(max(len(context.tokens) - self.state(context).read[index], 0) for context in contexts)
+        return self.costs.reading_s(index, unread) * len(left) / max(sum(left), 1)
 
     def _general(self, contexts: Sequence[Context]) -> list[Hazards]:
         """What is known of the members in general, for requests that have written as much as these: n-grams find the
@@ -250,22 +285,25 @@ class AutoController(Controller):
         general: Sequence[Hazards],
         batch: int,
         ahead: Ahead | None = None,
+        catching_up: Sequence[float] = (),
     ) -> list[Option]:
         """Every member at its best length, and plain decoding, in the order of their tokens per second."""
 
         def worth(option: Option) -> float:
-            return option.rate / (ahead.waits(option.tokens, option.variance, option.alone) if ahead else 1.0)
+            if ahead is None:
+                return option.rate
+            return option.rate / ahead.waits(option.member, option.tokens, option.variance, option.alone)
 
         options = [
-            best_of(self._options(index, local[index], general[index], costs, batch), worth)
-            for index in range(len(self.members))
+            best_of(self._options(index, local[index], general[index], costs, batch, late), worth)
+            for index, late in enumerate(catching_up or [0.0] * len(self.members))
         ]
         plain_s, alone_s = self._seconds(-1, 0, 1.0, costs, batch)[1], self._seconds(-1, 0, 1.0, costs, 1)[1]
         plain = Option(-1, 0, 1.0, 1.0, 0.0, plain_s, alone=min(alone_s / plain_s, 1.0))
         return sorted([*options, plain], key=worth, reverse=True)
 
     def _options(
-        self, index: int, local: Hazards, general: Hazards, costs: LearnedCosts, batch: int
+        self, index: int, local: Hazards, general: Hazards, costs: LearnedCosts, batch: int, late: float = 0.0
     ) -> Iterator[Option]:
         """What a member can be asked for, from short to long."""
         # Nodes were counted in rounds of all requests: a seeded one, planned by fixed costs, must not see them.
@@ -284,6 +322,7 @@ class AutoController(Controller):
             draft_s, seconds = self._seconds(index, depth, nodes, costs, batch)
             alone = min(self._seconds(index, depth, nodes, costs, 1)[1] / seconds, 1.0) if batch > 1 else 1.0
             variance = squares - (tokens - 1.0) ** 2
+            draft_s, seconds = draft_s + late * tokens, seconds + late * tokens
             yield Option(index, depth, tokens, nodes, draft_s, seconds, share, variance, seen, alone)
 
     def _seconds(self, index: int, depth: int, nodes: float, costs: LearnedCosts, batch: int) -> tuple[float, float]:
@@ -292,7 +331,15 @@ class AutoController(Controller):
         draft_s = costs.draft_s(index, depth, batch)
         if draft_s is None:  # by its size, while nothing was measured
             draft_s = self.members[index].relative_cost * depth * target_s
-        return draft_s, target_s + draft_s + costs.rest_s(batch, round(batch * nodes))
+        rest_s = costs.rest_s(batch, round(batch * nodes)) + (self._planning(costs) if index >= 0 else 0.0)
+        return draft_s, target_s + draft_s + rest_s
+
+    def _planning(self, costs: LearnedCosts) -> float:
+        """What planning takes more where there are drafts than where there are none: it is learned from every round."""
+        plain, drafting = self._thought
+        if costs is self.nominal or min(plain.seen, drafting.seen) < REPLAN:
+            return 0.0
+        return max(drafting.value - plain.value, 0.0) / costs.speed.value
 
     def _best(
         self,
@@ -306,10 +353,11 @@ class AutoController(Controller):
         """The plan with most tokens per second, without the plain decoding at its end."""
         if not costs.known:
             return [option for option in ranked if option.member >= 0]
-        target_s, rest_s = partial(costs.target_s, batch=batch), partial(costs.rest_s, batch)
+        target_s, planning_s = partial(costs.target_s, batch=batch), self._planning(costs)
 
         def worth(plan: Sequence[Option]) -> float:
-            return rate_of(plan, batch, target_s, rest_s, ahead, pads) / overrun(plan)
+            more = planning_s if len(plan) > 1 else 0.0
+            return rate_of(plan, batch, target_s, lambda n: costs.rest_s(batch, n) + more, ahead, pads) / overrun(plan)
 
         *drafting, plain = sorted(plans_of(ranked), key=len, reverse=True)
         best = max(drafting, key=worth, default=plain)
@@ -327,60 +375,66 @@ class AutoController(Controller):
     # -- learning ----------------------------------------------------------------------------------------------------
 
     def observe(self, context: Context, record: StepRecord) -> None:
-        """Keep the record until its round is complete."""
-        if self._looks:
-            self._records.append((context, record))
+        """Keep the record until something depends on it."""
+        if self.watches:
+            if self._is_new:
+                self._pending.append(Round(self._tried, self._cold, self._planning_s))
+                self._is_new = False
+            self._pending[-1].seen.append((context, record, len(context.tokens)))
 
     def finish(self, context: Context) -> None:
-        """Learn from its last round now: nothing is kept of a request but what it taught."""
+        """Learn from its last rounds now: nothing is kept of a request but what it taught."""
         self._digest()
 
     def _digest(self) -> None:
-        """Learn from the last round."""
-        if not self._records:
-            return
+        """Learn from the rounds since the last time."""
+        pending, self._pending = self._pending, []
+        for seen in pending:
+            self._learn_round(seen)
+
+    def _learn_round(self, seen: Round) -> None:
         asked: list[tuple[int, int]] = []
-        behind = 0
-        for context, record in self._records:
+        most_behind = behind = 0
+        for context, record, length in seen.seen:
             state, drafted = self.state(context), self._who(record)
-            before = len(context.tokens) - 1 - record.num_accepted_tokens
+            before = length - 1 - record.num_accepted_tokens
             for option in state.plan:
                 if option.member < 0:
                     break
                 answers = option.member == drafted
-                behind = max(behind, before - state.read[option.member])
-                self._learn(context, option, record, answers)
+                unread = before - state.read[option.member]
+                self._learn(context, option, record, answers, length)
+                most_behind = max(most_behind, unread)
                 if answers:
                     asked.append((drafted, option.depth))
+                    behind += unread
                     break
-        record = self._records[-1][1]
+        record = seen.seen[-1][1]
         self._waiting = record.waiting > 0
-        counts = [record.num_nodes for _, record in self._records]
+        counts = [record.num_nodes for _, record, _ in seen.seen]
         if len(counts) == record.batch_size and len(counts) * max(counts) - sum(counts) >= PADDING:
             self._pads = record.round_nodes >= record.batch_size * max(counts)
-        # The first round of a trial finds cold caches, and what a drafter takes that has to catch up is not its price.
-        priced = behind <= CAUGHT_UP and not self._cold
-        # Plans are not made in every round, and are no part of what a draft costs.
+        # What a mixture of drafts cost says nothing of its parts.
+        member, depth = asked[0] if len(set(asked)) == 1 else (None, 0)
         usual = self.costs.knows(record)
-        draft_s, total_s = record.draft_s - self._planning_s, record.total_s - self._planning_s
+        # The first round of a trial finds cold caches, and what a drafter takes that has to catch up is not its price.
+        priced = most_behind <= CAUGHT_UP and not seen.cold
         if priced:
-            # What a mixture of drafts cost says nothing of its parts.
-            member, depth = asked[0] if len(set(asked)) == 1 else (None, 0)
-            self.costs.observe(replace(record, draft_s=draft_s, total_s=total_s), member, depth, len(asked))
-        used = {member for member, _ in asked} or {-1}
+            self.costs.observe(record, member, depth, len(asked), seen.planning_s)
+        elif member is not None and member not in self._free and behind > 0 and not seen.cold:
+            self.costs.observe_reading(record, member, depth, len(asked), behind, seen.planning_s)
         batch = self._batch(record.batch_size)
-        if usual and self._tried is None and record.batch_size == batch.size:
-            tokens = sum(1 + record.num_accepted_tokens for _, record in self._records)
-            batch.took(total_s / self.costs.speed.value, tokens)
-        batch.reschedule(used, self._tried, priced, self._free)
-        self._records.clear()
+        if usual and seen.tried is None and record.batch_size == batch.size:
+            tokens = sum(1 + record.num_accepted_tokens for _, record, _ in seen.seen)
+            batch.took((record.total_s - seen.planning_s) / self.costs.speed.value, tokens)
+        batch.reschedule({member for member, _ in asked} or {-1}, seen.tried, priced, self._free)
 
     def _who(self, record: StepRecord) -> int:
         if record.num_draft_tokens == 0:
             return -1
         return record.member if self.grouped else 0
 
-    def _learn(self, context: Context, option: Option, record: StepRecord, answers: bool) -> None:
+    def _learn(self, context: Context, option: Option, record: StepRecord, answers: bool, length: int) -> None:
         depth, tokens = option.depth if answers else 0, 1 + record.num_accepted_tokens
         local, greedy = self.state(context).hazards[option.member], context.maker.greedy
         general = self.general[greedy][option.member]
@@ -388,22 +442,22 @@ class AutoController(Controller):
             hazards.fade(keep)
             hazards.add(depth, record.num_accepted_tokens)
             hazards.write(answers, tokens)
-        age = (greedy, option.member, age_of(written(context) - tokens))
+        age = (greedy, option.member, age_of(length - tokens - context.prompt_length))
         alike = self.ages.get(age)
         if alike is None:
             alike = self.ages[age] = Hazards()
         alike.fade(GENERAL_KEEP)
         alike.write(answers, tokens)
-        self.state(context).read[option.member] = len(context.tokens)
-        if answers and remaining(context) + tokens > depth:  # else its draft was cut short
+        self.state(context).read[option.member] = length
+        if answers and remaining(context, length - tokens) > depth:  # else its draft was cut short
             nodes = self.nodes[option.member]
             before = nodes.get(depth, float(record.num_nodes))
             nodes[depth] = before + 0.2 * (record.num_nodes - before)
 
 
-def remaining(context: Context) -> int:
-    """Tokens that a request may still write."""
-    return context.max_length - len(context.tokens) if context.max_length else UNKNOWN
+def remaining(context: Context, length: int = 0) -> int:
+    """Tokens that a request may still write, or could when it had this ``length``."""
+    return context.max_length - (length or len(context.tokens)) if context.max_length else UNKNOWN
 
 
 def written(context: Context) -> int:

@@ -21,6 +21,9 @@ class Controller(ABC):
     keeps_seeds: bool = True
     """Whether budgets of a seeded request depend on nothing but that request: no clock, no other requests."""
 
+    watches: bool = True
+    """Whether it wants to be told of the round that it has just given budgets for."""
+
     @property
     def drafts(self) -> bool:
         """Whether any round can get a draft; if not, the engine runs no drafter code at all."""

@@ -37,6 +37,8 @@ SURE = 4
 """Sightings from which on a cost is no longer taken to be what is wrong."""
 COST_RATE = 0.05
 """How fast a single cost follows once it is known well."""
+READING = 0.03
+"""What a model takes to read one token more, as a part of a draft of one token, until it was seen."""
 WORST = 3.0
 USUAL = 1.5
 """An observation counts at most as this many times (or this part of) what was expected: pauses are not costs.  The
@@ -165,6 +167,7 @@ class LearnedCosts:
         self.calls: dict[int, Curve] = {}  # of the target, by requests
         self.drafts: dict[tuple[int, int], Curve] = {}
         self.rest: dict[int, Curve] = {}
+        self.reading: dict[int, Cost] = {}  # seconds for each token that others wrote, by member
         self._free = free
         self._left = 0 if start is not None else self.SKIPPED
         self._kind: tuple[int | None, bool] | None = None
@@ -234,12 +237,18 @@ class LearnedCosts:
         scale = self.target_s(batch, batch) / self.target_s(near, near) if self.known else 1.0
         return self.drafts[member, near].at(depth) * scale
 
-    def observe(self, record: StepRecord, member: int | None, depth: int, drafting: int) -> None:
-        """Learn from a round in which ``drafting`` requests drafted ``depth`` levels with one member (or ``None``)."""
+    def observe(
+        self, record: StepRecord, member: int | None, depth: int, drafting: int, planning_s: float = 0.0
+    ) -> None:
+        """Learn from a round in which ``drafting`` requests drafted ``depth`` levels with one member (or ``None``).
+
+        ``planning_s`` of its drafting were planning: plans are not made in every round, and are no part of a price.
+        """
         if self._left > 0:
             self._left -= 1
             return
         rest_s = record.total_s - record.target_s - record.draft_s
+        draft_s = record.draft_s - planning_s
         nodes = nodes_of(record)
         size = bucket(record.batch_size)
         own = _found(self.calls, size, self._call_curve)
@@ -247,15 +256,32 @@ class LearnedCosts:
         seen = [(known, nodes, record.target_s)]
         if rest_s > 0:
             seen.append((_found(self.rest, size, partial(Curve, growing=0.04)), nodes, rest_s))
-        if member is not None and depth > 0 and record.draft_s > 0:
+        if member is not None and depth > 0 and draft_s > 0:
             curve = _found(self.drafts, (member, bucket(drafting)), partial(self._draft_curve, member))
-            seen.append((curve, depth, record.draft_s))
+            seen.append((curve, depth, draft_s))
         kind = (member, record.round_nodes > record.batch_size)
         trust = self._pace(seen, kind == self._kind)
         self._kind = kind
         for curve, size, seconds in [*seen, (other, nodes, record.target_s)]:
             if seconds > 0:
                 self._learn(curve, size, seconds, trust)
+
+    def observe_reading(
+        self, record: StepRecord, member: int, depth: int, drafting: int, tokens: int, planning_s: float = 0.0
+    ) -> None:
+        """Learn from a round in which a model had to read ``tokens`` that others had written, and then drafted."""
+        usual = self.draft_s(member, depth, drafting)
+        if usual is None:
+            return
+        known = self.reading.setdefault(member, Cost(self.reading_s(member, 1), PRIOR_WEIGHT))
+        found = (record.draft_s - planning_s) / self.speed.value - usual
+        known.seen = min(known.seen + 1, 1 / COST_RATE)
+        known.value += (min(max(found / tokens, 0.0), WORST * known.value) - known.value) / known.seen
+
+    def reading_s(self, member: int, tokens: int) -> float:
+        """What it takes a model to read tokens that others have written, beside its usual draft."""
+        known = self.reading.get(member)
+        return tokens * (READING * (self.draft_s(member, 1, 1) or 0.0) if known is None else known.value)
 
     def _pace(self, seen: Sequence[tuple[Curve, int, float]], alike: bool) -> float | None:
         """Follow the machine's speed; how far the round can be trusted to say anything else (1: as expected).

@@ -113,9 +113,12 @@ def rate_of(
     alone = sum(part * option.alone for part, option in zip(parts, plan, strict=True))
     if ahead is None or ahead.mean <= 0:
         return tokens / seconds
-    luck = (max(squares - tokens**2, 0.0) * ahead.mean / tokens) ** 0.5 / tokens
+    luck = max(squares - tokens**2, 0.0) * ahead.mean / tokens**3
+    luck += (ahead.mean / tokens) ** 2 * sum(
+        (part * ahead.unknown(option.member, option.tokens)) ** 2 for part, option in zip(parts, plan, strict=True)
+    )
     rounds = rounds_left(plan, ahead) if ahead.own else [left / tokens for left in ahead.left]
-    return ahead.mean / (seconds * batch_rounds(rounds, luck, alone))
+    return ahead.mean / (seconds * batch_rounds(rounds, luck**0.5, alone))
 
 
 def seconds_of(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from foretoken.controllers.learned import USUAL, Cost, Hazards
 from foretoken.controllers.plans import Option
+from foretoken.types import Context, StepRecord
 
 REPLAN, LONGEST, LONGEST_PLAIN = 4, 16, 64
 """Rounds that a plan is kept: the first time, and at most, when planning again and again finds the same (plain decoding
@@ -24,6 +25,8 @@ longer it is tried, as prices of a few rounds are off by some hundredths, as muc
 OVERRUN_PRIOR, GAIN_PRIOR, OVERRUN_KEPT = 4.0, 20.0, 40.0
 """Rounds of a plan that it takes to believe half of what they took over what was expected, and of what they wrote,
 which varies more; and how many count."""
+MOST = 10.0
+"""How many times the mean a single value counts at most."""
 FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
 """Rounds between two trials of a choice that is not in use: doubled after each that changed nothing, up to a length
 that is shorter for drafters that run no model, in rounds per request."""
@@ -44,6 +47,37 @@ class State:
     plan: list[Option] = field(default_factory=list)
     age: int = REPLAN
     fresh: bool = True
+
+
+@dataclass
+class Mean:
+    """A mean in which what was long ago counts less, and a pause as some usual ones."""
+
+    value: float = 0.0
+    seen: float = 0.0
+
+    def count(self, found: float) -> None:
+        """One more."""
+        if self.seen > REPLAN:
+            found = min(found, MOST * self.value)
+        self.seen = min(self.seen + 1, LONGEST_PLAIN)
+        self.value += (found - self.value) / self.seen
+
+
+@dataclass
+class Round:
+    """A round that is still to be learned from.
+
+    Attributes:
+        tried: the choice that was tried in it; it is ``cold`` in the first round of its trial.
+        planning_s: seconds that planning took in it.
+        seen: requests and what they showed, with their lengths afterwards.
+    """
+
+    tried: int | None
+    cold: bool
+    planning_s: float
+    seen: list[tuple[Context, StepRecord, int]] = field(default_factory=list)
 
 
 @dataclass

@@ -356,7 +356,7 @@ class Engine:
         if self.drafter is not None and self.drafter.counts_predictions:
             run.stats.num_prediction_tokens += tree.num_drafts
             run.stats.num_accepted_prediction_tokens += accepted
-        if self.controller is not None:
+        if self.controller is not None and self.controller.watches:
             batch, nodes = counts
             member = tree.drafters[-1] if tree.drafters else -1
             record = StepRecord(
