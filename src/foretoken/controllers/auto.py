@@ -51,9 +51,8 @@ HOPE = 0.08
 """How much cheaper target calls and drafts of a size that was never seen are taken to be than others let expect."""
 PRIOR_TRIES = 2.0
 """How many drafts the first guess about acceptance is worth."""
-SPARE, MANY = 8, 4
-"""Of rounds of plain decoding, while the plan is kept, one in so many is learned from: they are all alike.  Of rounds
-with drafts every second one, if so many requests show something."""
+SPARE = 8
+"""Of rounds of plain decoding, while the plan is kept, one in so many is learned from: they are all alike."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
 """What a round is worth one round later, for its own request and in general."""
 
@@ -151,11 +150,11 @@ class AutoController(Controller):
         keeps = self._steady and requests == self._given[0] and batch.round < batch.until
         # Planning and learning take time, and rounds may be short: what is seen is learned when it is needed.
         if keeps and self._due(batch, contexts) is None:
-            return self._keep(batch, len(contexts))
+            return self._keep(batch)
         self._digest()
         tried = self._due(batch, contexts)  # what was used meanwhile needs no trial
         if keeps and tried is None and batch.round < batch.until:
-            return self._keep(batch, len(contexts))
+            return self._keep(batch)
         if requests != self._given[0]:
             batch.until = batch.round  # what others are to do says little of these
         self._cold = tried is not None and tried != self._tried
@@ -171,10 +170,9 @@ class AutoController(Controller):
         self._given = (requests, budgets)
         return budgets
 
-    def _keep(self, batch: Batch, size: int) -> list[Budget]:
+    def _keep(self, batch: Batch) -> list[Budget]:
         """The budgets of the last round once more."""
-        spare = SPARE if not batch.plan else 1 if size < MANY else 2
-        self._tried, self._cold, self.watches = None, False, batch.round % spare == 0
+        self._tried, self._cold, self.watches = None, False, bool(batch.plan) or batch.round % SPARE == 0
         return self._given[1]
 
     def _plan_alone(self, state: State) -> None:
