@@ -110,7 +110,7 @@ class AutoController(Controller):
         self.general = {greedy: [self._known(spec) for spec in specs] for greedy in (True, False)}
         self.fixed = [self._known(spec) for spec in specs]
         self.ages: dict[tuple[bool, int, int], Hazards] = {}
-        self.nodes: list[dict[int, float]] = [{} for _ in specs]
+        self.nodes: list[dict[int, Mean]] = [{} for _ in specs]  # of drafts by member and depth
         self.batches: dict[int, Batch] = {}
         self._thought = (Mean(), Mean())  # seconds of planning in rounds of plain decoding and in others
         self._given: tuple[list[int], list[Budget]] = ([], [])
@@ -316,7 +316,7 @@ class AutoController(Controller):
                 tokens += stands[place]
                 squares += (2 * place + 1) * stands[place]
             done = depth
-            nodes = known.get(depth, 1.0 + depth)
+            nodes = known[depth].value if depth in known else 1.0 + depth
             draft_s, seconds = self._seconds(index, depth, nodes, costs, batch)
             alone = min(self._seconds(index, depth, nodes, costs, 1)[1] / seconds, 1.0) if batch > 1 else 1.0
             variance = squares - (tokens - 1.0) ** 2
@@ -448,9 +448,7 @@ class AutoController(Controller):
         alike.write(answers, tokens)
         self.state(context).read[option.member] = length
         if answers and remaining(context, length - tokens) > depth:  # else its draft was cut short
-            nodes = self.nodes[option.member]
-            before = nodes.get(depth, float(record.num_nodes))
-            nodes[depth] = before + 0.2 * (record.num_nodes - before)
+            self.nodes[option.member].setdefault(depth, Mean()).count(record.num_nodes)
 
 
 def remaining(context: Context, length: int = 0) -> int:
