@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from foretoken.controllers.ahead import Ahead, Own, batch_rounds, deviation, doubt_of, largest, own_of
-from foretoken.controllers.learned import Hazards
+from foretoken.controllers.hazards import Hazards
 from foretoken.controllers.plans import Option, rate_of
 
 

@@ -19,7 +19,8 @@ from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.goodput import GoodputController
-from foretoken.controllers.learned import Cost, Curve, Hazards, LearnedCosts, at_age, bucket, coverage, survival
+from foretoken.controllers.hazards import Hazards, at_age, coverage, survival
+from foretoken.controllers.learned import Cost, Curve, LearnedCosts, bucket
 from foretoken.controllers.plans import Option, best_of, error_of, plans_of, rate_of, rounds_left, rounds_of
 from foretoken.controllers.trials import Batch, Mean, rounds_of_trial
 from foretoken.sampling import Sampler, SamplingParams

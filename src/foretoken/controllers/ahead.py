@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from statistics import NormalDist
 
-from foretoken.controllers.learned import Hazards, coverage, survival
+from foretoken.controllers.hazards import Hazards, coverage, survival
 
 OWN = 40.0
 """How many drafts of a request it takes to believe half of how unlike others it seems."""

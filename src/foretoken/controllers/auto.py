@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
+from operator import itemgetter
 from time import perf_counter
 
 from foretoken.controllers.ahead import Ahead, doubt_of, own_of
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.controllers.learned import Hazards, LearnedCosts, at_age, coverage, pooled, survival
+from foretoken.controllers.hazards import Hazards, at_age, coverage, pooled, survival
+from foretoken.controllers.learned import LearnedCosts
 from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans_of, rate_of, rounds_of, seconds_of
 from foretoken.controllers.trials import (
     FIRST_GAP,
@@ -358,9 +360,11 @@ class AutoController(Controller):
             return rate_of(plan, batch, target_s, lambda n: costs.rest_s(batch, n) + more, ahead, pads) / overrun(plan)
 
         *drafting, plain = sorted(plans_of(ranked), key=len, reverse=True)
-        best = max(drafting, key=worth, default=plain)
+        if not drafting:
+            return []
+        most, best = max(((worth(plan), plan) for plan in drafting), key=itemgetter(0))
         # Estimates are noisy, and the best of several is too good.
-        return best[:-1] if worth(best) * (1.0 - error_of(best)) > worth(plain) else []
+        return best[:-1] if most * (1.0 - error_of(best)) > worth(plain) else []
 
     def _expected(self, plan: Sequence[Option], ranked: Sequence[Option], size: int) -> tuple[float, float]:
         """What a round of a plan that was just made takes, by its parts, in the costs' own unit, and what it writes."""

@@ -1,4 +1,4 @@
-"""What controllers learn while they serve: what rounds cost on this machine, and how far drafts stand.
+"""What controllers learn while they serve of what rounds cost on this machine.
 
 Costs are kept relative to the speed of the machine, which drifts (other processes, clocks, longer contexts): every
 observation moves one common factor, and only what is left of it moves the cost of what was observed.  Comparing
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import zip_longest
 from typing import Any
 
 from foretoken.controllers.costs import RoundCosts
@@ -43,8 +42,6 @@ WORST = 3.0
 USUAL = 1.5
 """An observation counts at most as this many times (or this part of) what was expected: pauses are not costs.  The
 second number is for costs that were seen more than once."""
-LARGEST_UNIT = 1e6
-"""What a round may count before counts are put in rounds again."""
 
 
 @dataclass
@@ -350,117 +347,3 @@ def bucket(size: int) -> int:
         return size
     step = 1 << (size.bit_length() - 4)
     return -(-size // step) * step
-
-
-@dataclass
-class Hazards:
-    """How far drafts stand, as the chance of each further position given that the one before it stood.
-
-    Attributes:
-        tries: per position, drafts that reached it and were long enough (older ones count less).
-        hits: those that stood there.
-        covered: tokens written in rounds with a guess, ``bare`` those of rounds in which it was asked in vain.
-        unit: what a round counts now, in all of these.
-    """
-
-    tries: list[float] = field(default_factory=list)
-    hits: list[float] = field(default_factory=list)
-    covered: float = 0.0
-    bare: float = 0.0
-    unit: float = 1.0
-
-    def fade(self, keep: float) -> None:
-        """Let what was seen count less: what comes counts more, which takes no time."""
-        self.unit /= keep
-        if self.unit > LARGEST_UNIT:
-            self.tries, self.hits, self.covered, self.bare = self.in_rounds()
-            self.unit = 1.0
-
-    def in_rounds(self) -> tuple[list[float], list[float], float, float]:
-        """Tries, hits, covered and bare, where a round counts 1 now."""
-        one = 1.0 / self.unit
-        return [t * one for t in self.tries], [h * one for h in self.hits], self.covered * one, self.bare * one
-
-    def add(self, depth: int, accepted: int) -> None:
-        """A draft of ``depth`` levels of which ``accepted`` stood; depth 0 is an answer without a guess."""
-        if depth == 0:
-            return
-        tried = min(depth, accepted + 1)
-        while len(self.tries) < tried:
-            self.tries.append(0.0)
-            self.hits.append(0.0)
-        for place in range(tried):
-            self.tries[place] += self.unit
-            if place < accepted:
-                self.hits[place] += self.unit
-
-    def write(self, answered: bool, tokens: int) -> None:
-        """Tokens of a round in which it was asked, with a guess or in vain."""
-        if answered:
-            self.covered += tokens * self.unit
-        else:
-            self.bare += tokens * self.unit
-
-
-def pooled(parts: Sequence[Hazards]) -> Hazards:
-    """What several requests saw together."""
-    whole = Hazards()
-    for part in parts:
-        tries, hits, covered, bare = part.in_rounds()
-        whole.tries = [a + b for a, b in zip_longest(whole.tries, tries, fillvalue=0.0)]
-        whole.hits = [a + b for a, b in zip_longest(whole.hits, hits, fillvalue=0.0)]
-        whole.covered += covered
-        whole.bare += bare
-    return whole
-
-
-def coverage(local: Hazards, general: Hazards, weight: float = 16.0) -> float:
-    """Share of the text that there are guesses for: this request's, drawn towards what is seen in general."""
-    share = (general.covered + general.unit) / (general.covered + general.bare + general.unit)
-    weight *= local.unit
-    return (local.covered + weight * share) / (local.covered + local.bare + weight)
-
-
-def at_age(general: Hazards, alike: Hazards, weight: float = 16.0) -> Hazards:
-    """The general picture, but with the share of the text that requests have guesses for which wrote as much so far.
-
-    Args:
-        general: of all requests.
-        alike: what those wrote next, with and without a guess.
-        weight: how many tokens the share in general is worth beside it.
-    """
-    whole = general.covered + general.bare + general.unit
-    weight *= alike.unit
-    share = alike.covered + weight * (general.covered + general.unit) / whole
-    share /= alike.covered + alike.bare + weight
-    return replace(general, covered=share * whole - general.unit, bare=(1.0 - share) * whole)
-
-
-def survival(depth: int, local: Hazards, general: Hazards, prior: float = 0.6, weight: float = 8.0) -> list[float]:
-    """[depth] chance that a draft stands at least so far: this request's, drawn towards what is seen in general.
-
-    A position of which little is seen is taken to be like the one before it: longer drafts are then tried until they
-    disappoint.
-
-    Args:
-        depth: positions.
-        local: of this request.
-        general: of all requests.
-        prior: chance where nothing was seen at all.
-        weight: how many tries the general picture is worth beside the local one.
-    """
-    stands, found, before = 1.0, [], prior
-    for place in range(depth):
-        before = _shrunk(general, place, before, 2.0 if place == 0 else 4.0)
-        stands *= _shrunk(local, place, before, weight)
-        found.append(stands)
-    return found
-
-
-def _shrunk(seen: Hazards, place: int, prior: float, weight: float) -> float:
-    """The share of hits at a position, drawn towards ``prior`` as by ``weight`` further tries."""
-    if place >= len(seen.tries):
-        return prior
-    weight *= seen.unit
-    total = seen.tries[place] + weight
-    return (seen.hits[place] + weight * prior) / total if total > 0 else prior

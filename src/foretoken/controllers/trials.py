@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from foretoken.controllers.learned import USUAL, Cost, Hazards
+from foretoken.controllers.hazards import Hazards
+from foretoken.controllers.learned import USUAL, Cost
 from foretoken.controllers.plans import Option
 from foretoken.types import Context, StepRecord
 
