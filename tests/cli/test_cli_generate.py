@@ -135,7 +135,8 @@ def test_compare_json(run: Any, target: str, draft: str) -> None:
 def test_compare_reports_where_a_lossy_rule_parts_from_plain_decoding(run: Any, target: str, draft: str) -> None:
     result = run(
         "generate", PROMPT, "--target", target, "--drafter", f"model:{draft},k=3", "--verifier",
-        "min_block,min_accepted=3", "--allow-lossy", "--max-new-tokens", "40", "--compare", "--repeat", "1", "--json",
+        "min_block,min_accepted=3", "--allow-lossy", "--controller", "constant", "--max-new-tokens", "40",
+        "--compare", "--repeat", "1", "--json",
     ).json  # fmt: skip
     position = result["first_difference"]["position"]
     one, other = result["plain"]["token_ids"], result["speculative"]["token_ids"]
