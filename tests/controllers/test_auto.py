@@ -709,7 +709,8 @@ def test_what_was_not_seen_for_long_is_worth_a_look() -> None:
     assert hopeful.at(5) == pytest.approx(plain.at(5), rel=0.01)
 
 
-def test_lengths_that_were_dear_once_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rounds", "times"), [(400, 1.2), (800, 1.4)])
+def test_lengths_that_were_dear_once_are_found_out(rounds: int, times: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight tokens pay most, but while lengths were first tried every node took ten times as long."""
 
     def length(seed: int) -> int:
@@ -719,14 +720,14 @@ def test_lengths_that_were_dear_once_are_found_out(monkeypatch: pytest.MonkeyPat
         controller.attach(world.limits)
         busy.play(controller, contexts(8), 24)
         world.rounds = busy.rounds
-        world.play(controller, contexts(8, start=8), 800)
+        world.play(controller, contexts(8, start=8), rounds)
         return controller.batches[(8).bit_length()].plan[0].depth
 
-    found = [length(seed) for seed in range(8)]
+    found = [length(seed) for seed in range(24)]
     monkeypatch.setattr("foretoken.controllers.auto.HOPE", 0.0)
     monkeypatch.setattr("foretoken.controllers.learned.AGED", math.inf)
-    stuck = [length(seed) for seed in range(8)]
-    assert sum(found) > 1.4 * sum(stuck)
+    stuck = [length(seed) for seed in range(24)]
+    assert sum(found) > times * sum(stuck)
 
 
 @pytest.mark.parametrize("cold", [1, 3])
