@@ -106,9 +106,9 @@ class World:
 
 
 def contexts(count: int, start: int = 0, **options: bool) -> list[Context]:
-    """Requests that sample."""
+    """Requests that sample, of texts of different lengths."""
     maker = Sampler(SamplingParams(temperature=1.0))
-    return [Context(start + i, [0], 1, maker, Rng(0), **options) for i in range(count)]  # type: ignore[arg-type]
+    return [Context(start + i, [0] * (1 + i), 1 + i, maker, Rng(0), **options) for i in range(count)]  # type: ignore[arg-type]
 
 
 class Fixed(Controller):
@@ -756,10 +756,10 @@ def test_what_a_profile_says_is_not_given_up_for_one_short_call() -> None:
 def test_old_tries_count_less_by_hand() -> None:
     hazards = Hazards()
     hazards.add(2, 1)
-    hazards.write(True, 2)
+    hazards.write(2, 0)
     hazards.fade(0.5)
     hazards.add(1, 1)
-    hazards.write(False, 1)
+    hazards.write(0, 1)
     assert hazards.in_rounds() == ([1.5, 0.5], [1.5, 0.0], 1.0, 1.0)
     assert survival(2, hazards, Hazards(), weight=0.0) == pytest.approx([1.0, 0.0])
     for _ in range(60):
@@ -810,6 +810,7 @@ def test_drafts_that_the_end_of_a_request_cut_short_are_not_counted_as_usual() -
     controller.attach(world.limits)
     (request,) = contexts(1)
     world.play(controller, [request], 40)
+    controller.finish(request)
     before = {depth: mean.value for depth, mean in controller.nodes[0].items()}
     (ending,) = contexts(1, start=1)
     controller.budgets([ending])
@@ -872,8 +873,8 @@ def test_hazards_by_hand() -> None:
     for depth, stood in ((3, 3), (3, 1), (0, 0)):
         hazards.add(depth, stood)
     assert hazards.tries == [2, 2, 1] and hazards.hits == [2, 1, 1]
-    hazards.write(True, 4)
-    hazards.write(False, 2)
+    hazards.write(4, 0)
+    hazards.write(0, 2)
     assert coverage(hazards, Hazards(), weight=0.0) == pytest.approx(4 / 6)
     assert survival(3, hazards, Hazards(), weight=0.0) == pytest.approx([1.0, 0.5, 0.5])
     first = (2 + 2 * 0.6) / (2 + 2)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from operator import itemgetter
 from time import perf_counter
 
 from foretoken.controllers.ahead import Ahead, doubt_of, own_of
@@ -22,6 +21,7 @@ from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans
 from foretoken.controllers.trials import (
     FIRST_GAP,
     FIRST_TRIALS,
+    LATER_TRIALS,
     LONGEST_PLAIN,
     PROBED,
     REPLAN,
@@ -55,6 +55,8 @@ PRIOR_TRIES = 2.0
 """How many drafts the first guess about acceptance is worth."""
 SPARE = 8
 """Of rounds of plain decoding, while the plan is kept, one in so many is learned from: they are all alike."""
+SAME = 1.01
+"""By how much another plan must promise more than the one in use to take its place: new plans are made sooner again."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
 """What a round is worth one round later, for its own request and in general."""
 
@@ -82,7 +84,7 @@ class AutoController(Controller):
         self.k = k
         self._start: RoundCosts | None = None
         self._tried: int | None = None
-        self._cold, self._waiting, self._steady, self._pads = False, False, False, False
+        self._cold, self._waiting, self._steady, self._pads, self._even = False, False, False, False, False
         self._pending: list[Round] = []
         self._is_new = True
         self._planning_s = 0.0
@@ -187,6 +189,7 @@ class AutoController(Controller):
     def _plan_batch(self, batch: Batch, contexts: Sequence[Context], size: int) -> None:
         states = [self.state(context) for context in contexts]
         if batch.round >= batch.until:
+            self._even = is_even([len(context.tokens) for context in contexts])
             local = [pooled([state.hazards[index] for state in states]) for index in range(len(self.members))]
             general = self._general(contexts)
             left = [remaining(context) for context in contexts]
@@ -196,11 +199,11 @@ class AutoController(Controller):
                 own = own_of([state.hazards for state in states], local, general)
                 ahead = Ahead(left, own, doubt_of(local, general, len(states)))
             batch.ranked = self._ranked(local, self.costs, general, size, ahead, catching_up)
-            plan = self._best(batch.ranked, self.costs, size, ahead, self._pads, batch.overrun)
-            # The fewer tokens are left, the less pays what makes requests end at different times.
+            plan = self._best(batch.ranked, self.costs, size, ahead, self._pads, batch.overrun, batch.plan)
             batch.size = size
             batch.expected_s, batch.expected_tokens = self._expected(plan, batch.ranked, size)
-            batch.follow(plan, max(REPLAN, max(left) // 8) if plan else LONGEST_PLAIN)
+            # The fewer tokens are left, the less pays what makes requests end at different times.
+            batch.follow(plan, max(REPLAN, max(left) // 8) if plan and size > 1 else LONGEST_PLAIN)
         if any(state.fresh for state in states):
             batch.until = min(batch.until, batch.round + REPLAN)
         for state in states:
@@ -242,11 +245,21 @@ class AutoController(Controller):
         return found
 
     def _due(self, batch: Batch, contexts: Sequence[Context]) -> int | None:
-        """The choice whose turn it is to be tried; none when the last request is about to end."""
+        """The choice whose turn it is to be tried; none when the last request is about to end.
+
+        Drafts end it that texts are of one length, which makes all rounds to come dearer: their trials wait, but for
+        the first ones.
+        """
         left = max(remaining(context) for context in contexts)
         if left <= ENDING:
             return None
-        return batch.due(lambda choice, late: self._is_ready(choice, late, contexts, left))
+        lengths = [len(context.tokens) for context in contexts]
+        return batch.due(
+            lambda choice, late: (
+                self._is_ready(choice, late, contexts, left)
+                and (choice < 0 or late >= WAIT or batch.trials[choice].left > LATER_TRIALS or not is_even(lengths))
+            )
+        )
 
     def _is_ready(self, choice: int, late: int, contexts: Sequence[Context], left: int) -> bool:
         """Whether a trial costs little.
@@ -264,7 +277,7 @@ class AutoController(Controller):
         found: State | None = context.state.get(self)
         if found is None:
             members = len(self.members)
-            found = State([Hazards() for _ in range(members)], [len(context.tokens)] * members)
+            found = State([Hazards() for _ in range(members)], [len(context.tokens)] * members, [0] * members)
             context.state[self] = found
         return found
 
@@ -313,6 +326,7 @@ class AutoController(Controller):
         share = coverage(local, general, weight=16.0 * batch)
         tokens, squares, done = 1.0, 0.0, 0
         seen = PRIOR_TRIES + (general.tries[0] / general.unit if general.tries else 0.0)
+        stays = general.stays
         for depth in depths:
             for place in range(done, depth):
                 tokens += stands[place]
@@ -323,11 +337,13 @@ class AutoController(Controller):
             alone = min(self._seconds(index, depth, nodes, costs, 1)[1] / seconds, 1.0) if batch > 1 else 1.0
             variance = squares - (tokens - 1.0) ** 2
             draft_s, seconds = draft_s + late * tokens, seconds + late * tokens
-            yield Option(index, depth, tokens, nodes, draft_s, seconds, share, variance, seen, alone)
+            stood = tuple(stands[:depth])
+            yield Option(index, depth, tokens, nodes, draft_s, seconds, share, variance, seen, alone, stood, stays)
 
     def _seconds(self, index: int, depth: int, nodes: float, costs: LearnedCosts, batch: int) -> tuple[float, float]:
         """Of a draft, and of a whole round in which all requests get one."""
-        target_s = costs.target_s(round(batch * nodes), batch) if costs.known else 1.0
+        even = self._even and index < 0 and costs is not self.nominal
+        target_s = costs.target_s(round(batch * nodes), batch, even) if costs.known else 1.0
         draft_s = costs.draft_s(index, depth, batch)
         if draft_s is None:  # by its size, while nothing was measured
             draft_s = self.members[index].relative_cost * depth * target_s
@@ -349,20 +365,24 @@ class AutoController(Controller):
         ahead: Ahead | None = None,
         pads: bool = False,
         overrun: Callable[[Sequence[Option]], float] = lambda plan: 1.0,
+        current: Sequence[Option] = (),
     ) -> list[Option]:
-        """The plan with most tokens per second, without the plain decoding at its end."""
+        """The plan with most tokens per second, without the plain decoding at its end; in doubt the current one."""
         if not costs.known:
             return [option for option in ranked if option.member >= 0]
-        target_s, planning_s = partial(costs.target_s, batch=batch), self._planning(costs)
+        planning_s, even = self._planning(costs), self._even and costs is not self.nominal
 
         def worth(plan: Sequence[Option]) -> float:
             more = planning_s if len(plan) > 1 else 0.0
+            target_s = partial(costs.target_s, batch=batch, even=even and len(plan) == 1)
             return rate_of(plan, batch, target_s, lambda n: costs.rest_s(batch, n) + more, ahead, pads) / overrun(plan)
 
         *drafting, plain = sorted(plans_of(ranked), key=len, reverse=True)
         if not drafting:
             return []
-        most, best = max(((worth(plan), plan) for plan in drafting), key=itemgetter(0))
+        asked = [option.member for option in current]
+        worths = [(worth(plan), plan) for plan in drafting]
+        most, best = max(worths, key=lambda one: one[0] * (SAME if [o.member for o in one[1][:-1]] == asked else 1.0))
         # Estimates are noisy, and the best of several is too good.
         return best[:-1] if most * (1.0 - error_of(best)) > worth(plain) else []
 
@@ -422,7 +442,9 @@ class AutoController(Controller):
         # The first round of a trial finds cold caches, and what a drafter takes that has to catch up is not its price.
         priced = most_behind <= CAUGHT_UP and not seen.cold
         if priced:
-            self.costs.observe(record, member, depth, len(asked), seen.planning_s)
+            starts = [length - 1 - record.num_accepted_tokens for _, record, length in seen.seen]
+            even = not asked and len(starts) == record.batch_size and is_even(starts)
+            self.costs.observe(record, member, depth, len(asked), seen.planning_s, even)
         elif member is not None and member not in self._free and behind > 0 and not seen.cold:
             self.costs.observe_reading(record, member, depth, len(asked), behind, seen.planning_s)
         batch = self._batch(record.batch_size)
@@ -438,19 +460,25 @@ class AutoController(Controller):
 
     def _learn(self, context: Context, option: Option, record: StepRecord, answers: bool, length: int) -> None:
         depth, tokens = option.depth if answers else 0, 1 + record.num_accepted_tokens
-        local, greedy = self.state(context).hazards[option.member], context.maker.greedy
+        state, greedy = self.state(context), context.maker.greedy
         general = self.general[greedy][option.member]
-        for hazards, keep in ((local, LOCAL_KEEP), (general, GENERAL_KEEP)):
+        # What others taught must not reach a seeded request, not even through what is counted of it.
+        known = self.fixed[option.member] if context.reproducible else general
+        bare = 0.0 if answers else known.bare_tokens(tokens)
+        for hazards, keep in ((state.hazards[option.member], LOCAL_KEEP), (general, GENERAL_KEEP)):
             hazards.fade(keep)
             hazards.add(depth, record.num_accepted_tokens)
-            hazards.write(answers, tokens)
+            hazards.write(tokens - bare, bare)
+            if state.bare[option.member] == length - tokens:
+                hazards.go_on(answers)
+        state.bare[option.member] = length if tokens == 1 and not answers else 0
         age = (greedy, option.member, age_of(length - tokens - context.prompt_length))
         alike = self.ages.get(age)
         if alike is None:
             alike = self.ages[age] = Hazards()
         alike.fade(GENERAL_KEEP)
-        alike.write(answers, tokens)
-        self.state(context).read[option.member] = length
+        alike.write(tokens - bare, bare)
+        state.read[option.member] = length
         if answers and remaining(context, length - tokens) > depth:  # else its draft was cut short
             self.nodes[option.member].setdefault(depth, Mean()).count(record.num_nodes)
 
@@ -458,6 +486,11 @@ class AutoController(Controller):
 def remaining(context: Context, length: int = 0) -> int:
     """Tokens that a request may still write, or could when it had this ``length``."""
     return context.max_length - (length or len(context.tokens)) if context.max_length else UNKNOWN
+
+
+def is_even(lengths: Sequence[int]) -> bool:
+    """Whether several texts have one length."""
+    return len(lengths) > 1 and len(set(lengths)) == 1
 
 
 def written(context: Context) -> int:

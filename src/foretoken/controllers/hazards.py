@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
+UNSEEN = 4.0
+"""As how many places that it went on the chance counts that text without guesses goes on."""
 LARGEST_UNIT = 1e6
 """What a round may count before counts are put in rounds again."""
 
@@ -21,6 +23,7 @@ class Hazards:
         tries: per position, drafts that reached it and were long enough (older ones count less).
         hits: those that stood there.
         covered: tokens written in rounds with a guess, ``bare`` those of rounds in which it was asked in vain.
+        ended: places right after one without a guess where there was one, ``stayed`` those where there was none.
         unit: what a round counts now, in all of these.
     """
 
@@ -28,12 +31,16 @@ class Hazards:
     hits: list[float] = field(default_factory=list)
     covered: float = 0.0
     bare: float = 0.0
+    ended: float = 0.0
+    stayed: float = 0.0
     unit: float = 1.0
 
     def fade(self, keep: float) -> None:
         """Let what was seen count less: what comes counts more, which takes no time."""
         self.unit /= keep
         if self.unit > LARGEST_UNIT:
+            one = 1.0 / self.unit
+            self.ended, self.stayed = self.ended * one, self.stayed * one
             self.tries, self.hits, self.covered, self.bare = self.in_rounds()
             self.unit = 1.0
 
@@ -55,12 +62,31 @@ class Hazards:
             if place < accepted:
                 self.hits[place] += self.unit
 
-    def write(self, answered: bool, tokens: int) -> None:
-        """Tokens of a round in which it was asked, with a guess or in vain."""
+    def write(self, covered: float, bare: float) -> None:
+        """Tokens that were written where it had guesses and where it had none."""
+        self.covered += covered * self.unit
+        self.bare += bare * self.unit
+
+    def go_on(self, answered: bool) -> None:
+        """Whether it had a guess one token after a place where it had none."""
         if answered:
-            self.covered += tokens * self.unit
+            self.ended += self.unit
         else:
-            self.bare += tokens * self.unit
+            self.stayed += self.unit
+
+    @property
+    def stays(self) -> float:
+        """Chance that it has no guess one token after a place where it had none; 1 while that was not seen."""
+        return 1.0 - self.ended / (self.ended + self.stayed + UNSEEN * self.unit)
+
+    def bare_tokens(self, tokens: int) -> float:
+        """How many of some tokens are such as it has no guesses for, the first one being so."""
+        stays = self.stays
+        if tokens == 1 or stays >= 1.0:
+            return tokens
+        bare = (self.bare + self.unit) / (self.covered + self.bare + self.unit)
+        goes_on = max(stays - bare, 0.0) / (1.0 - bare) if bare < 1.0 else 1.0
+        return sum(bare + (1.0 - bare) * goes_on**place for place in range(tokens))
 
 
 def pooled(parts: Sequence[Hazards]) -> Hazards:

@@ -16,6 +16,9 @@ from typing import Any
 from foretoken.controllers.costs import RoundCosts
 from foretoken.types import StepRecord
 
+EVEN, EVEN_RATE, EVENEST = 0.97, 0.05, 0.85
+"""What plain calls are taken to cost for texts of one length, as a part of what they cost for others; how fast that is
+learned, and the least that it can be."""
 SPEED_RATE = 0.25
 """How fast the common factor follows."""
 CHANGED, CHANGE_RATE = 3, 0.5
@@ -162,12 +165,13 @@ class LearnedCosts:
         self.hope = hope
         self.target = self._call_curve()
         self.calls: dict[int, Curve] = {}  # of the target, by requests
+        self.even = EVEN  # what a plain call takes for texts of one length, as a part of what it takes for others
         self.drafts: dict[tuple[int, int], Curve] = {}
         self.rest: dict[int, Curve] = {}
         self.reading: dict[int, Cost] = {}  # seconds for each token that others wrote, by member
         self._free = free
         self._left = 0 if start is not None else self.SKIPPED
-        self._kind: tuple[int | None, bool] | None = None
+        self._kind: tuple[int | None, bool, bool] | None = None
         self._off, self._surprises = 0.0, 0
         if start is not None:
             self._start_from(start, specs)
@@ -199,10 +203,12 @@ class LearnedCosts:
         """Whether calls with so many nodes were seen before, so that kernels for them are there."""
         return self.target.warm(nodes_of(record)) is not None
 
-    def target_s(self, nodes: int, batch: int = 0) -> float:
-        """Cost of a call with that many nodes in all, for that many requests: each has a text of its own to read."""
+    def target_s(self, nodes: int, batch: int = 0, even: bool = False) -> float:
+        """Cost of a call with that many nodes in all, for that many requests: each has a text of its own to read.
+        Plain decoding is cheaper where texts are ``even``, all of one length: keys and values are written at once."""
         own = self.calls.get(bucket(batch))
-        return (own if own is not None and own.sightings >= ENOUGH else self.target).at(bucket(nodes))
+        curve = own if own is not None and own.sightings >= ENOUGH else self.target
+        return curve.at(bucket(nodes)) * (self.even if even else 1.0)
 
     def rest_s(self, batch: int, nodes: int) -> float:
         """Cost of all that is neither drafting nor the target's call: it grows with requests and with their nodes."""
@@ -235,11 +241,18 @@ class LearnedCosts:
         return self.drafts[member, near].at(depth) * scale
 
     def observe(
-        self, record: StepRecord, member: int | None, depth: int, drafting: int, planning_s: float = 0.0
+        self,
+        record: StepRecord,
+        member: int | None,
+        depth: int,
+        drafting: int,
+        planning_s: float = 0.0,
+        even: bool = False,
     ) -> None:
         """Learn from a round in which ``drafting`` requests drafted ``depth`` levels with one member (or ``None``).
 
         ``planning_s`` of its drafting were planning: plans are not made in every round, and are no part of a price.
+        ``even`` is as for :meth:`target_s`.
         """
         if self._left > 0:
             self._left -= 1
@@ -250,16 +263,22 @@ class LearnedCosts:
         size = bucket(record.batch_size)
         own = _found(self.calls, size, self._call_curve)
         known, other = (own, self.target) if own.warm(nodes) else (self.target, own)
-        seen = [(known, nodes, record.target_s)]
+        target_s = record.target_s / (self.even if even else 1.0)
+        seen = [(known, nodes, target_s)]
         if rest_s > 0:
             seen.append((_found(self.rest, size, partial(Curve, growing=0.04)), nodes, rest_s))
         if member is not None and depth > 0 and draft_s > 0:
             curve = _found(self.drafts, (member, bucket(drafting)), partial(self._draft_curve, member))
             seen.append((curve, depth, draft_s))
-        kind = (member, record.round_nodes > record.batch_size)
-        trust = self._pace(seen, kind == self._kind)
+        kind = (member, record.round_nodes > record.batch_size, even)
+        alike = kind == self._kind
+        trust = self._pace(seen, alike)
         self._kind = kind
-        for curve, size, seconds in [*seen, (other, nodes, record.target_s)]:
+        usual = known.warm(nodes)
+        if not alike and even and usual is not None and target_s > 0:
+            off = min(max(target_s / (self.speed.value * usual.value), 1 / USUAL), USUAL)
+            self.even = min(max(self.even * off**EVEN_RATE, EVENEST), 1.0)
+        for curve, size, seconds in [*seen, (other, nodes, target_s)]:
             if seconds > 0:
                 self._learn(curve, size, seconds, trust)
 

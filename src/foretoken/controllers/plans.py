@@ -10,6 +10,9 @@ How much of the *text* lies in which does not depend on what is drafted there, s
 With one request that is the best option for every stretch by itself.  In a batch a draft for one request is waited for
 by all, and plain decoding for a few may pay more.
 
+A draft of a member that is asked after others runs on where their stretch ends, into text that they would have guessed:
+such tokens save their rounds, not its own (:meth:`Option.tokens_without`).
+
 Where nobody waits for the places that get free, the batch takes as long as its slowest request
 (:mod:`foretoken.controllers.ahead`).
 """
@@ -40,6 +43,9 @@ class Option:
         variance: of the tokens.
         seen: drafts that the expectation rests on.
         alone: what such a round costs with a single request, as a part of ``seconds``.
+        stands: [depth] chance that so many tokens stand.
+        stays: chance that it has no guess one token after a place where it had none.
+        shorter: other options of the member, with fewer levels.
     """
 
     member: int
@@ -52,6 +58,9 @@ class Option:
     variance: float = 0.0
     seen: float = 1.0
     alone: float = 1.0
+    stands: tuple[float, ...] = ()
+    stays: float = 1.0
+    shorter: tuple[Option, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -63,18 +72,36 @@ class Option:
         """Standard error of the tokens, as a part of them."""
         return (max(self.variance, 0.0) / self.seen) ** 0.5 / self.tokens
 
+    def tokens_without(self, bare: float, stays: float) -> float:
+        """Tokens of a round that begins where others have no guess, as far as they would still have none.
+
+        Args:
+            bare: share of the text that they have no guesses for.
+            stays: chance that they have none one token after such a place; later ones tend to ``bare`` (a Markov chain
+                of two states).
+        """
+        if stays >= 1.0 or bare >= 1.0:
+            return self.tokens
+        goes_on = max(stays - bare, 0.0) / (1.0 - bare)
+        found, still = 1.0, 1.0
+        for chance in self.stands:
+            still *= goes_on
+            found += chance * (bare + (1.0 - bare) * still)
+        return found
+
 
 def best_of(options: Iterator[Option], worth: Callable[[Option], float]) -> Option:
-    """The option worth most.  Longer and longer drafts pay more up to a length, then less: once ``FALLING`` in a row
-    were not worth more than the best one, no further is looked at."""
-    best = next(options)
-    most, fallen = worth(best), 0
+    """The option worth most, with those before it as its shorter ones.  Longer and longer drafts pay more up to a
+    length, then less: once ``FALLING`` in a row were not worth more than the best one, no further is looked at."""
+    looked = [next(options)]
+    most, fallen, place = worth(looked[0]), 0, 0
     for option in options:
+        looked.append(option)
         if (value := worth(option)) > most:
-            best, most, fallen = option, value, 0
+            most, fallen, place = value, 0, len(looked) - 1
         elif (fallen := fallen + 1) >= FALLING:
             break
-    return best
+    return replace(looked[place], shorter=tuple(looked[:place]))
 
 
 def plans_of(ranked: Sequence[Option]) -> list[list[Option]]:
@@ -85,8 +112,33 @@ def plans_of(ranked: Sequence[Option]) -> list[list[Option]]:
     """
     place = next(i for i, option in enumerate(ranked) if option.member < 0)
     plain, able = ranked[place], list(ranked[:place])
-    prefixes = [able[:count] for count in range(len(able) + 1)]
-    return [[*plan, plain] for plan in [*prefixes, *([option] for option in able[1:])]]
+    prefix: list[Option] = []
+    plans = [[plain], *([option, plain] for option in able[1:])]
+    for option in able:
+        prefix.append(_after(prefix, option))
+        plans.append([*prefix, plain])
+    return plans
+
+
+def _after(before: Sequence[Option], option: Option) -> Option:
+    """The option, or a shorter one of its member that is worth more where those ``before`` have no guess."""
+    bare, stays = _bare(before)
+    if stays >= 1.0 or bare >= 1.0:
+        return option
+
+    def worth(one: Option) -> float:
+        within = one.tokens_without(bare, stays)
+        return within / max(one.seconds - (one.tokens - within) / before[0].rate, 1e-9)
+
+    return max((*option.shorter, option), key=worth)
+
+
+def _bare(options: Sequence[Option]) -> tuple[float, float]:
+    """Share of the text that none has a guess for, and the chance that it goes on so."""
+    bare, stays = 1.0, 1.0
+    for option in options:
+        bare, stays = bare * (1.0 - option.share), min(stays, option.stays)
+    return bare, stays
 
 
 def rate_of(
@@ -147,28 +199,30 @@ def seconds_of(
 
 def rounds_of(plan: Sequence[Option]) -> tuple[float, list[float]]:
     """Tokens of a round on average, and which part of the rounds is spent by each option."""
-    rounds, rest = [], 1.0
-    for option in plan:
-        share = 1.0 if option.member < 0 else option.share
-        rounds.append(rest * share / option.tokens)
-        rest *= 1.0 - share
+    rounds = _rounds_per_token(plan, {})
     tokens = 1.0 / sum(rounds)
     return tokens, [part * tokens for part in rounds]
 
 
 def rounds_left(plan: Sequence[Option], ahead: Ahead) -> list[float]:
     """Rounds that each request still takes, by what it is like."""
-    return [left * _rounds_per_token(plan, own) for left, own in zip(ahead.left, ahead.own, strict=True)]
+    return [left * sum(_rounds_per_token(plan, own)) for left, own in zip(ahead.left, ahead.own, strict=True)]
 
 
-def _rounds_per_token(plan: Sequence[Option], own: Mapping[int, Own]) -> float:
-    rounds, rest = 0.0, 1.0
+def _rounds_per_token(plan: Sequence[Option], own: Mapping[int, Own]) -> list[float]:
+    """By option; ``own`` is what the request is like, where that is known."""
+    rounds: list[float] = []
+    bare, stays = 1.0, 1.0
     for option in plan:
-        if option.member < 0:
-            return rounds + rest
-        mine = own.get(option.member) or Own(option.share)
-        rounds += rest * mine.share / (1.0 + (option.tokens - 1.0) * mine.stands)
-        rest *= 1.0 - mine.share
+        mine = own.get(option.member) or Own(option.share if option.member >= 0 else 1.0)
+        tokens = 1.0 + (option.tokens - 1.0) * mine.stands
+        within = 1.0 + (option.tokens_without(bare, stays) - 1.0) * mine.stands
+        spent = bare * mine.share / within
+        if within < tokens:  # the rest are tokens that the others need not write
+            kept = max(1.0 - spent * (tokens - within) / (1.0 - bare), 0.0)
+            rounds = [kept * part for part in rounds]
+        rounds.append(spent)
+        bare, stays = bare * (1.0 - mine.share), min(stays, option.stays)
     return rounds
 
 

@@ -39,12 +39,15 @@ CLOSE = 0.8
 class State:
     """A request: how far drafts stood and how much of the text was read, per member, and what it was last asked to do.
 
+    ``bare`` is the length of the text, per member, right after a token for which it had no guess (0: not so).
+
     While it is ``fresh``, in its first round, it drafts whatever is known of others, if none waits for it: it may be
     unlike them.  A plan of its own, made ``age`` rounds ago, is for reproducible requests only.
     """
 
     hazards: list[Hazards]
     read: list[int]
+    bare: list[int]
     plan: list[Option] = field(default_factory=list)
     age: int = REPLAN
     fresh: bool = True
@@ -147,9 +150,14 @@ class Batch:
             known.value += (found - known.value) / known.seen
 
     def follow(self, plan: list[Option], most: int) -> None:
-        """From now on; the longer, the longer nothing has changed, but not over ``most`` rounds."""
-        same = [(option.member, option.depth) for option in plan] == [(o.member, o.depth) for o in self.plan]
-        self.kept = min(2 * self.kept, LONGEST if plan else LONGEST_PLAIN) if same else REPLAN
+        """From now on; the longer, the longer nothing has changed, but not over ``most`` rounds.
+
+        Other lengths are a small change: they leave it as it is how long a plan is kept.
+        """
+        if [option.member for option in plan] != [option.member for option in self.plan]:
+            self.kept = REPLAN
+        elif [option.depth for option in plan] == [option.depth for option in self.plan]:
+            self.kept = min(2 * self.kept, LONGEST if plan else LONGEST_PLAIN)
         self.plan, self.until = plan, self.round + min(self.kept, most)
 
     def due(self, is_ready: Callable[[int, int], bool]) -> int | None:
