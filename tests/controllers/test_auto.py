@@ -105,10 +105,10 @@ class World:
         return -1, 0, 0
 
 
-def contexts(count: int, start: int = 0, **options: bool) -> list[Context]:
-    """Requests that sample, of texts of different lengths."""
+def contexts(count: int, start: int = 0, written: int = 99, **options: bool) -> list[Context]:
+    """Requests that sample and have ``written`` so many tokens, each one more than the last."""
     maker = Sampler(SamplingParams(temperature=1.0))
-    return [Context(start + i, [0] * (1 + i), 1 + i, maker, Rng(0), **options) for i in range(count)]  # type: ignore[arg-type]
+    return [Context(start + i, [0] * (1 + written + i), 1, maker, Rng(0), **options) for i in range(count)]  # type: ignore[arg-type]
 
 
 class Fixed(Controller):
@@ -169,8 +169,10 @@ def test_a_controller_that_only_drafts_does_lose() -> None:
     )
 
 
-def test_auto_asks_another_member_where_the_first_has_no_guess() -> None:
-    world = World([Member(0.01, 0.7), Member(0.0005, 0.9, answers=0.3)])
+@pytest.mark.parametrize("seed", range(8))
+def test_auto_asks_another_member_where_the_first_has_no_guess(seed: int) -> None:
+    """Whatever luck it had with that: a plan that wrote little for a while is not given up for good."""
+    world = World([Member(0.01, 0.7), Member(0.0005, 0.9, answers=0.3)], seed=seed)
     controller = AutoController()
     controller.attach(world.limits)
     world.play(controller, contexts(1), 300)
@@ -427,6 +429,19 @@ def test_what_takes_longer_because_it_writes_more_is_no_overrun_by_hand() -> Non
     assert batch.overrun([COPY, PLAIN]) == pytest.approx(1.2 / 1.1, rel=1e-3)
 
 
+def test_what_a_plan_took_is_forgotten_and_bad_luck_is_not_held_against_it_by_hand() -> None:
+    """128 rounds of other plans later a third of it is left; having written half of what was expected is no overrun."""
+    batch = Batch({}, plan=[COPY], expected_s=0.1, expected_tokens=10.0, round=5)
+    for _ in range(400):
+        batch.took(0.14, 5)
+    assert batch.gains[1,].value == pytest.approx(0.5, abs=1e-3)
+    assert batch.overrun([COPY, PLAIN]) == pytest.approx(1.4, abs=1e-3)
+    batch.round += 128
+    assert batch.overrun([COPY, PLAIN]) == pytest.approx(1.0 + 0.4 / math.e, abs=1e-3)
+    batch.took(0.14, 5)
+    assert batch.overrun([COPY, PLAIN]) == pytest.approx(1.4, abs=1e-3)
+
+
 @pytest.mark.parametrize(("overrun", "drafts"), [(1.0, True), (3.0, False)])
 def test_a_plan_that_takes_longer_than_its_parts_is_given_up(overrun: float, drafts: bool) -> None:
     world = World([Member(0.005, 0.8, answers=0.7)])
@@ -465,7 +480,7 @@ def test_rounds_are_learned_from_when_something_depends_on_them(monkeypatch: pyt
     world = World([Member(0.01, 0.7)])
     controller = AutoController()
     controller.attach(world.limits)
-    learned, most, (request,) = [], 0, contexts(1)
+    learned, most, (request,) = [], 0, contexts(1, written=0)
     learn = controller._learn_round
     monkeypatch.setattr(controller, "_learn_round", lambda seen: (learned.append(seen), learn(seen)))
     for _ in range(200):
@@ -584,7 +599,7 @@ def test_whether_the_target_pads_does_not_reach_a_seeded_request(
     controller.attach(World([Member(0.02, 0.6)]).limits)
     controller.start_from(RoundCosts(TargetCost({1: 1.0, 9: 2.0}), {"m0": DrafterCost(0.0, 0.1, (0.6, 0.4))}))
     controller._pads = True
-    (request,) = contexts(1, reproducible=reproducible)
+    (request,) = contexts(1, written=0, reproducible=reproducible)
     request.max_length = 101
     controller.budgets([request])
     expected = (None, False) if reproducible else (Ahead([100], []), True)
@@ -784,7 +799,7 @@ def test_guesses_that_come_late_are_not_expected_at_once() -> None:
     controller = AutoController()
     controller.attach(limits)
     for number in range(12):
-        (request,) = contexts(1, start=number)
+        (request,) = contexts(1, start=number, written=0)
         while len(request.tokens) < 64:
             budget: Budget | None = controller.budgets([request])[0]
             controller._planning_s = 0.0
@@ -798,7 +813,7 @@ def test_guesses_that_come_late_are_not_expected_at_once() -> None:
             )  # fmt: skip
             controller.observe(request, record)
         controller.finish(request)
-    (new,), (old,) = contexts(1, start=90), contexts(1, start=91)
+    (new,), (old,) = contexts(1, start=90, written=0), contexts(1, start=91, written=0)
     old.tokens.extend([0] * 40)
     young, late = (coverage(Hazards(), controller._general([request])[0]) for request in (new, old))
     assert young < 0.5 < 0.9 < late

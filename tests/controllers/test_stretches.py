@@ -1,4 +1,4 @@
-"""``auto`` in texts that repeat in stretches, and in batches of texts of one length: what drafts cost later.
+"""``auto`` in texts that repeat in stretches, at their beginning, and in batches of texts of one length.
 
 Drafts of a model run on where a stretch without guesses ends, and take tokens that copying would have written as fast;
 and they end it that texts are of one length, so that plain decoding is dearer afterwards.
@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken.controllers.auto import AutoController, is_even
+from foretoken.controllers.auto import FEW, SETTLED, AutoController, is_even
 from foretoken.controllers.costs import RoundCosts, TargetCost
-from foretoken.controllers.hazards import Hazards, coverage
+from foretoken.controllers.hazards import Hazards, coverage, survival
 from foretoken.controllers.learned import EVEN, LearnedCosts
 from foretoken.controllers.plans import Option, best_of, plans_of, rounds_of
 from foretoken.controllers.trials import FIRST_TRIALS, REPLAN, Batch
@@ -44,7 +44,7 @@ class Text:
 
 
 def a_request(length: int = 1, number: int = 0) -> Context:
-    return Context(number, [0] * length, length, Sampler(SamplingParams()), Rng(0))  # type: ignore[arg-type]
+    return Context(number, [0] * length, 1, Sampler(SamplingParams()), Rng(0))  # type: ignore[arg-type]
 
 
 # -- what drafts gain in a stretch -----------------------------------------------------------------------------------
@@ -144,6 +144,59 @@ def test_how_long_stretches_of_others_are_does_not_reach_a_seeded_request(seeded
     controller.observe(request, StepRecord(0, 3, 2, 2, 1, 0.1, 1.0, 0.0, 1.1, 1, 3, 0, 2))
     controller.finish(request)
     assert controller.state(request).hazards[1].in_rounds()[2:] == pytest.approx((3.0 - bare, bare))
+
+
+# -- the first tokens of an output -------------------------------------------------------------------------------------
+
+
+def draft(controller: AutoController, written: int, stood: int, number: int, seeded: bool = False) -> Hazards:
+    """What is known of a request after one round of two tokens."""
+    request = replace(a_request(1 + written, number), reproducible=seeded)
+    controller.budgets([request])
+    controller.state(request).plan = [MODEL]
+    request.tokens.extend([0] * (1 + stood))
+    controller.observe(request, StepRecord(number, 3, 2, stood, 1, 0.1, 1.0, 0.0, 1.1, number, 3, 0, 2))
+    controller.finish(request)
+    return controller.state(request).hazards[0]
+
+
+def test_drafts_of_the_first_tokens_say_little_of_the_rest() -> None:
+    """They fall there, and stand later; where there is nothing else to learn from, they count."""
+    controller = AutoController()
+    controller.attach(Limits("model", 8, 8))
+    known = controller.general[a_request().maker.greedy][0]
+    for number in range(40):
+        draft(controller, number % SETTLED, 0, number)
+    assert FEW <= known.drafts < FEW + 1 and survival(1, Hazards(), known)[0] < 0.1
+    for number in range(40, 80):
+        draft(controller, SETTLED + number % 9, 2, number)
+    assert survival(1, Hazards(), known)[0] > 0.65
+    before = known.drafts
+    draft(controller, SETTLED - 1, 0, 80)
+    assert known.drafts < before
+
+
+def test_what_is_known_of_others_does_not_decide_what_is_learned_of_a_seeded_request() -> None:
+    found = []
+    for others in (0, 100):
+        controller = AutoController()
+        controller.attach(Limits("model", 8, 8))
+        for number in range(others):
+            draft(controller, 50, 2, number)
+        found.append(draft(controller, 0, 1, 1000, seeded=True).in_rounds())
+    assert found[0] == found[1] and found[0][0] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(("written", "tries"), [(0, False), (SETTLED, True), (16, True), (17, False)])
+def test_a_model_is_tried_near_the_beginning_but_not_right_there(written: int, tries: bool) -> None:
+    controller = AutoController()
+    controller.attach(Limits("model", 8, 8, members=(replace(Limits("model", 8, 8), relative_cost=0.2),)))
+    request = a_request(1)
+    controller.state(request)  # it has read the prompt
+    request.tokens.extend([0] * written)
+    batch = controller._batch(1)
+    batch.trials[0].left, batch.trials[0].due, batch.trials[-1].due, batch.round = 1, 0, 1000, 5
+    assert (controller._due(batch, [request]) == 0) == tries
 
 
 # -- plans that are about as good --------------------------------------------------------------------------------------

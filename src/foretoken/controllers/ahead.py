@@ -155,6 +155,6 @@ def doubt_of(pooled: Sequence[Hazards], general: Sequence[Hazards], requests: in
         return found
     for index, (seen, known) in enumerate(zip(pooled, general, strict=True)):
         stands = survival(1, seen, known, weight=OWN * requests)[0]
-        tries = seen.tries[0] / seen.unit / requests if seen.tries else 0.0
+        tries = seen.drafts / requests
         found[index] = (1.0 - stands) / (max(stands, 1e-3) * (ALIKE + tries + 1.0))
     return found

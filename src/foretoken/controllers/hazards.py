@@ -62,6 +62,11 @@ class Hazards:
             if place < accepted:
                 self.hits[place] += self.unit
 
+    @property
+    def drafts(self) -> float:
+        """Drafts that were seen."""
+        return self.tries[0] / self.unit if self.tries else 0.0
+
     def write(self, covered: float, bare: float) -> None:
         """Tokens that were written where it had guesses and where it had none."""
         self.covered += covered * self.unit

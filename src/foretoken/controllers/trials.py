@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from math import exp
 
 from foretoken.controllers.hazards import Hazards
 from foretoken.controllers.learned import USUAL, Cost
@@ -23,9 +24,9 @@ PROBED, LONG = 5, 4
 SPENT, LATER_TRIALS = 0.3, 4
 """What a later trial may lose, in rounds, and the most rounds that it gets: the closer a choice is to the best one, the
 longer it is tried, as prices of a few rounds are off by some hundredths, as much as often decides."""
-OVERRUN_PRIOR, GAIN_PRIOR, OVERRUN_KEPT = 4.0, 20.0, 40.0
+OVERRUN_PRIOR, GAIN_PRIOR, OVERRUN_KEPT, OVERRUN_LASTS = 4.0, 20.0, 40.0, 128.0
 """Rounds of a plan that it takes to believe half of what they took over what was expected, and of what they wrote,
-which varies more; and how many count."""
+which varies more; how many count; and rounds of others after which what they took counts 1/e."""
 MOST = 10.0
 """How many times the mean a single value counts at most."""
 FIRST_GAP, LAST_GAP, LAST_FREE_GAP = 32, 1024, 64
@@ -130,11 +131,17 @@ class Batch:
 
     def overrun(self, plan: Sequence[Option]) -> float:
         """How many times longer rounds of a plan take than its parts say, for what they write: requests that draft
-        unlike numbers of tokens take longer together, but texts that repeat themselves more also write more."""
+        unlike numbers of tokens take longer together, but texts that repeat themselves more also write more.
+
+        That they write less than expected is no such thing: what is expected follows.  What was not in use for long
+        is no longer believed.
+        """
         members = tuple(option.member for option in plan if option.member >= 0)
-        if members not in self.overruns:
+        known = self.overruns.get(members)
+        if known is None:
             return 1.0
-        return max(self.overruns[members].value / self.gains[members].value, 1.0)
+        more = max(known.value / max(self.gains[members].value, 1.0), 1.0) - 1.0
+        return 1.0 + more * exp((known.last - self.round) / OVERRUN_LASTS)
 
     def took(self, seconds: float, tokens: int) -> None:
         """A round of the plan took so long and wrote so much."""
@@ -148,6 +155,7 @@ class Batch:
             known = table.setdefault(members, Cost(1.0, prior))
             known.seen = min(known.seen + 1, OVERRUN_KEPT)
             known.value += (found - known.value) / known.seen
+            known.last = self.round
 
     def follow(self, plan: list[Option], most: int) -> None:
         """From now on; the longer, the longer nothing has changed, but not over ``most`` rounds.
