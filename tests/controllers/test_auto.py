@@ -618,13 +618,18 @@ def test_an_unseeded_request_learns_from_others() -> None:
     assert before.max_depth > 0 and controller.budgets(fresh)[0].max_depth == 0
 
 
-def test_a_new_request_drafts_in_its_first_round() -> None:
-    """Whatever is known of others: it may be unlike them."""
+def test_a_new_request_drafts_once_it_says_something_of_itself() -> None:
+    """Whatever is known of others: it may be unlike them.  Its first tokens are unlike the rest, and say nothing."""
     world = World([Member(0.02, 0.0)])
     controller = AutoController()
     controller.attach(world.limits)
     world.play(controller, contexts(1), 400)
-    assert controller.budgets(contexts(1, start=9))[0].max_depth > 0
+    (request,) = contexts(1, start=9, written=0)
+    found = []
+    for _ in range(7):
+        found.append(controller.budgets([request])[0].max_depth)
+        request.tokens.append(0)
+    assert found == [0, 0, 0, 0, 1, 0, 0]
 
 
 def test_auto_starts_from_a_profile() -> None:

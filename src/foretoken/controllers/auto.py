@@ -209,15 +209,16 @@ class AutoController(Controller):
             batch.follow(plan, max(REPLAN, max(left) // 4) if plan and size > 1 else LONGEST_PLAIN)
         if any(state.fresh for state in states):
             batch.until = min(batch.until, batch.round + REPLAN)
-        for state in states:
-            state.plan = or_any(batch.plan, batch.ranked, state.fresh and size == 1)
+        for context, state in zip(contexts, states, strict=True):
+            settled = written(context) >= SETTLED
+            state.plan = or_any(batch.plan, batch.ranked, state.fresh and settled and size == 1)
             if self._tried is not None:
                 tried = next(option for option in batch.ranked if option.member == self._tried)
                 if tried.member >= 0 and tried.member not in self._free:
                     length = batch.trials[self._tried].length(tried.depth)
                     tried = replace(tried, depth=min(length, self.depths[self._tried][-1]))
                 state.plan = [tried, *(option for option in state.plan if option is not tried)]
-            state.fresh = False
+            state.fresh = state.fresh and not settled
 
     def _catching_up_s(self, index: int, contexts: Sequence[Context], left: Sequence[int]) -> float:
         """What it takes, for every token that a request may still write, that the member has to read what was written

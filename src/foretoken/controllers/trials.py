@@ -42,8 +42,9 @@ class State:
 
     ``bare`` is the length of the text, per member, right after a token for which it had no guess (0: not so).
 
-    While it is ``fresh``, in its first round, it drafts whatever is known of others, if none waits for it: it may be
-    unlike them.  A plan of its own, made ``age`` rounds ago, is for reproducible requests only.
+    While it is ``fresh``, up to the first round that says something of it, in which it drafts whatever is known of
+    others, if none waits for it: it may be unlike them.  A plan of its own, made ``age`` rounds ago, is for
+    reproducible requests only.
     """
 
     hazards: list[Hazards]
