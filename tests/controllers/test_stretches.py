@@ -1,7 +1,7 @@
 """``auto`` in texts that repeat in stretches, at their beginning, and in batches of texts of one length.
 
 Drafts of a model run on where a stretch without guesses ends, and take tokens that copying would have written as fast;
-and they end it that texts are of one length, so that plain decoding is dearer afterwards.
+and after them texts no longer have one length, so that plain decoding is dearer.
 """
 
 from __future__ import annotations

@@ -251,8 +251,8 @@ class AutoController(Controller):
     def _due(self, batch: Batch, contexts: Sequence[Context]) -> int | None:
         """The choice whose turn it is to be tried; none when the last request is about to end.
 
-        Drafts end it that texts are of one length, which makes all rounds to come dearer: their trials wait, but for
-        the first ones.
+        Where texts are of one length, drafts change that, which makes all rounds to come dearer: but for the first
+        ones, their trials wait.
         """
         left = max(remaining(context) for context in contexts)
         if left <= ENDING:
