@@ -89,9 +89,21 @@ class Hazards:
         stays = self.stays
         if tokens == 1 or stays >= 1.0:
             return tokens
-        bare = (self.bare + self.unit) / (self.covered + self.bare + self.unit)
-        goes_on = max(stays - bare, 0.0) / (1.0 - bare) if bare < 1.0 else 1.0
-        return sum(bare + (1.0 - bare) * goes_on**place for place in range(tokens))
+        return sum(still_bare((self.bare + self.unit) / (self.covered + self.bare + self.unit), stays, tokens))
+
+
+def still_bare(bare: float, stays: float, places: int) -> list[float]:
+    """[places] chance that there is no guess at a place without one, one token later, two tokens later, and so on, as
+    in a Markov chain of two states.
+
+    Args:
+        bare: share of the text without guesses, to which the chance tends.
+        stays: chance that there is none one token later; below ``bare`` it counts as ``bare``.
+    """
+    if bare >= 1.0:
+        return [1.0] * places
+    goes_on = max(stays - bare, 0.0) / (1.0 - bare)
+    return [bare + (1.0 - bare) * goes_on**place for place in range(places)]
 
 
 def pooled(parts: Sequence[Hazards]) -> Hazards:

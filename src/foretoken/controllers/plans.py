@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foretoken.controllers.ahead import Ahead, Own, batch_rounds
+from foretoken.controllers.hazards import still_bare
 
 FALLING = 3
 """Lengths in a row that are worth less after which none is looked at: rates are noisy."""
@@ -77,17 +78,12 @@ class Option:
 
         Args:
             bare: share of the text that they have no guesses for.
-            stays: chance that they have none one token after such a place; later ones tend to ``bare`` (a Markov chain
-                of two states).
+            stays: chance that they have none one token after such a place (:func:`.still_bare`).
         """
         if stays >= 1.0 or bare >= 1.0:
             return self.tokens
-        goes_on = max(stays - bare, 0.0) / (1.0 - bare)
-        found, still = 1.0, 1.0
-        for chance in self.stands:
-            still *= goes_on
-            found += chance * (bare + (1.0 - bare) * still)
-        return found
+        chances = still_bare(bare, stays, len(self.stands) + 1)
+        return sum(stands * still for stands, still in zip((1.0, *self.stands), chances, strict=True))
 
 
 def best_of(options: Iterator[Option], worth: Callable[[Option], float]) -> Option:
