@@ -478,8 +478,8 @@ class AutoController(Controller):
             if not early:
                 hazards.add(depth, record.num_accepted_tokens)
             hazards.write(tokens - bare, bare)
-            if state.bare[option.member] == length - tokens:
-                hazards.go_on(answers)
+        if state.bare[option.member] == length - tokens:
+            general.go_on(answers)
         state.bare[option.member] = length if tokens == 1 and not answers else 0
         age = (greedy, option.member, age_of(length - tokens - context.prompt_length))
         alike = self.ages.get(age)

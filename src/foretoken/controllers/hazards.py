@@ -22,8 +22,9 @@ class Hazards:
     Attributes:
         tries: per position, drafts that reached it and were long enough (older ones count less).
         hits: those that stood there.
-        covered: tokens written in rounds with a guess, ``bare`` those of rounds in which it was asked in vain.
-        ended: places right after one without a guess where there was one, ``stayed`` those where there was none.
+        covered: tokens of the text that it had guesses for, ``bare`` those that it had none for, where it was asked.
+        ended: places right after one without a guess where there was one, ``stayed`` those where there was none; both
+            are counted in general only.
         unit: what a round counts now, in all of these.
     """
 
