@@ -23,17 +23,46 @@ from statistics import NormalDist
 
 from foretoken.controllers.hazards import Hazards, coverage, survival
 
-OWN = 40.0
-"""How many drafts of a request it takes to believe half of how unlike others it seems."""
-OWN_TEXT = 160.0
-"""How many tokens of it, where it is about the share that there are guesses for: what repeats comes in long stretches,
-so that many tokens are few stretches."""
-
-
 ALIKE = 64.0
-"""As how many drafts what is usual counts where it is about how unlike others a request may be.  Of sampled texts the
-built-in draft model finds the first token with a standard deviation of .04 (prose) to .12 (chats) between requests, of
-greedy ones of .09 to .20; this says .06 where nothing was seen."""
+"""As how many drafts what is usual counts where it is about how unlike others a request is, while little was seen of
+that: so many drafts of its own it takes to believe half of how unlike it seems.  Of sampled texts the built-in draft
+model finds the first token with a standard deviation of .03 (prose) to .11 (chats) between requests; this says .06."""
+LEAST_ALIKE, MOST_ALIKE = 8.0, 512.0
+"""What it is drawn to at most, whatever is seen."""
+ALIKE_PRIOR, ALIKE_KEEP = 16000.0, 0.99
+"""Pairs of drafts of one request that the first guess is worth, as many as four requests with 64 each have; and what
+a request is worth one request later."""
+OWN_TEXT = 160.0
+"""How many tokens of a request it takes to believe half of how unlike others it seems where it is about the share that
+there are guesses for: what repeats comes in long stretches, so that many tokens are few stretches."""
+
+
+@dataclass
+class Alike:
+    """How alike requests are to a member, by those that ended: how often the first token of a draft stands is taken to
+    differ between them as in a Beta law, which then is a correlation between drafts of one request.
+
+    Attributes:
+        shared: sum over requests of (hits - expected)^2 / variance of a draft, less its expectation if all were alike.
+        pairs: sum over requests of drafts squared.
+    """
+
+    shared: float = ALIKE_PRIOR / (ALIKE + 1.0)
+    pairs: float = ALIKE_PRIOR
+
+    def count(self, tries: int, hits: int, usual: float) -> None:
+        """A request ended of whose drafts so many stood, where ``usual`` is the share of all."""
+        spread = usual * (1.0 - usual)
+        if tries < 2 or spread <= 0:
+            return
+        self.shared = ALIKE_KEEP * self.shared + (hits - tries * usual) ** 2 / spread - tries
+        self.pairs = ALIKE_KEEP * self.pairs + tries * tries
+
+    @property
+    def weight(self) -> float:
+        """As how many drafts what is usual counts for a request."""
+        correlation = max(self.shared, 0.0) / self.pairs
+        return min(max(1.0 / max(correlation, 1e-9) - 1.0, LEAST_ALIKE), MOST_ALIKE)
 
 
 @dataclass(frozen=True)
@@ -78,15 +107,31 @@ class Ahead:
             tokens: of a round, on average; ``variance``: of them.
             alone: what a round with a single request costs, as a part of one with all.
         """
-        if len(self.left) == 1 or self.mean <= 0:
+        if self.mean <= 0:
             return 1.0
+        wasted = 1.0 + overshoot(tokens, variance) / self.mean
+        if len(self.left) == 1:
+            return wasted
         luck = max(variance, 0.0) * self.mean / tokens
-        unknown = (self.mean * self.unknown(member, tokens)) ** 2
-        return 1.0 + alone * largest(len(self.left)) * (self.spread**2 + luck + unknown) ** 0.5 / self.mean
+        unknown = (self.mean * self.unknown(member, tokens, variance)) ** 2
+        return wasted + alone * largest(len(self.left)) * (self.spread**2 + luck + unknown) ** 0.5 / self.mean
 
-    def unknown(self, member: int, tokens: float) -> float:
+    def unknown(self, member: int, tokens: float, variance: float) -> float:
         """Standard deviation of a request's tokens per round, as a part of them, for what is not known of it yet."""
-        return (1.0 - 1.0 / tokens) * self.doubt.get(member, 0.0) ** 0.5
+        return (1.0 - 1.0 / tokens) * place_of(tokens, variance) * self.doubt.get(member, 0.0) ** 0.5
+
+
+def overshoot(tokens: float, variance: float) -> float:
+    """Tokens that the last round of a request drafts in vain, on average: (E T^2 / E T - 1) / 2 (renewal theory), half
+    of which costs nothing, as drafts are cut short there."""
+    return (variance / tokens + tokens - 1.0) / 4.0
+
+
+def place_of(tokens: float, variance: float) -> float:
+    """Mean place in a draft of the tokens that stand, which is how much more they change, in parts of them, than the
+    chance of each place does: Σ i S_i / Σ S_i, as Σ (2i - 1) S_i is the variance and the squared mean."""
+    standing = tokens - 1.0
+    return max((variance / standing + standing + 1.0) / 2.0, 1.0) if standing > 0 else 1.0
 
 
 def batch_rounds(rounds: Sequence[float], luck: float, alone: float) -> float:
@@ -119,7 +164,10 @@ def largest(count: int) -> float:
 
 
 def own_of(
-    each: Sequence[Sequence[Hazards]], pooled: Sequence[Hazards], general: Sequence[Hazards]
+    each: Sequence[Sequence[Hazards]],
+    pooled: Sequence[Hazards],
+    general: Sequence[Hazards],
+    alike: Sequence[float] = (),
 ) -> list[dict[int, Own]]:
     """How the requests of a batch differ from it; nothing for a single one.
 
@@ -127,11 +175,13 @@ def own_of(
         each: per request and member, what was seen of it.
         pooled: per member, of all of them.
         general: per member, of all that there ever were.
+        alike: per member, :attr:`Alike.weight`.
     """
     if len(each) == 1:
         return []
+    weights = alike or [ALIKE] * len(pooled)
     usual = {
-        index: survival(1, pooled[index], general[index], weight=OWN * len(each))[0]
+        index: survival(1, pooled[index], general[index], weight=weights[index] * len(each))[0]
         for index in range(len(pooled))
         if pooled[index].tries
     }
@@ -139,7 +189,7 @@ def own_of(
         {
             index: Own(
                 coverage(seen[index], general[index], weight=OWN_TEXT),
-                survival(1, seen[index], general[index], weight=OWN)[0] / stands,
+                survival(1, seen[index], general[index], weight=weights[index])[0] / stands,
             )
             for index, stands in usual.items()
         }
@@ -147,14 +197,17 @@ def own_of(
     ]
 
 
-def doubt_of(pooled: Sequence[Hazards], general: Sequence[Hazards], requests: int) -> dict[int, float]:
+def doubt_of(
+    pooled: Sequence[Hazards], general: Sequence[Hazards], requests: int, alike: Sequence[float] = ()
+) -> dict[int, float]:
     """How far requests may be unlike what is expected of them (:attr:`Ahead.doubt`): a Beta law with the weight of
-    ``ALIKE`` drafts and of those that were seen of them.  Nothing for a single request."""
+    ``alike`` drafts (per member) and of those that were seen of them.  Nothing for a single request."""
     found: dict[int, float] = {}
     if requests == 1:
         return found
     for index, (seen, known) in enumerate(zip(pooled, general, strict=True)):
-        stands = survival(1, seen, known, weight=OWN * requests)[0]
+        weight = alike[index] if alike else ALIKE
+        stands = survival(1, seen, known, weight=weight * requests)[0]
         tries = seen.drafts / requests
-        found[index] = (1.0 - stands) / (max(stands, 1e-3) * (ALIKE + tries + 1.0))
+        found[index] = (1.0 - stands) / (max(stands, 1e-3) * (weight + tries + 1.0))
     return found

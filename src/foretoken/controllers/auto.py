@@ -12,7 +12,7 @@ from functools import partial
 from itertools import takewhile
 from time import perf_counter
 
-from foretoken.controllers.ahead import Ahead, doubt_of, own_of
+from foretoken.controllers.ahead import Ahead, Alike, doubt_of, own_of
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.hazards import Hazards, at_age, coverage, pooled, survival
@@ -20,6 +20,7 @@ from foretoken.controllers.learned import LearnedCosts
 from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans_of, rate_of, rounds_of, seconds_of
 from foretoken.controllers.trials import (
     FIRST_GAP,
+    FIRST_PLAIN,
     FIRST_TRIALS,
     LATER_TRIALS,
     LONGEST_PLAIN,
@@ -55,7 +56,7 @@ PRIOR_TRIES = 2.0
 """How many drafts the first guess about acceptance is worth."""
 SPARE = 8
 """Of rounds of plain decoding, while the plan is kept, one in so many is learned from: they are all alike."""
-SETTLED, FEW = 4, 16
+SETTLED, FEW = 4, 4
 """Tokens at the beginning of an output that are unlike the rest, and drafts from which on nothing is learned of drafts
 there: of sampled prose the built-in draft model finds .4 of the first two tokens, .65 of the next two, then .7."""
 SAME = 1.01
@@ -117,6 +118,7 @@ class AutoController(Controller):
         self.general = {greedy: [self._known(spec) for spec in specs] for greedy in (True, False)}
         self.fixed = [self._known(spec) for spec in specs]
         self.ages: dict[tuple[bool, int, int], Hazards] = {}
+        self.alike = {greedy: [Alike() for _ in specs] for greedy in (True, False)}
         self.nodes: list[dict[int, Mean]] = [{} for _ in specs]  # of drafts by member and depth
         self.batches: dict[int, Batch] = {}
         self._thought = (Mean(), Mean())  # seconds of planning in rounds of plain decoding and in others
@@ -198,9 +200,10 @@ class AutoController(Controller):
             left = [remaining(context) for context in contexts]
             catching_up = [self._catching_up_s(index, contexts, left) for index in range(len(self.members))]
             ahead = None
-            if not self._waiting:
-                own = own_of([state.hazards for state in states], local, general)
-                ahead = Ahead(left, own, doubt_of(local, general, len(states)))
+            if not self._waiting and max(left) < UNKNOWN:
+                alike = [one.weight for one in self.alike[contexts[0].maker.greedy]]
+                own = own_of([state.hazards for state in states], local, general, alike)
+                ahead = Ahead(left, own, doubt_of(local, general, len(states), alike))
             batch.ranked = self._ranked(local, self.costs, general, size, ahead, catching_up)
             plan = self._best(batch.ranked, self.costs, size, ahead, self._pads, batch.overrun, batch.plan)
             batch.size = size
@@ -241,8 +244,9 @@ class AutoController(Controller):
         if found is None:
             wait, count = (FIRST_GAP, 1) if self.batches else (0, FIRST_TRIALS)
             choices = [*range(len(self.members)), -1]
+            plain = min(count, FIRST_PLAIN)
             trials = {
-                choice: Trial(wait + place, left=count if choice >= 0 else 1, probing=2 * PROBED * (count > 1))
+                choice: Trial(wait + place, left=count if choice >= 0 else plain, probing=2 * PROBED * (count > 1))
                 for place, choice in enumerate(choices)
             }
             found = self.batches[size.bit_length()] = Batch(trials, size)
@@ -254,6 +258,8 @@ class AutoController(Controller):
         Where texts are of one length, drafts change that, which makes all rounds to come dearer: but for the first
         ones, their trials wait.
         """
+        if all(batch.round < trial.due for trial in batch.trials.values()):
+            return None
         left = max(remaining(context) for context in contexts)
         if left <= ENDING:
             return None
@@ -283,8 +289,7 @@ class AutoController(Controller):
         """What is known of a request."""
         found: State | None = context.state.get(self)
         if found is None:
-            members = len(self.members)
-            found = State([Hazards() for _ in range(members)], [len(context.tokens)] * members, [0] * members)
+            found = State.of(len(self.members), len(context.tokens))
             context.state[self] = found
         return found
 
@@ -318,7 +323,7 @@ class AutoController(Controller):
             best_of(self._options(index, local[index], general[index], costs, batch, late), worth)
             for index, late in enumerate(catching_up or [0.0] * len(self.members))
         ]
-        plain_s, alone_s = self._seconds(-1, 0, 1.0, costs, batch)[1], self._seconds(-1, 0, 1.0, costs, 1)[1]
+        plain_s, alone_s = self._seconds(-1, 0, 1.0, costs, batch)[1], self._seconds(-1, 0, 1.0, costs, 1, False)[1]
         plain = Option(-1, 0, 1.0, 1.0, 0.0, plain_s, alone=min(alone_s / plain_s, 1.0))
         return sorted([*options, plain], key=worth, reverse=True)
 
@@ -341,17 +346,20 @@ class AutoController(Controller):
             done = depth
             nodes = known[depth].value if depth in known else 1.0 + depth
             draft_s, seconds = self._seconds(index, depth, nodes, costs, batch)
-            alone = min(self._seconds(index, depth, nodes, costs, 1)[1] / seconds, 1.0) if batch > 1 else 1.0
+            alone = min(self._seconds(index, depth, nodes, costs, 1, False)[1] / seconds, 1.0) if batch > 1 else 1.0
             variance = squares - (tokens - 1.0) ** 2
             draft_s, seconds = draft_s + late * tokens, seconds + late * tokens
             stood = tuple(stands[:depth])
             yield Option(index, depth, tokens, nodes, draft_s, seconds, share, variance, seen, alone, stood, stays)
 
-    def _seconds(self, index: int, depth: int, nodes: float, costs: LearnedCosts, batch: int) -> tuple[float, float]:
-        """Of a draft, and of a whole round in which all requests get one."""
+    def _seconds(
+        self, index: int, depth: int, nodes: float, costs: LearnedCosts, batch: int, hoping: bool = True
+    ) -> tuple[float, float]:
+        """Of a draft, and of a whole round in which all requests get one; ``hoping`` that what was not seen is cheap,
+        so that it is tried, or not."""
         even = self._even and index < 0 and costs is not self.nominal
-        target_s = costs.target_s(round(batch * nodes), batch, even) if costs.known else 1.0
-        draft_s = costs.draft_s(index, depth, batch)
+        target_s = costs.target_s(round(batch * nodes), batch, even, hoping) if costs.known else 1.0
+        draft_s = costs.draft_s(index, depth, batch, hoping)
         if draft_s is None:  # by its size, while nothing was measured
             draft_s = self.members[index].relative_cost * depth * target_s
         rest_s = costs.rest_s(batch, round(batch * nodes)) + (self._planning(costs) if index >= 0 else 0.0)
@@ -414,6 +422,10 @@ class AutoController(Controller):
     def finish(self, context: Context) -> None:
         """Learn from its last rounds now: nothing is kept of a request but what it taught."""
         self._digest()
+        greedy, state = context.maker.greedy, self.state(context)
+        for index, (tries, known) in enumerate(zip(state.tries, self.general[greedy], strict=True)):
+            if tries:
+                self.alike[greedy][index].count(tries, state.hits[index], known.hits[0] / known.tries[0])
 
     def _digest(self) -> None:
         """Learn from the rounds since the last time."""
@@ -451,7 +463,7 @@ class AutoController(Controller):
         if priced:
             starts = [length - 1 - record.num_accepted_tokens for _, record, length in seen.seen]
             even = not asked and len(starts) == record.batch_size and is_even(starts)
-            self.costs.observe(record, member, depth, len(asked), seen.planning_s, even)
+            self.costs.observe(record, member, depth, len(asked), seen.planning_s, even, seen.tried is not None)
         elif member is not None and member not in self._free and behind > 0 and not seen.cold:
             self.costs.observe_reading(record, member, depth, len(asked), behind, seen.planning_s)
         batch = self._batch(record.batch_size)
@@ -478,6 +490,9 @@ class AutoController(Controller):
             if not early:
                 hazards.add(depth, record.num_accepted_tokens)
             hazards.write(tokens - bare, bare)
+        if answers and not early:
+            state.tries[option.member] += 1
+            state.hits[option.member] += tokens > 1
         if state.bare[option.member] == length - tokens:
             general.go_on(answers)
         state.bare[option.member] = length if tokens == 1 and not answers else 0

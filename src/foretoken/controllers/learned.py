@@ -39,6 +39,9 @@ SURE = 4
 """Sightings from which on a cost is no longer taken to be what is wrong."""
 COST_RATE = 0.05
 """How fast a single cost follows once it is known well."""
+REST_FIXED = 2.0
+"""As how many requests what does not depend on their number counts in the rest of a round, where no batch of a size was
+seen: of the built-in target 3.5 parts for one request, 6.5 for four, 10.5 for eight."""
 READING = 0.03
 """What a model takes to read one token more, as a part of a draft of one token, until it was seen."""
 WORST = 3.0
@@ -108,20 +111,23 @@ class Curve:
         known = self.costs.get(size)
         return known if known is not None and known.seen >= 1 else None
 
-    def at(self, size: int) -> float:
-        """The cost of a size, seen or not."""
+    def at(self, size: int, hoping: bool = True) -> float:
+        """The cost of a size, seen or not; without ``hoping``, as it is expected to be."""
         if self._line is None:
             self._line = self._fit()
         base, slope = self._line
         fitted = base + slope * size
         known = self.costs.get(size)
+        hope = self.hope if hoping else 0.0
         if known is None:
-            return fitted * (1.0 - self.hope)
+            return fitted * (1.0 - hope)
         seen = self.weight(known)
-        if seen >= SURE or known.value < fitted:
+        if known.value < fitted:  # however long ago: nothing takes less than it costs
+            fitted += (known.value - fitted) * known.seen / (known.seen + LINE_WEIGHT)
+        elif seen >= SURE:
             fitted += (known.value - fitted) * seen / (seen + LINE_WEIGHT)
         # A price that is too low is found out by what it leads to; one that is too high keeps everybody away.
-        return fitted * (1.0 - self.hope / (1.0 + seen))
+        return fitted * (1.0 - hope / (1.0 + seen))
 
     def weight(self, cost: Cost) -> float:
         """How many sightings a cost is worth now."""
@@ -172,6 +178,7 @@ class LearnedCosts:
         self._free = free
         self._left = 0 if start is not None else self.SKIPPED
         self._kind: tuple[int | None, bool, bool] | None = None
+        self._sizes = (0, 0)
         self._off, self._surprises = 0.0, 0
         if start is not None:
             self._start_from(start, specs)
@@ -203,12 +210,13 @@ class LearnedCosts:
         """Whether calls with so many nodes were seen before, so that kernels for them are there."""
         return self.target.warm(nodes_of(record)) is not None
 
-    def target_s(self, nodes: int, batch: int = 0, even: bool = False) -> float:
+    def target_s(self, nodes: int, batch: int = 0, even: bool = False, hoping: bool = True) -> float:
         """Cost of a call with that many nodes in all, for that many requests: each has a text of its own to read.
-        Plain decoding is cheaper where texts are ``even``, all of one length: keys and values are written at once."""
+        Plain decoding is cheaper where texts are ``even``, all of one length: keys and values are written at once.
+        Without ``hoping``, sizes that were not seen cost what is expected of them."""
         own = self.calls.get(bucket(batch))
         curve = own if own is not None and own.sightings >= ENOUGH else self.target
-        return curve.at(bucket(nodes)) * (self.even if even else 1.0)
+        return curve.at(bucket(nodes), hoping) * (self.even if even else 1.0)
 
     def rest_s(self, batch: int, nodes: int) -> float:
         """Cost of all that is neither drafting nor the target's call: it grows with requests and with their nodes."""
@@ -218,10 +226,12 @@ class LearnedCosts:
         if size in self.rest:
             return self.rest[size].at(bucket(nodes))
         near = min(self.rest, key=lambda other: abs(other - batch))
-        return self.rest[near].at(bucket(round(nodes * near / batch))) * batch / near
+        scale = (batch + REST_FIXED) / (near + REST_FIXED)
+        return self.rest[near].at(bucket(round(nodes * near / batch))) * scale
 
-    def draft_s(self, member: int, depth: int, batch: int) -> float | None:
-        """Cost of drafts of a depth for a batch; ``None`` when the member never drafted.
+    def draft_s(self, member: int, depth: int, batch: int, hoping: bool = True) -> float | None:
+        """Cost of drafts of a depth for a batch; ``None`` when the member never drafted.  ``hoping`` is as for
+        :meth:`target_s`.
 
         For batches of a size that was not seen, or once, they are taken to cost as much more or less than for others
         as plain calls of the target do.
@@ -230,15 +240,17 @@ class LearnedCosts:
             return 0.0
         curve = self.drafts.get((member, bucket(batch)))
         if curve is not None and curve.is_warm:
-            return curve.at(depth)
+            return curve.at(depth, hoping)
         others = [
             (not other.is_warm, abs(size - batch), size) for (i, size), other in self.drafts.items() if i == member
         ]
         if not others:
             return None
         near = min(others)[-1]
-        scale = self.target_s(batch, batch) / self.target_s(near, near) if self.known else 1.0
-        return self.drafts[member, near].at(depth) * scale
+        scale = 1.0
+        if self.known:
+            scale = self.target_s(batch, batch, hoping=hoping) / self.target_s(near, near, hoping=hoping)
+        return self.drafts[member, near].at(depth, hoping) * scale
 
     def observe(
         self,
@@ -248,11 +260,12 @@ class LearnedCosts:
         drafting: int,
         planning_s: float = 0.0,
         even: bool = False,
+        tried: bool = False,
     ) -> None:
         """Learn from a round in which ``drafting`` requests drafted ``depth`` levels with one member (or ``None``).
 
         ``planning_s`` of its drafting were planning: plans are not made in every round, and are no part of a price.
-        ``even`` is as for :meth:`target_s`.
+        ``even`` is as for :meth:`target_s`; a round of what is ``tried`` says nothing of the machine's speed.
         """
         if self._left > 0:
             self._left -= 1
@@ -271,16 +284,19 @@ class LearnedCosts:
             curve = _found(self.drafts, (member, bucket(drafting)), partial(self._draft_curve, member))
             seen.append((curve, depth, draft_s))
         kind = (member, record.round_nodes > record.batch_size, even)
-        alike = kind == self._kind
+        alike = kind == self._kind and not tried
         trust = self._pace(seen, alike)
-        self._kind = kind
+        # Of what is left in a second round with as many nodes half belongs to the speed, too: what is in use would else
+        # follow the machine, and what is not would look dearer or cheaper by as much.
+        left = self._off_by(seen) ** 0.5 if alike and (depth, nodes) == self._sizes else 1.0
+        self._kind, self._sizes = kind, (depth, nodes)
         usual = known.warm(nodes)
         if not alike and even and usual is not None and target_s > 0:
             off = min(max(target_s / (self.speed.value * usual.value), 1 / USUAL), USUAL)
             self.even = min(max(self.even * off**EVEN_RATE, EVENEST), 1.0)
         for curve, size, seconds in [*seen, (other, nodes, target_s)]:
             if seconds > 0:
-                self._learn(curve, size, seconds, trust)
+                self._learn(curve, size, seconds / left, trust, tried)
 
     def observe_reading(
         self, record: StepRecord, member: int, depth: int, drafting: int, tokens: int, planning_s: float = 0.0
@@ -305,12 +321,9 @@ class LearnedCosts:
         Of two rounds ``alike`` the second one tells of the machine; one of another kind than the last tells of what it
         costs itself, and the more so the less it was expected (``None``).
         """
-        known = [(s, cost.value) for curve, size, s in seen if (cost := curve.warm(size)) and cost.times > SURE]
-        expected = self.speed.value * sum(value for _, value in known)
-        taken = sum(seconds for seconds, _ in known)
-        if expected <= 0 or taken <= 0:
+        off = math.log(self._off_by(seen))
+        if off == 0.0:
             return 1.0
-        off = math.log(taken / expected)
         surprise = abs(off) / SURPRISE
         if not alike:
             return None if surprise > 1 else 1.0
@@ -325,7 +338,14 @@ class LearnedCosts:
         self.speed.value *= math.exp(off * rate)
         return trust
 
-    def _learn(self, curve: Curve, size: int, seconds: float, trust: float | None) -> None:
+    def _off_by(self, seen: Sequence[tuple[Curve, int, float]]) -> float:
+        """What the parts that are known took, over what was expected."""
+        known = [(s, cost.value) for curve, size, s in seen if (cost := curve.warm(size)) and cost.times > SURE]
+        expected = self.speed.value * sum(value for _, value in known)
+        taken = sum(seconds for seconds, _ in known)
+        return taken / expected if expected > 0 and taken > 0 else 1.0
+
+    def _learn(self, curve: Curve, size: int, seconds: float, trust: float | None, tried: bool) -> None:
         known = curve.costs.get(size)
         if known is None or known.value <= 0:
             curve.put(size, Cost(seconds / self.speed.value, COLD))
@@ -337,7 +357,10 @@ class LearnedCosts:
         if trust is not None and known.seen > SURE and ratio > 0:
             # Of a pause speed and costs must learn alike, or costs drift; a part may be off by more than the whole.
             ratio **= min(trust, trusted(math.log(ratio) / 2))
-        if known.seen >= SURE:
+        if tried and ratio < math.exp(-SURPRISE):
+            # Nothing takes less than it costs: what was believed is old, or was seen while caches were cold.
+            known.seen = min(known.seen, 1.0)
+        elif known.seen >= SURE:
             ratio = max(ratio, 1 / worst)
         curve.move(size, min(ratio, worst))
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from foretoken.controllers.ahead import Ahead, Own, batch_rounds
+from foretoken.controllers.ahead import Ahead, Own, batch_rounds, overshoot
 from foretoken.controllers.hazards import still_bare
 
 FALLING = 3
@@ -163,10 +163,12 @@ def rate_of(
         return tokens / seconds
     luck = max(squares - tokens**2, 0.0) * ahead.mean / tokens**3
     luck += (ahead.mean / tokens) ** 2 * sum(
-        (part * ahead.unknown(option.member, option.tokens)) ** 2 for part, option in zip(parts, plan, strict=True)
+        (part * ahead.unknown(option.member, option.tokens, option.variance)) ** 2
+        for part, option in zip(parts, plan, strict=True)
     )
     rounds = rounds_left(plan, ahead) if ahead.own else [left / tokens for left in ahead.left]
-    return ahead.mean / (seconds * batch_rounds(rounds, luck**0.5, alone))
+    last = overshoot(tokens, squares - tokens**2) / tokens
+    return ahead.mean / (seconds * batch_rounds([one + last for one in rounds], luck**0.5, alone))
 
 
 def seconds_of(

@@ -14,9 +14,9 @@ from foretoken.types import Context, StepRecord
 REPLAN, LONGEST, LONGEST_PLAIN = 4, 16, 64
 """Rounds that a plan is kept: the first time, and at most, when planning again and again finds the same (plain decoding
 longer: it teaches nothing of drafts)."""
-FIRST_TRIALS = 12
-"""Rounds that every drafter gets at the beginning, and plain decoding one; models one more, as their first says nothing
-of costs."""
+FIRST_TRIALS, FIRST_PLAIN = 12, 3
+"""Rounds that every drafter gets at the beginning, and plain decoding; models one more, as their first says nothing of
+costs."""
 HOPELESS = 0.5
 """What does not reach this part of the best one's rate after ``PROBED`` of them gets no more: by then it is warm."""
 PROBED, LONG = 5, 4
@@ -40,7 +40,8 @@ CLOSE = 0.8
 class State:
     """A request: how far drafts stood and how much of the text was read, per member, and what it was last asked to do.
 
-    ``bare`` is the length of the text, per member, right after a token for which it had no guess (0: not so).
+    ``bare`` is the length of the text, per member, right after a token for which it had no guess (0: not so), ``tries``
+    are its drafts, and ``hits`` those whose first token stood.
 
     While it is ``fresh``, up to the first round that says something of it, in which it drafts whatever is known of
     others, if none waits for it: it may be unlike them.  A plan of its own, made ``age`` rounds ago, is for
@@ -50,9 +51,17 @@ class State:
     hazards: list[Hazards]
     read: list[int]
     bare: list[int]
+    tries: list[int]
+    hits: list[int]
     plan: list[Option] = field(default_factory=list)
     age: int = REPLAN
     fresh: bool = True
+
+    @classmethod
+    def of(cls, members: int, length: int) -> State:
+        """Of a request whose text is so long, and of which nothing was seen."""
+        read, bare, tries, hits = [length] * members, [0] * members, [0] * members, [0] * members
+        return cls([Hazards() for _ in range(members)], read, bare, tries, hits)
 
 
 @dataclass
