@@ -28,7 +28,7 @@ ALIKE = 64.0
 that: so many drafts of its own it takes to believe half of how unlike it seems.  Of sampled texts the built-in draft
 model finds the first token with a standard deviation of .03 (prose) to .11 (chats) between requests; this says .06."""
 LEAST_ALIKE, MOST_ALIKE = 8.0, 512.0
-"""What it is drawn to at most, whatever is seen."""
+"""The least and the most that it is taken for, whatever is seen."""
 ALIKE_PRIOR, ALIKE_KEEP = 16000.0, 0.99
 """Pairs of drafts of one request that the first guess is worth, as many as four requests with 64 each have; and what
 a request is worth one request later."""
