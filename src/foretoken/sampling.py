@@ -7,7 +7,7 @@ logit bias and penalties on the raw logits, user processors, then temperature, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,9 @@ from foretoken.types import NON_FINITE, NonFiniteLogitsError
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``(input_ids [1, n], scores [1, V]) -> scores [1, V]``: the shape of Transformers' processors."""
+
+LARGE = 32768
+"""Vocabulary from which on, on a CPU, an operation on laws takes so long that it does not matter how many there are."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,12 @@ class Sampler:
     def context_free(self) -> bool:
         """Whether the law depends on the logits alone, the same for every prefix."""
         return self._context_free and not self.params.logit_bias
+
+    @property
+    def recipe(self) -> Hashable:
+        """Equal ones make equal laws of equal logits; ``None`` where the prefix counts, or single tokens do."""
+        params = self.params
+        return (params.temperature, params.top_k, params.top_p, params.min_p) if self.context_free else None
 
     def law(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
         """[V] float law at the end of ``prefix`` from logits [V]; one-hot when greedy.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -174,6 +174,10 @@ class LawMaker(Protocol):
     def context_free(self) -> bool:
         """Whether the law depends on the logits alone, not on the prefix."""
 
+    @property
+    def recipe(self) -> Hashable:
+        """What makes the law, besides the logits: equal recipes make equal laws.  ``None`` where the prefix counts."""
+
 
 def _argmaxes(logits: Tensor) -> tuple[list[int], bool]:
     """Row-wise argmax (lowest index on ties) of logits [N, V], and whether every maximum is finite."""
@@ -196,6 +200,9 @@ class Scores:
         prefix: committed tokens up to and including the root.
         maker: the sampling pipeline of the request.
         taps: hidden states that the drafter asked for, by name, each [N, D].
+        made: [n, V] target laws of the first n nodes, where they were made for the whole batch
+            (:mod:`foretoken.verifiers.together`).
+        weights: p(x) and q(x) of all drafts of a chain, where they were read for the whole batch.
     """
 
     logits: Tensor
@@ -203,6 +210,8 @@ class Scores:
     prefix: Sequence[int]
     maker: LawMaker
     taps: dict[str, Tensor] = field(default_factory=dict)
+    made: Tensor | None = None
+    weights: tuple[list[float], list[float]] | None = None
     _laws: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def node_prefix(self, node: int) -> Sequence[int]:
@@ -213,6 +222,8 @@ class Scores:
 
     def p(self, node: int) -> Tensor:
         """[V] target law after ``node``: the whole sampling pipeline run on that node's own prefix."""
+        if self.made is not None and node < len(self.made):
+            return self.made[node]
         law = self._laws.get(node)
         if law is None:
             prefix = () if self.maker.context_free else self.node_prefix(node)
@@ -221,6 +232,8 @@ class Scores:
 
     def chain_p(self) -> Tensor:
         """[N, V] target laws of all nodes at once (for rules that need every position of a chain)."""
+        if self.made is not None and len(self.made) == len(self.tree):
+            return self.made
         if self.maker.context_free:
             return self.maker.laws(self.logits, None)
         return torch.stack([self.p(node) for node in range(len(self.tree))])

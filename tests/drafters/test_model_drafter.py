@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import permutations
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from scipy.stats import chisquare
 
 from foretoken.controllers.confidence import ConfidenceController
-from foretoken.drafters.drawing import draw_without_replacement
+from foretoken.drafters.drawing import draw_each, draw_iid, draw_without_replacement
 from foretoken.drafters.model import ModelDrafter, parse_widths
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed, LanguageModel
@@ -382,3 +383,42 @@ def test_bad_options(options: dict[str, str], words: str) -> None:
 @pytest.mark.parametrize(("text", "widths"), [("3x2x1", (3, 2, 1)), ("4", (4,)), ("2X2", (2, 2))])
 def test_widths(text: str, widths: tuple[int, ...]) -> None:
     assert parse_widths(text) == widths
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+def test_draws_made_together_are_those_made_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 40, 9000):
+        laws = torch.rand(6, size, generator=generator).softmax(-1)
+        laws[0, size // 2 :] = 0.0
+        contexts = [Context(i, [0], 1, Sampler(T1, 1), Rng(i)) for i in range(6)]
+        for _ in range(50):
+            alone = [
+                draw_iid(law, 1, Context(0, [0], 1, Sampler(T1, 1), deepcopy(c.rng)))[0]
+                for law, c in zip(laws, contexts, strict=True)
+            ]
+            assert draw_each(laws, contexts) == alone
+
+
+def test_a_batch_drafts_what_its_requests_draft_alone() -> None:
+    _, draft = llamas()
+    several = [T1, RICH, T1, SamplingParams(), SamplingParams(temperature=0.5, top_k=3), T1]
+    budgets = [Budget(4, 64), Budget(4, 64), Budget(2, 64), Budget(4, 64), Budget(4, 64), Budget(4, 1)]
+    for drafter in (
+        ModelDrafter(draft, k=4),
+        ModelDrafter(draft, tree="1x2x1"),
+        ModelDrafter(draft, k=4, draw="greedy"),
+    ):
+        contexts = [Context(i, list(PROMPT), 6, Sampler(p, 6), Rng(i)) for i, p in enumerate(several)]
+        for context in contexts:
+            drafter.start(context)
+        trees = drafter.propose_batch(contexts, budgets)
+        for context in contexts:
+            drafter.finish(context)
+        for seed, (params, budget, tree) in enumerate(zip(several, budgets, trees, strict=True)):
+            _, alone = propose(drafter, params, budget, seed)
+            assert (tree.tokens, tree.parents, tree.law_of) == (alone.tokens, alone.parents, alone.law_of)
+            assert (tree.q is None) == (alone.q is None)
+            assert tree.q is None or alone.q is None or torch.allclose(tree.q, alone.q, atol=1e-6)

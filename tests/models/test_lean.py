@@ -262,3 +262,21 @@ def test_float32_is_not_packed() -> None:
     assert torch.equal(projection(x), x @ weight.T)
     assert torch.allclose(projection.plus(x, residual), residual + x @ weight.T)
     assert pack_linears(nn.Sequential(nn.Linear(4, 4))) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_norm_is_the_models_own(dtype: torch.dtype) -> None:
+    module = nn.RMSNorm(48, eps=1e-5).to(dtype)
+    module.variance_epsilon = module.eps  # as Transformers calls it
+    module.weight.data = torch.rand(48, generator=torch.Generator().manual_seed(0)).to(dtype)
+    own, plain = lean_module._Norm(module, blocks=False), lean_module._Norm(module, blocks=True)
+    assert own.own and not plain.own
+    for scale in (0.0, 1e-4, 1.0, 1e4):
+        x = scale * torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        got, wanted = own(x.to(dtype)), plain(x.to(dtype))
+        assert got.dtype == dtype and got.shape == x.shape
+        exact = x.to(dtype).double()
+        exact = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * module.weight.detach().double()
+        # No further from the exact value than PyTorch's own, but for one rounding.
+        worst = float((wanted.double() - exact).abs().max()) + torch.finfo(dtype).eps * float(exact.abs().max())
+        assert float((got.double() - exact).abs().max()) <= worst

@@ -109,6 +109,7 @@ class LawsAsLogits:
 
     greedy = False
     context_free = True
+    recipe = "as they are"
 
     def law(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
         return logits

@@ -76,9 +76,9 @@ def faster_twins() -> list[tuple[str, Rule, Kind]]:
     return [
         ("rejection", RejectionVerifier().decide_in_one_go, Kind.IID),
         ("rejection", RejectionVerifier().decide_in_one_go, Kind.POINT),
-        ("block", BlockVerifier().decide_lazily, Kind.IID),
-        ("block", BlockVerifier().decide_lazily, Kind.POINT),
-        ("point", PointVerifier().decide_on_host, Kind.POINT),
+        ("block", BlockVerifier().decide_fast, Kind.IID),
+        ("block", BlockVerifier().decide_fast, Kind.POINT),
+        ("point", PointVerifier().decide_fast, Kind.POINT),
     ]
 
 
@@ -92,7 +92,7 @@ def test_faster_twins_on_chains(name: str, rule: Rule, kind: Kind, shape: tuple[
 @pytest.mark.parametrize("shape", [*TREES, (4,)])
 def test_point_rule_on_the_host_covers_the_support(shape: tuple[int, ...]) -> None:
     tables = Tables(4, seed=3, target_zeros=1)
-    assert bias(PointVerifier().decide_on_host, tables, drafts(tables, shape, Kind.POINT), len(shape)) < TINY
+    assert bias(PointVerifier().decide_fast, tables, drafts(tables, shape, Kind.POINT), len(shape)) < TINY
 
 
 def two_drafters(first: Tables, second: Tables, kind: Kind, coins: Coins) -> TokenTree:
@@ -139,7 +139,7 @@ def test_a_chain_of_drawn_and_deterministic_tokens(name: str) -> None:
     rule = registry.make("verifier", name)
     assert bias(rule.decide, tables, list(outcomes(draft)), 3) < TINY
     if name == "block":
-        assert bias(rule.decide_lazily, tables, list(outcomes(draft)), 3) < TINY
+        assert bias(rule.decide_fast, tables, list(outcomes(draft)), 3) < TINY
 
 
 @pytest.mark.parametrize("name", ["rejection", "block", "traversal"])

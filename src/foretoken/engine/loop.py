@@ -29,6 +29,7 @@ from foretoken.trees.operations import truncate
 from foretoken.types import Budget, Context, Kind, Rng, Scores, StepRecord, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.pairing import auto_verifier, check_pair, check_proposals
+from foretoken.verifiers.together import verify_together
 
 NOTHING = Budget(max_depth=0, max_nodes=0)
 
@@ -246,10 +247,8 @@ class Engine:
             Scores(row.logits, tree, run.context.tokens, run.context.maker, row.taps)
             for run, tree, row in zip(runs, trees, rows, strict=True)
         ]
-        verdicts = [
-            self._verifier_for(tree, scores).verify(tree, scores, run.context.rng)
-            for run, tree, scores in zip(runs, trees, all_scores, strict=True)
-        ]
+        verifiers = [self._verifier_for(tree, scores) for tree, scores in zip(trees, all_scores, strict=True)]
+        verdicts = verify_together(verifiers, all_scores, [run.context.rng for run in runs])
         verified = perf_counter()
         emissions = [
             (run, self._commit(run, tree, scores, verdict))

@@ -40,6 +40,7 @@ class TreeCache(Cache):
         self._uniform = True
         self._used = 0
         self._rows = self._slots = torch.empty(0, dtype=torch.long)
+        self._rows_from = 0
 
     @torch.inference_mode()
     def reserve(self, num_rows: int, num_slots: int) -> None:
@@ -73,8 +74,9 @@ class TreeCache(Cache):
         self._uniform = len(set(self._starts)) == 1
         if not self._uniform:
             device = next((k.device for k in self.keys if k is not None), None)
-            self._rows = torch.arange(low, high, device=device)[:, None]
-            self._slots = torch.tensor(self._starts, device=device)[:, None] + torch.arange(count, device=device)
+            if self._rows.shape[:1] != (high - low,) or self._rows_from != low:
+                self._rows, self._rows_from = torch.arange(low, high, device=device)[:, None], low
+            self._slots = torch.tensor([range(start, start + count) for start in self._starts], device=device)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

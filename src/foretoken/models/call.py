@@ -18,19 +18,32 @@ class Call:
         ids: [b, width] token ids.
         positions: [b, width].
         masks: additive masks by layer type, ``None`` where every row sees everything.
-        first: the column from which on logits are wanted; ``width`` for none.
+        wanted: per feed its row, and the first and the end of the columns whose logits are wanted.
         taps: hidden states that are wanted, see :mod:`foretoken.models.base`.
         plan: the layers that are run.
-        nodes: where the nodes are among the b * width places, when much of the rest is padding that a forward may leave
-            out; ``None``: run all of it.
+        counts: nodes of each row, from column 0 on, when much of the rest is padding that a forward may leave out;
+            ``None``: run all of it.
         states: [b, width, D] hidden states at layer ``plan.start``, instead of the embedded ids.
     """
 
     ids: Tensor
     positions: Tensor
     masks: Mapping[str, Tensor | None]
-    first: int
+    wanted: Sequence[tuple[int, int, int]]
     taps: Sequence[str]
     plan: LayerPlan = WHOLE
     states: Tensor | None = None
-    nodes: Tensor | None = None
+    counts: Sequence[int] | None = None
+
+    @property
+    def first(self) -> int:
+        """The column from which on logits are wanted of any feed; ``width`` for none."""
+        return min((start for _, start, end in self.wanted if start < end), default=self.ids.shape[1])
+
+    def taken(self, logits: Tensor) -> list[Tensor]:
+        """Logits [n, V] per feed from those of all rows [b, width - first, V]."""
+        first = self.first
+        return [
+            logits[row, start - first : end - first] if start < end else logits[row, :0]
+            for row, start, end in self.wanted
+        ]

@@ -70,8 +70,8 @@ class FeatureModel(HuggingFaceModel):
                 feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
             raise
 
-    def run(self, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits [b, width - first, V] and the output [b, width, D] from ids, positions and states."""
+    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
         (b, width), first = call.ids.shape, call.first
 
         def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,4 +82,4 @@ class FeatureModel(HuggingFaceModel):
         logits = (
             self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
         )
-        return logits, {"state": output}
+        return call.taken(logits), {"state": output}

@@ -301,22 +301,19 @@ class HuggingFaceModel(LanguageModel):
             for name, layer in self.layer_masks.items()
         }
         wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
-        # Padded rows end at different places: keep from the earliest wanted row on.
-        first = min((place.new - n for n, place in zip(wanted, places, strict=True) if n), default=width)
+        spans = [(f.sequence.row - low, p.new - n, p.new) for f, p, n in zip(feeds, places, wanted, strict=True)]
         states = self._padded(inputs, feeds, low, ids) if inputs else None
-        nodes = self._nodes(rows, width)
-        call = Call(ids, positions, masks, first, taps, plan, states, nodes)
-        self.run_rows += ids.numel() if nodes is None else len(nodes)
+        counts = self._counts(rows, width)
+        call = Call(ids, positions, masks, spans, taps, plan, states, counts)
+        self.run_rows += ids.numel() if counts is None else sum(counts)
         began = perf_counter()
         logits, hidden = self._run(call)
         self.run_s += perf_counter() - began
         self.num_layer_runs += plan.count(self.num_layers)
-        results = []
-        for feed, place, n in zip(feeds, places, wanted, strict=True):
-            i = feed.sequence.row - low
-            kept = logits[i, place.new - n - first : place.new - first] if n else logits[i, :0]
-            results.append(Rows(kept, {name: h[i, : place.new] for name, h in hidden.items()}))
-        return results
+        return [
+            Rows(kept, {name: h[i, :end] for name, h in hidden.items()})
+            for kept, (i, _, end) in zip(logits, spans, strict=True)
+        ]
 
     def _append(self, feed: Feed) -> RowPlan:
         sequence = feed.sequence
@@ -347,12 +344,10 @@ class HuggingFaceModel(LanguageModel):
         both = torch.tensor([ids, positions], device=self.device)
         return both[0], both[1]
 
-    def _nodes(self, rows: Sequence[RowPlan], width: int) -> Tensor | None:
-        """Places of the nodes, [n] of b * width, where leaving out the padding saves more than it costs."""
-        if self._lean is None or len(rows) * width - sum(row.new for row in rows) < SPARED:
-            return None
-        places = [i * width + column for i, row in enumerate(rows) for column in range(row.new)]
-        return torch.tensor(places, device=self.device)
+    def _counts(self, rows: Sequence[RowPlan], width: int) -> list[int] | None:
+        """Nodes by row, where leaving out the padding saves more than it costs."""
+        counts = [row.new for row in rows]
+        return None if self._lean is None or len(rows) * width - sum(counts) < SPARED else counts
 
     def _padded(self, inputs: Sequence[Sequence[Tensor]], feeds: Sequence[Feed], low: int, ids: Tensor) -> Tensor:
         """Hidden states [b, width, D] of the fed nodes, zero elsewhere."""
@@ -363,13 +358,13 @@ class HuggingFaceModel(LanguageModel):
             padded[feed.sequence.row - low, : len(rows)] = rows
         return padded
 
-    def _run(self, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits [b, width - first, V] and taps on the lean forward, or on the public one where there is none."""
+    def _run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Logits [n, V] per feed and taps on the lean forward, or on the public one where there is none."""
         run = self._lean.run if self._lean is not None else self._run_public
         return run(call)
 
-    def _run_public(self, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits [b, width - first, V] and taps through the model's own forward."""
+    def _run_public(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Logits [n, V] per feed and taps through the model's own forward."""
         ids, width, first = call.ids, call.ids.shape[1], call.first
         mask: Any = {k: self._at_least_zero(m, ids) for k, m in call.masks.items()}
         if self._single_mask:
@@ -387,7 +382,7 @@ class HuggingFaceModel(LanguageModel):
                 use_cache=True,
                 logits_to_keep=max(width - first, 1),
             )
-        return out.logits[:, -(width - first) :] if width > first else out.logits[:, :0], hidden
+        return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
 
     def _at_least_zero(self, mask: Tensor | None, ids: Tensor) -> Tensor:
         """Transformers would build its own mask from ``None``: hand it an all-zero one instead."""

@@ -53,7 +53,7 @@ class InflatedModel(HuggingFaceModel):
         rows = super().extra_rows
         return None if rows is None else self.shape.widened(rows)
 
-    def _run(self, call: Call) -> tuple[Tensor, dict[str, Tensor]]:
+    def _run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits, and taps [b, width, d] of the small model."""
         places = {name: self._place(name) for name in call.taps}
         wide = None if call.states is None else self.shape.widened(call.states)

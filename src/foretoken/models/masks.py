@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ class RowPlan:
     @property
     def is_chain(self) -> bool:
         """Whether the whole scratch is one chain."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return list(self.parents) == list(range(-1, len(self.parents) - 1))
 
 
 def ancestor_matrix(parents: Sequence[int]) -> NDArray[np.bool_]:
@@ -101,15 +102,12 @@ def additive_mask(
 ) -> Tensor | None:
     """[b, 1, width, used] additive mask: 0 where a node may look, the dtype's minimum elsewhere.
 
-    ``None`` when nothing is masked (one row, one node).  Padding nodes see the committed prefix and slot 0, so that no
-    row is ever fully masked.
+    ``None`` when nothing is masked (one row, one node).  Padding nodes see the committed prefix at least, or slot 0, so
+    that no row is ever fully masked.
     """
-    if len(rows) == 1 and rows[0].new == width and rows[0].visible < 0:
-        row = rows[0]
-        if width == 1 and len(row.parents) == 1 and used == row.committed + 1 and layer.kind == "full":
-            return None
-        if layer.kind == "full" and row.is_chain:
-            return _chain_mask(row, used, dtype, device)
+    if layer.kind == "full" and all(row.visible < 0 and row.is_chain for row in rows):
+        first = [row.committed + len(row.parents) - row.new for row in rows]  # the slot of the first new node
+        return None if width == len(rows) == 1 and used == first[0] + 1 else _chains(first, width, used, dtype, device)
     allowed = np.zeros((len(rows), 1, width, used), dtype=np.bool_)
     for i, row in enumerate(rows):
         if row.new:
@@ -119,9 +117,14 @@ def additive_mask(
     return mask.masked_fill_(torch.from_numpy(allowed), 0.0).to(device)
 
 
-def _chain_mask(row: RowPlan, used: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The commonest case without host arrays: a chain sees everything up to itself."""
-    first = row.committed + len(row.parents) - row.new
-    mask = torch.zeros((1, 1, row.new, used), dtype=dtype, device=device)
-    mask[..., first:] = torch.full((row.new, used - first), torch.finfo(dtype).min, dtype=dtype, device=device).triu_(1)
-    return mask
+def _chains(first: Sequence[int], width: int, used: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The commonest case in two calls: a node sees everything up to itself, padding up to where it is written."""
+    step, size = _step(1 << used.bit_length(), dtype, device), 1 << used.bit_length()
+    starts = torch.tensor([[size - 1 - slot - column for column in range(width)] for slot in first], device=device)
+    return step.unfold(0, used, 1)[starts][:, None]
+
+
+@lru_cache(maxsize=64)
+def _step(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[2 size] zeros, then the dtype's minimum: every row of the mask of a chain is a part of it."""
+    return torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype, device=device).repeat_interleave(size)

@@ -5,7 +5,7 @@ plus the next token, continued by plain sampling, have exactly the target's law.
 
 Every rule is written once in plain form (:meth:`Verifier.decide`), with all its randomness going through
 :class:`Coins`.  Tests hand in coins that enumerate every outcome with its probability, which gives the rule's law
-exactly.  A rule on the hot path has a faster twin in :meth:`Verifier.verify` that must decide the same.
+exactly.  A rule on the hot path has a faster twin in :meth:`Verifier.decide_fast` that must decide the same.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from foretoken.sampling import LARGE
 from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
 
 
@@ -61,13 +62,26 @@ class Verifier(ABC):
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """The rule in plain form: walk ``tree`` and decide."""
 
+    def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """The same as :meth:`decide` with the same coins, by the fastest way there is."""
+        return self.decide(tree, scores, coins)
+
     def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
-        """Walk ``tree`` and decide: the same as :meth:`decide`, by the fastest way there is.
+        """Walk ``tree`` and decide.
 
         Raises:
             ValueError: a chain rule met a node with two children.
         """
-        return self.decide(tree, scores, Coins(rng))
+        return self.decide_fast(tree, scores, Coins(rng))
+
+    def draws_last(self, tree: TokenTree) -> bool:
+        """Whether the rule draws one token, after all else, and only puts it into the verdict: such draws of several
+        requests are made together.  So it is where nothing was drafted."""
+        return len(tree) == 1
+
+    def needs_all(self, scores: Scores) -> bool:
+        """Whether the rule asks for the laws of all nodes, whatever stands; the root's is always asked for."""
+        return False
 
 
 DRAW_BLOCK = 256
@@ -84,6 +98,19 @@ def draw(law: Tensor, u: float) -> int:
     return _pick(law, cdf, cdf[-1:] * u)
 
 
+def draw_all(wanted: Sequence[tuple[Tensor, float]]) -> list[int]:
+    """:func:`draw` for several laws or weights [V] of one size and their uniforms."""
+    if len(wanted) < 2 or (wanted[0][0].device.type == "cpu" and len(wanted[0][0]) > LARGE):
+        return [draw(law, u) for law, u in wanted]
+    laws = torch.stack([law for law, _ in wanted])
+    cdf = _cdf(laws)
+    goal = cdf[:, -1] * torch.tensor([u for _, u in wanted], dtype=cdf.dtype, device=cdf.device)
+    found = torch.searchsorted(cdf, goal[:, None], right=True).clamp_(max=laws.shape[-1] - 1)
+    tokens, weights = torch.cat((found, laws.gather(-1, found)), -1).T.tolist()
+    rounded = (not weight > 0.0 for weight in weights)  # up to the last step of the CDF
+    return [draw(*one) if bad else int(token) for one, token, bad in zip(wanted, tokens, rounded, strict=True)]
+
+
 def draw_by_blocks(law: Tensor, u: float) -> int:
     """:func:`draw` in two steps, a block of tokens and then a token of it: sums of blocks run in parallel."""
     whole = len(law) // DRAW_BLOCK * DRAW_BLOCK
@@ -98,7 +125,7 @@ def draw_by_blocks(law: Tensor, u: float) -> int:
 
 def _cdf(weights: Tensor) -> Tensor:
     # In float32 the steps of the CDF are multiples of 6e-8: too coarse for the tail of a vocabulary of 150k.
-    return weights.cumsum(0) if weights.device.type == "mps" else weights.cumsum(0, dtype=torch.float64)
+    return weights.cumsum(-1) if weights.device.type == "mps" else weights.cumsum(-1, dtype=torch.float64)
 
 
 def _pick(weights: Tensor, cdf: Tensor, goal: Tensor) -> int:

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.sampling import LARGE
+from foretoken.types import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import (
     Coins,
     Verifier,
@@ -57,12 +58,16 @@ class BlockVerifier(Verifier):
                 return Verdict(tuple(nodes[1 : i + 1]), next_token, next_is_bonus=False)
         raise AssertionError("unreachable: the empty prefix always stands")
 
-    def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
-        """:meth:`decide` with fewer tensor operations."""
-        return self.decide_lazily(tree, scores, Coins(rng))
+    def draws_last(self, tree: TokenTree) -> bool:
+        """Always."""
+        return True
 
-    def decide_lazily(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The same, doing no vector work for a test that ``P_i`` alone decides (S_i / (S_i + 1 - P_i) <= P_i)."""
+    def needs_all(self, scores: Scores) -> bool:
+        """Where laws of all nodes are cheap to make by one call."""
+        return all_at_once(scores.tree, scores)
+
+    def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """:meth:`decide` doing no vector work for a test that ``P_i`` alone decides (S_i / (S_i + 1 - P_i) <= P_i)."""
         nodes = [0, *chain_nodes(tree, self.name)]
         last = len(nodes) - 1
         law, keep = _laws_and_budgets(tree, scores, nodes)
@@ -90,15 +95,20 @@ def pass_chance(rest: float, budget: float) -> float:
     return 1.0 if total <= 0.0 else rest / total
 
 
+def all_at_once(tree: TokenTree, scores: Scores) -> bool:
+    """Whether the laws of a chain are made by one call: on a CPU, six at once cost three single ones for V = 8192, and
+    six for 150k."""
+    return can_go_at_once(tree, scores) and (scores.logits.device.type != "cpu" or scores.logits.shape[-1] <= LARGE)
+
+
 def _laws_and_budgets(
     tree: TokenTree, scores: Scores, nodes: Sequence[int]
 ) -> tuple[Callable[[int], Tensor], list[float]]:
     """The target law after the i-th node [V], and P_0..P_g; no law is made past a budget of zero."""
     keep = [1.0]
-    # On a CPU six laws at once cost three single ones for V = 8192, and six for 150k.
-    if can_go_at_once(tree, scores) and (scores.logits.device.type != "cpu" or scores.logits.shape[-1] <= 32768):
+    if all_at_once(tree, scores):
         laws = scores.chain_p()  # [g+1, V]
-        for p, q in zip(*chain_weights(tree, laws), strict=True):
+        for p, q in zip(*(scores.weights or chain_weights(tree, laws)), strict=True):
             keep.append(scaled(keep[-1], p, q))
         return laws.__getitem__, keep
     for node, child in pairwise(nodes):

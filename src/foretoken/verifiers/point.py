@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.types import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, is_nothing, walk_down, without
 
 
@@ -33,12 +33,8 @@ class PointVerifier(Verifier):
 
         return walk_down(tree, choose)
 
-    def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
-        """:meth:`decide` with fewer tensor operations."""
-        return self.decide_on_host(tree, scores, Coins(rng))
-
-    def decide_on_host(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The same with one transfer per visited node: the tests run on scalars, and no law is renormalised."""
+    def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """:meth:`decide` with one transfer per visited node: the tests run on scalars, and no law is renormalised."""
 
         def choose(node: int, children: Sequence[int]) -> int:
             p = scores.p(node)  # [V]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.types import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import (
     Coins,
     Verifier,
@@ -30,20 +30,27 @@ class RejectionVerifier(Verifier):
                 return Verdict(tuple(nodes[:i]), coins.draw(rest_of(p, tree.law(node), x)), next_is_bonus=False)
         return Verdict(tuple(nodes), coins.draw(scores.p(nodes[-1] if nodes else 0)), next_is_bonus=True)
 
-    def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
+    def draws_last(self, tree: TokenTree) -> bool:
+        """Always."""
+        return True
+
+    def needs_all(self, scores: Scores) -> bool:
+        """Where the host would be waited for at every test."""
+        return scores.logits.device.type != "cpu" and can_go_at_once(scores.tree, scores)
+
+    def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """The faster of :meth:`decide` and :meth:`decide_in_one_go`: they decide the same.
 
         Measured on a CPU, laws one by one up to the first rejection take 90 to 170 us for five drafts and V = 8192,
         all at once 130 us, and filters or larger vocabularies favour one by one; an accelerator would wait for the
         host at every test.
         """
-        at_once = scores.logits.device.type != "cpu" and can_go_at_once(tree, scores)
-        return (self.decide_in_one_go if at_once else self.decide)(tree, scores, Coins(rng))
+        return (self.decide_in_one_go if self.needs_all(scores) else self.decide)(tree, scores, coins)
 
     def decide_in_one_go(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """The same on a chain with all target laws made at once and one transfer to the host for all tests."""
         laws = scores.chain_p()  # [g+1, V]
-        p_x, q_x = chain_weights(tree, laws)
+        p_x, q_x = scores.weights or chain_weights(tree, laws)
         for i, (p, q) in enumerate(zip(p_x, q_x, strict=True)):
             if not coins.accept(p, q):
                 rest = rest_of(laws[i], tree.law(i + 1), tree.tokens[i + 1])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.types import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, SiblingLaws, Verifier, is_nothing, leftover, scaled, verdict_at
-from foretoken.verifiers.block import BlockVerifier, pass_chance
+from foretoken.verifiers.block import BlockVerifier, all_at_once, pass_chance
 
 
 class TraversalVerifier(Verifier):
@@ -26,11 +26,17 @@ class TraversalVerifier(Verifier):
             raise AssertionError("unreachable: the root always stands")
         return verdict
 
-    def verify(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
+    def draws_last(self, tree: TokenTree) -> bool:
+        """On a chain, as block verification; in a tree a draw may follow that of a subtree."""
+        return tree.is_chain
+
+    def needs_all(self, scores: Scores) -> bool:
+        """As for block verification."""
+        return all_at_once(scores.tree, scores)
+
+    def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """:meth:`decide`; a chain goes through block verification's faster twin, which tosses the same coins."""
-        if tree.is_chain:
-            return BlockVerifier().decide_lazily(tree, scores, Coins(rng))
-        return self.decide(tree, scores, Coins(rng))
+        return BlockVerifier().decide_fast(tree, scores, coins) if tree.is_chain else self.decide(tree, scores, coins)
 
 
 def _visit(tree: TokenTree, scores: Scores, coins: Coins, node: int, budget: float) -> Verdict | None:
