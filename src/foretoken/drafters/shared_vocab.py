@@ -86,7 +86,7 @@ class SharedVocabDrafter(ModelDrafter):
         """From a spec ``shared_vocab[:PATH]``: load the draft model and its tokenizer."""
         from foretoken.loading import build_foreign_draft_model
 
-        model, own = build_foreign_draft_model(cls.name, path, target_source, tokenizer, device)
+        model, own = build_foreign_draft_model(cls.name, path, target, target_source, tokenizer, device)
         mine, theirs = Vocabulary.of(own, model.vocab_size), Vocabulary.of(tokenizer, target.vocab_size)
         return cls(model, mine, theirs, **options)
 

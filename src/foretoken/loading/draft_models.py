@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from foretoken.loading.checkpoints import BUILTIN, is_builtin, resolve
 from foretoken.loading.models import load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.models.base import LanguageModel
+from foretoken.models.packing import can_pack
 
 
 def build_draft_model(
@@ -32,7 +35,7 @@ def build_draft_model(
             f"drafter {drafter!r} needs a path for this target: {drafter}:PATH (a draft LM of the same tokenizer)"
         )
     path = BUILTIN if path is None else path
-    draft = _load_draft_model(path, device, packed)
+    draft = _load_draft_model(path, target, device, packed)
     check_vocabularies(target, draft, path)
     if tokenizer is not None and path != BUILTIN:
         check_same_tokenizer(tokenizer, load_tokenizer(path), path)
@@ -40,7 +43,7 @@ def build_draft_model(
 
 
 def build_foreign_draft_model(
-    name: str, path: str | None, target_source: Any, tokenizer: Any | None, device: Any
+    name: str, path: str | None, target: LanguageModel, target_source: Any, tokenizer: Any | None, device: Any
 ) -> tuple[LanguageModel, Any]:
     """The draft model of a ``name:PATH`` spec and its own tokenizer, which may be another than the target's.
 
@@ -52,7 +55,7 @@ def build_foreign_draft_model(
     if tokenizer is None:
         raise ValueError(f"drafter {name!r} needs the target's tokenizer: pass tokenizer=... to load")
     path = BUILTIN if path is None else path
-    draft = _load_draft_model(path, device)
+    draft = _load_draft_model(path, target, device)
     own = load_tokenizer(resolve(path, "draft"))
     if own is None:
         raise ValueError(
@@ -61,14 +64,18 @@ def build_foreign_draft_model(
     return draft, own
 
 
-def _load_draft_model(path: str, device: Any, packed: bool = True) -> LanguageModel:
-    # A draft model's law may be anything: small ones are fastest in float32 on CPU (docs/log.md).
+def _load_draft_model(path: str, target: LanguageModel, device: Any, packed: bool = True) -> LanguageModel:
+    # A draft model's law may be anything: on a CPU small ones are fastest in bfloat16 where its products can be packed,
+    # and in float32 elsewhere (docs/log.md).  A few bits of such products depend on the batch, so that only a target
+    # that is like that itself gets one.
     on_cpu = device is None or str(device) == "cpu"
     small = on_cpu and _is_small(path)
+    alike = getattr(target, "dtype", None) == torch.bfloat16 and getattr(target, "exact", "") == "distribution"
+    half = packed and alike and can_pack(torch.empty(2, 2, dtype=torch.bfloat16))
     return load_model(
         path,
         role="draft",
-        dtype="float32" if small else None,
+        dtype=("bfloat16" if half else "float32") if small else None,
         device=device,
         exact="approximate" if small or not packed else "distribution",
     )
