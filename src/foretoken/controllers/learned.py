@@ -37,6 +37,8 @@ COLD = 0.1
 """How many sightings the first one of a size is worth: memory and kernels are made for it."""
 SURE = 4
 """Sightings from which on a cost is no longer taken to be what is wrong."""
+OLD = 6.0
+"""Sightings that all before a trial are worth in it."""
 COST_RATE = 0.05
 """How fast a single cost follows once it is known well."""
 REST_FIXED = 2.0
@@ -357,6 +359,8 @@ class LearnedCosts:
         if trust is not None and known.seen > SURE and ratio > 0:
             # Of a pause speed and costs must learn alike, or costs drift; a part may be off by more than the whole.
             ratio **= min(trust, trusted(math.log(ratio) / 2))
+        if tried:  # what was not in use for long may have changed: the last trial counts as much as all before it
+            known.seen = min(known.seen, OLD)
         if tried and ratio < math.exp(-SURPRISE):
             # Nothing takes less than it costs: what was believed is old, or was seen while caches were cold.
             known.seen = min(known.seen, 1.0)

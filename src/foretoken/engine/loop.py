@@ -73,6 +73,7 @@ class Engine:
         self.waiting: list[tuple[int, Request]] = []
         self.running: list[Running] = []
         self._ids = self._rounds = 0
+        self._books_s = 0.0
         self._automatic: dict[tuple[Kind, bool, bool], Verifier] = {}
         if drafter is not None:
             self._check_target(drafter)
@@ -255,11 +256,14 @@ class Engine:
             for run, tree, scores, verdict in zip(runs, trees, all_scores, verdicts, strict=True)
         ]
         observed_s = self._observe(runs, trees, all_scores, verdicts)
-        times = (drafted - began + observed_s, target_s, verified - scored, perf_counter() - began)
+        taken = perf_counter()
+        # What the books of the last round took is part of serving, and known only now.
+        times = (drafted - began + observed_s, target_s, verified - scored, taken - began + self._books_s)
         self._rounds += 1
         counts = (len(runs), self.target.run_rows - rows_before or sum(map(len, trees)))
         for run, tree, verdict in zip(runs, trees, verdicts, strict=True):
             self._account(run, tree, verdict, counts, times)
+        self._books_s = perf_counter() - taken
         if self.on_round is not None:
             self.on_round(runs, trees, verdicts, times)
         for run, emission in emissions:
