@@ -6,7 +6,7 @@ serving, an order of members for rounds in which the first one has no guess, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -121,6 +121,7 @@ class AutoController(Controller):
         self.alike = {greedy: [Alike() for _ in specs] for greedy in (True, False)}
         self.nodes: list[dict[int, Mean]] = [{} for _ in specs]  # of drafts by member and depth
         self.batches: dict[int, Batch] = {}
+        self._single: dict[tuple[int, int], float] = {}
         self._thought = (Mean(), Mean())  # seconds of planning in rounds of plain decoding and in others
         self._given: tuple[list[int], list[Budget]] = ([], [])
 
@@ -156,6 +157,8 @@ class AutoController(Controller):
         batch = self._batch(len(contexts))
         batch.round += 1
         requests = [context.request_id for context in contexts]
+        if age_among(contexts) != batch.age:
+            batch.until = batch.round  # texts are unlike what they were
         keeps = self._steady and requests == self._given[0] and batch.round < batch.until
         # Planning and learning take time, and rounds may be short: what is seen is learned when it is needed.
         if keeps and self._due(batch, contexts) is None:
@@ -166,6 +169,7 @@ class AutoController(Controller):
             return self._keep(batch)
         if requests != self._given[0]:
             batch.until = batch.round  # what others are to do says little of these
+            self._single.clear()
         self._cold = tried is not None and tried != self._tried
         self._tried, self.watches = tried, True
         shared = [context for context in contexts if not context.reproducible]
@@ -206,7 +210,7 @@ class AutoController(Controller):
                 ahead = Ahead(left, own, doubt_of(local, general, len(states), alike))
             batch.ranked = self._ranked(local, self.costs, general, size, ahead, catching_up)
             plan = self._best(batch.ranked, self.costs, size, ahead, self._pads, batch.overrun, batch.plan)
-            batch.size = size
+            batch.size, batch.age = size, age_among(contexts)
             batch.expected_s, batch.expected_tokens = self._expected(plan, batch.ranked, size)
             # The fewer tokens are left, the less pays what makes requests end at different times.
             batch.follow(plan, max(REPLAN, max(left) // 4) if plan and size > 1 else LONGEST_PLAIN)
@@ -234,7 +238,7 @@ class AutoController(Controller):
     def _general(self, contexts: Sequence[Context]) -> list[Hazards]:
         """What is known of the members in general, for requests that have written as much as these: n-grams find the
         more, the longer a text gets."""
-        greedy, age = contexts[0].maker.greedy, age_of(sum(map(written, contexts)) // len(contexts))
+        greedy, age = contexts[0].maker.greedy, age_among(contexts)
         alike = [self.ages.get((greedy, index, age)) for index in range(len(self.members))]
         return [at_age(known, same) if same else known for known, same in zip(self.general[greedy], alike, strict=True)]
 
@@ -323,8 +327,9 @@ class AutoController(Controller):
             best_of(self._options(index, local[index], general[index], costs, batch, late), worth)
             for index, late in enumerate(catching_up or [0.0] * len(self.members))
         ]
-        plain_s, alone_s = self._seconds(-1, 0, 1.0, costs, batch)[1], self._seconds(-1, 0, 1.0, costs, 1, False)[1]
-        plain = Option(-1, 0, 1.0, 1.0, 0.0, plain_s, alone=min(alone_s / plain_s, 1.0))
+        plain_s = self._seconds(-1, 0, 1.0, costs, batch)[1]
+        alone = min(self._single_s(-1, 0, 1.0) / plain_s, 1.0) if batch > 1 else 1.0
+        plain = Option(-1, 0, 1.0, 1.0, 0.0, plain_s, alone=alone)
         return sorted([*options, plain], key=worth, reverse=True)
 
     def _options(
@@ -344,9 +349,9 @@ class AutoController(Controller):
                 tokens += stands[place]
                 squares += (2 * place + 1) * stands[place]
             done = depth
-            nodes = known[depth].value if depth in known else 1.0 + depth
+            nodes = known[depth].value if depth in known else nodes_like(known, depth)
             draft_s, seconds = self._seconds(index, depth, nodes, costs, batch)
-            alone = min(self._seconds(index, depth, nodes, costs, 1, False)[1] / seconds, 1.0) if batch > 1 else 1.0
+            alone = min(self._single_s(index, depth, nodes) / seconds, 1.0) if batch > 1 else 1.0
             variance = squares - (tokens - 1.0) ** 2
             draft_s, seconds = draft_s + late * tokens, seconds + late * tokens
             stood = tuple(stands[:depth])
@@ -364,6 +369,13 @@ class AutoController(Controller):
             draft_s = self.members[index].relative_cost * depth * target_s
         rest_s = costs.rest_s(batch, round(batch * nodes)) + (self._planning(costs) if index >= 0 else 0.0)
         return draft_s, target_s + draft_s + rest_s
+
+    def _single_s(self, index: int, depth: int, nodes: float) -> float:
+        """Of a whole round of a single request: nothing is learned of these while there are the same several ones."""
+        known = self._single.get((index, depth))
+        if known is None:
+            known = self._single[index, depth] = self._seconds(index, depth, nodes, self.costs, 1, False)[1]
+        return known
 
     def _planning(self, costs: LearnedCosts) -> float:
         """What planning takes more where there are drafts than where there are none: it is learned from every round."""
@@ -478,7 +490,9 @@ class AutoController(Controller):
         return record.member if self.grouped else 0
 
     def _learn(self, context: Context, option: Option, record: StepRecord, answers: bool, length: int) -> None:
-        depth, tokens = option.depth if answers else 0, 1 + record.num_accepted_tokens
+        tokens = 1 + record.num_accepted_tokens
+        left = remaining(context, length - tokens)
+        depth = min(option.depth, left - 1) if answers else 0  # a draft is cut short where the text ends
         state, greedy = self.state(context), context.maker.greedy
         general = self.general[greedy][option.member]
         # What others taught must not reach a seeded request, not even through what is counted of it.
@@ -501,15 +515,25 @@ class AutoController(Controller):
         if alike is None:
             alike = self.ages[age] = Hazards()
         alike.fade(GENERAL_KEEP)
+        alike.add(depth, record.num_accepted_tokens)
         alike.write(tokens - bare, bare)
         state.read[option.member] = length
-        if answers and remaining(context, length - tokens) > depth:  # else its draft was cut short
+        if answers and left > option.depth:
             self.nodes[option.member].setdefault(depth, Mean()).count(record.num_nodes)
 
 
 def remaining(context: Context, length: int = 0) -> int:
     """Tokens that a request may still write, or could when it had this ``length``."""
     return context.max_length - (length or len(context.tokens)) if context.max_length else UNKNOWN
+
+
+def nodes_like(known: Mapping[int, Mean], depth: int) -> float:
+    """Nodes of a draft of a depth that was not asked for, the root included: as many per level as of the nearest one
+    that was.  Guesses may be shorter than what is asked for, and trees are wider."""
+    if not known:
+        return 1.0 + depth
+    near = min(known, key=lambda seen: abs(seen - depth))
+    return 1.0 + depth * (known[near].value - 1.0) / near
 
 
 def is_even(lengths: Sequence[int]) -> bool:
@@ -525,6 +549,11 @@ def written(context: Context) -> int:
 def age_of(tokens: int) -> int:
     """How far a request is, by the tokens that it has written: a step for each doubling."""
     return max(tokens, 0).bit_length()
+
+
+def age_among(contexts: Sequence[Context]) -> int:
+    """How far several requests are on average."""
+    return age_of(sum(map(written, contexts)) // len(contexts))
 
 
 def nominal_costs(members: Sequence[Limits]) -> RoundCosts:

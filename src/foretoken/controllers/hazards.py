@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 
 UNSEEN = 4.0
 """As how many places that it went on the chance counts that text without guesses goes on."""
@@ -109,13 +108,15 @@ def still_bare(bare: float, stays: float, places: int) -> list[float]:
 
 def pooled(parts: Sequence[Hazards]) -> Hazards:
     """What several requests saw together."""
-    whole = Hazards()
+    places = max((len(part.tries) for part in parts), default=0)
+    whole = Hazards([0.0] * places, [0.0] * places)
     for part in parts:
-        tries, hits, covered, bare = part.in_rounds()
-        whole.tries = [a + b for a, b in zip_longest(whole.tries, tries, fillvalue=0.0)]
-        whole.hits = [a + b for a, b in zip_longest(whole.hits, hits, fillvalue=0.0)]
-        whole.covered += covered
-        whole.bare += bare
+        one = 1.0 / part.unit
+        for place, (tries, hits) in enumerate(zip(part.tries, part.hits, strict=True)):
+            whole.tries[place] += tries * one
+            whole.hits[place] += hits * one
+        whole.covered += part.covered * one
+        whole.bare += part.bare * one
     return whole
 
 
@@ -127,18 +128,23 @@ def coverage(local: Hazards, general: Hazards, weight: float = 16.0) -> float:
 
 
 def at_age(general: Hazards, alike: Hazards, weight: float = 16.0) -> Hazards:
-    """The general picture, but with the share of the text that requests have guesses for which wrote as much so far.
+    """The general picture, but as requests found it that had written as much: how far drafts stood then, and how much
+    of the text there were guesses for.
 
     Args:
         general: of all requests.
-        alike: what those wrote next, with and without a guess.
-        weight: how many tokens the share in general is worth beside it.
+        alike: what those drafted and wrote next.
+        weight: how many drafts, and tokens of the text, the general picture is worth beside it.
     """
     whole = general.covered + general.bare + general.unit
     weight *= alike.unit
     share = alike.covered + weight * (general.covered + general.unit) / whole
     share /= alike.covered + alike.bare + weight
-    return replace(general, covered=share * whole - general.unit, bare=(1.0 - share) * whole)
+    hits = list(general.hits)
+    for place, (tries, stood) in enumerate(zip(general.tries, alike.tries, strict=False)):
+        found = alike.hits[place] + weight * general.hits[place] / tries if tries > 0 else alike.hits[place]
+        hits[place] = tries * found / (stood + weight)
+    return replace(general, hits=hits, covered=share * whole - general.unit, bare=(1.0 - share) * whole)
 
 
 def survival(depth: int, local: Hazards, general: Hazards, prior: float = 0.6, weight: float = 8.0) -> list[float]:

@@ -87,6 +87,7 @@ class Curve:
     sightings: float = 0.0
     is_warm: bool = False
     _line: tuple[float, float] | None = None
+    _found: dict[tuple[int, bool], float] = field(default_factory=dict)
 
     def put(self, size: int, cost: Cost) -> None:
         """Set the cost of a size."""
@@ -117,7 +118,14 @@ class Curve:
         """The cost of a size, seen or not; without ``hoping``, as it is expected to be."""
         if self._line is None:
             self._line = self._fit()
-        base, slope = self._line
+            self._found.clear()
+        found = self._found.get((size, hoping))
+        if found is None:
+            found = self._found[size, hoping] = self._at(self._line, size, hoping)
+        return found
+
+    def _at(self, line: tuple[float, float], size: int, hoping: bool) -> float:
+        base, slope = line
         fitted = base + slope * size
         known = self.costs.get(size)
         hope = self.hope if hoping else 0.0

@@ -29,7 +29,7 @@ FALLING = 3
 """Lengths in a row that are worth less after which none is looked at: rates are noisy."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: a dozen are made for every plan, which takes three times as long with frozen ones
 class Option:
     """One way to spend a round.
 
@@ -80,7 +80,7 @@ class Option:
             bare: share of the text that they have no guesses for.
             stays: chance that they have none one token after such a place (:func:`.still_bare`).
         """
-        if stays >= 1.0 or bare >= 1.0:
+        if stays >= 1.0 or bare >= 1.0 or not self.stands:
             return self.tokens
         chances = still_bare(bare, stays, len(self.stands) + 1)
         return sum(stands * still for stands, still in zip((1.0, *self.stands), chances, strict=True))
@@ -97,7 +97,9 @@ def best_of(options: Iterator[Option], worth: Callable[[Option], float]) -> Opti
             most, fallen, place = value, 0, len(looked) - 1
         elif (fallen := fallen + 1) >= FALLING:
             break
-    return replace(looked[place], shorter=tuple(looked[:place]))
+    found = looked[place]
+    found.shorter = tuple(looked[:place])
+    return found
 
 
 def plans_of(ranked: Sequence[Option]) -> list[list[Option]]:
@@ -156,11 +158,11 @@ def rate_of(
         pads: whether the target runs as many nodes for every request as for the one with most.
     """
     tokens, parts = rounds_of(plan)
-    seconds = seconds_of(plan, batch, target_s, rest_s, pads)
-    squares = sum(part * (option.variance + option.tokens**2) for part, option in zip(parts, plan, strict=True))
-    alone = sum(part * option.alone for part, option in zip(parts, plan, strict=True))
+    seconds = seconds_of(plan, batch, target_s, rest_s, pads, parts)
     if ahead is None or ahead.mean <= 0:
         return tokens / seconds
+    squares = sum(part * (option.variance + option.tokens**2) for part, option in zip(parts, plan, strict=True))
+    alone = sum(part * option.alone for part, option in zip(parts, plan, strict=True))
     luck = max(squares - tokens**2, 0.0) * ahead.mean / tokens**3
     luck += (ahead.mean / tokens) ** 2 * sum(
         (part * ahead.unknown(option.member, option.tokens, option.variance)) ** 2
@@ -177,9 +179,10 @@ def seconds_of(
     target_s: Callable[[int], float],
     rest_s: Callable[[int], float],
     pads: bool = False,
+    parts: Sequence[float] = (),
 ) -> float:
-    """Seconds of a round of a plan, on average; arguments as for :func:`rate_of`."""
-    _, parts = rounds_of(plan)
+    """Seconds of a round of a plan, on average; arguments as for :func:`rate_of`, and :func:`rounds_of` its options."""
+    parts = parts or rounds_of(plan)[1]
     nodes = max(1, round(batch * sum(part * option.nodes for part, option in zip(parts, plan, strict=True))))
     seconds, reached = rest_s(nodes), 1.0
     for part, option in zip(parts, plan, strict=True):

@@ -118,6 +118,7 @@ class Batch:
     Attributes:
         trials: when what is not in use is tried again.
         size: requests.
+        age: how far they were when options were last weighed.
         ranked: the options as they were last weighed, and ``plan``, those in use.
         round: of those of such batches, the present one.
         until: the one in which options are weighed again, ``kept`` rounds after the last time.
@@ -129,6 +130,7 @@ class Batch:
 
     trials: dict[int, Trial]
     size: int = 1
+    age: int = 0
     ranked: list[Option] = field(default_factory=list)
     plan: list[Option] = field(default_factory=list)
     round: int = -1

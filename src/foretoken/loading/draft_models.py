@@ -10,8 +10,12 @@ import torch
 from foretoken.loading.checkpoints import BUILTIN, is_builtin, resolve
 from foretoken.loading.models import load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
-from foretoken.models.base import LanguageModel
+from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.packing import can_pack
+
+COMPILED_ROWS = 32
+"""Rows up to which a packed draft model's products are compiled when it is loaded: eight requests with a new token and
+three of the last draft each."""
 
 
 def build_draft_model(
@@ -72,13 +76,27 @@ def _load_draft_model(path: str, target: LanguageModel, device: Any, packed: boo
     small = on_cpu and _is_small(path)
     alike = getattr(target, "dtype", None) == torch.bfloat16 and getattr(target, "exact", "") == "distribution"
     half = packed and alike and can_pack(torch.empty(2, 2, dtype=torch.bfloat16))
-    return load_model(
+    draft = load_model(
         path,
         role="draft",
         dtype=("bfloat16" if half else "float32") if small else None,
         device=device,
         exact="approximate" if small or not packed else "distribution",
     )
+    if small and half:
+        _compile(draft)
+    return draft
+
+
+def _compile(draft: LanguageModel) -> None:
+    """Run calls with one row, two rows, and so on: oneDNN makes a kernel for every number of rows, which takes two to
+    three times as long as a small model's call, and who prices drafts by the first ones would think them dear."""
+    sequence = draft.open()
+    draft.prefill(sequence, [0])
+    for rows in range(1, COMPILED_ROWS + 1):
+        draft.forward([Feed(sequence, [0] * rows)])
+        draft.commit(sequence, ())
+    draft.release(sequence)
 
 
 def _is_small(path: str) -> bool:
