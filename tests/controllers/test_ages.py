@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from foretoken.controllers.auto import AutoController, age_of, nodes_like
@@ -62,22 +60,42 @@ def test_drafts_are_expected_to_stand_as_far_as_they_did_at_that_age(early: int,
     assert (young < old - 1, old < young - 1) == (early < late, late < early)
 
 
-def test_a_kept_plan_ends_when_the_text_is_twice_as_long() -> None:
+def test_a_kept_plan_ends_when_the_text_is_four_times_as_long() -> None:
     """It was made by what is usual for its age."""
     controller = one_drafter()
-    request = a_request(32)
+    request = a_request(4)
+    controller.state(request).fresh = False
     batch = controller._batch(1)
     planned = []
-    for _ in range(64):
+    for written in range(4, 68):
         for trial in batch.trials.values():
             trial.due = batch.round + 1000
         before = batch.until
         controller.budgets([request])
-        planned.append(batch.until != before)
+        if batch.until != before:
+            planned.append(written)
         controller._steady, batch.until = True, batch.round + 1000  # nothing else makes it plan again
         request.tokens.append(0)
-    ages = [age_of(written) for written in range(32, 96)]
-    assert planned == [True, *(now != last for last, now in itertools.pairwise(ages))]
+    assert planned == [4, 8, 32]
+
+
+@pytest.mark.parametrize(("size", "times"), [(1, 2), (2, 1)])
+def test_only_a_request_that_is_alone_is_planned_for_again_at_its_beginning(size: int, times: int) -> None:
+    """It drafts then, whatever is known of others; in a batch, they would wait for it."""
+    controller = one_drafter()
+    controller.budgets([a_request(32, 10 + number) for number in range(size)])
+    requests = [a_request(32, number) for number in range(size)]
+    batch, planned = controller._batch(size), 0
+    batch.kept = 16  # the plan has been the same for long
+    for _ in range(8):
+        for trial in batch.trials.values():
+            trial.due = batch.round + 1000
+        before = batch.until
+        controller.budgets(requests)
+        planned += batch.until != before
+        for request in requests:
+            request.tokens.append(0)
+    assert planned == times
 
 
 def test_nodes_of_lengths_that_were_not_asked_for_by_hand() -> None:

@@ -59,6 +59,8 @@ SPARE = 8
 SETTLED, FEW = 4, 4
 """Tokens at the beginning of an output that are unlike the rest, and drafts from which on nothing is learned of drafts
 there: of sampled prose the built-in draft model finds .4 of the first two tokens, .65 of the next two, then .7."""
+OLDER = 2
+"""Doublings of texts after which they are planned for anew."""
 SAME = 1.01
 """By how much another plan must promise more than the one in use to take its place: new plans are made sooner again."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
@@ -157,7 +159,7 @@ class AutoController(Controller):
         batch = self._batch(len(contexts))
         batch.round += 1
         requests = [context.request_id for context in contexts]
-        if age_among(contexts) != batch.age:
+        if age_among(contexts) // OLDER > batch.age // OLDER:
             batch.until = batch.round  # texts are unlike what they were
         keeps = self._steady and requests == self._given[0] and batch.round < batch.until
         # Planning and learning take time, and rounds may be short: what is seen is learned when it is needed.
@@ -173,7 +175,8 @@ class AutoController(Controller):
         self._cold = tried is not None and tried != self._tried
         self._tried, self.watches = tried, True
         shared = [context for context in contexts if not context.reproducible]
-        self._steady = tried is None and len(shared) == len(contexts) and not any(self.state(c).fresh for c in contexts)
+        alone = len(contexts) == 1 and self.state(contexts[0]).fresh  # it drafts soon, whatever the plan
+        self._steady = tried is None and len(shared) == len(contexts) and not alone
         if shared:
             self._plan_batch(batch, shared, len(contexts))
         for context in contexts:
@@ -214,7 +217,7 @@ class AutoController(Controller):
             batch.expected_s, batch.expected_tokens = self._expected(plan, batch.ranked, size)
             # The fewer tokens are left, the less pays what makes requests end at different times.
             batch.follow(plan, max(REPLAN, max(left) // 4) if plan and size > 1 else LONGEST_PLAIN)
-        if any(state.fresh for state in states):
+        if size == 1 and states[0].fresh:
             batch.until = min(batch.until, batch.round + REPLAN)
         for context, state in zip(contexts, states, strict=True):
             settled = written(context) >= SETTLED
