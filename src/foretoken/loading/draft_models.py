@@ -93,7 +93,7 @@ def _compile(draft: LanguageModel) -> None:
     three times as long as a small model's call, and who prices drafts by the first ones would think them dear."""
     sequence = draft.open()
     draft.prefill(sequence, [0])
-    for rows in range(1, COMPILED_ROWS + 1):
+    for rows in range(1, min(COMPILED_ROWS, draft.context_length - 1) + 1):
         draft.forward([Feed(sequence, [0] * rows)])
         draft.commit(sequence, ())
     draft.release(sequence)
