@@ -705,36 +705,6 @@ def test_pauses_do_not_make_what_is_not_in_use_dearer(pauses: float) -> None:
     assert sum(found) / len(found) == pytest.approx(1.4 / 1.2, rel=0.07)
 
 
-@pytest.mark.parametrize("interrupted", [0.0, 0.05, 0.15])
-def test_prices_lie_near_what_most_rounds_take(interrupted: float) -> None:
-    """And what rounds take over it on average is known."""
-    prices, means = [], []
-    for seed in range(8):
-        rng, learned = random.Random(seed), LearnedCosts(["model"])
-        for round_ in range(400):
-            seconds = rng.lognormvariate(0.0, 0.03) * (1.25 if rng.random() < interrupted else 1.0)
-            learned.observe(StepRecord(0, 1, 0, 0, 8, 0.0, seconds, 0.0, seconds, round_, 8), None, 0, 0)
-        prices.append(learned.speed.value * learned.target_s(8, 8))
-        means.append(prices[-1] * learned.over)
-    assert sum(prices) / len(prices) == pytest.approx(0.98, abs=0.03)
-    assert sum(means) / len(means) == pytest.approx(1.0 + 0.25 * interrupted, abs=0.02)
-
-
-@pytest.mark.parametrize(("worth", "in_use", "drafts"), [
-    (0.98, True, True), (0.98, False, False), (0.96, True, False), (1.01, True, True), (1.01, False, True),
-])  # fmt: skip
-def test_drafts_in_use_are_left_for_what_is_clearly_better(worth: float, in_use: bool, drafts: bool) -> None:
-    """Plain decoding teaches nothing of drafts, and what is believed of close choices is noise."""
-    controller, world = AutoController(), World([Member(0.01, 0.7)], noise=0.0)
-    controller.attach(world.limits)
-    world.play(controller, contexts(1), 20)
-    costs = controller.costs
-    plain_s, two_s = (costs.target_s(nodes, 1) + costs.rest_s(1, nodes) for nodes in (1, 2))
-    draft = Option(0, 1, 2.0, 2.0, 2.0 * plain_s / worth - two_s, 2.0 * plain_s / worth, seen=1e9)
-    plain = Option(-1, 0, 1.0, 1.0, 0.0, plain_s)
-    assert bool(controller._best([draft, plain], costs, 1, current=[draft] if in_use else [])) == drafts
-
-
 def test_a_machine_that_got_slower_made_nothing_dearer() -> None:
     learned = LearnedCosts(["model"])
     for round_ in range(160):
@@ -971,7 +941,7 @@ def test_calls_for_many_requests_have_a_price_of_their_own() -> None:
         batch, target_s = ((1, 1.0), (8, 2.0))[round_ % 2 if round_ < 50 else 1]
         record = StepRecord(0, 8 // batch, 0, 0, batch, 0.0, target_s, 0.0, target_s + 0.1, round_, 8)
         costs.observe(record, None, 0, 0)
-        if round_ == 4:  # the first two rounds are skipped, and the first call of each kind is cold
+        if round_ == 12:
             assert costs.target_s(8, 1) == costs.target_s(8, 8) == costs.target_s(8)
     assert costs.target_s(8, 8) / costs.target_s(8, 1) == pytest.approx(2.0, rel=0.1)
     assert costs.target_s(8, 3) == costs.target_s(8)

@@ -61,12 +61,8 @@ SETTLED, FEW = 4, 4
 there: of sampled prose the built-in draft model finds .4 of the first two tokens, .65 of the next two, then .7."""
 OLDER = 2
 """Doublings of texts after which they are planned for anew."""
-AGE_GREEDY, AGE_SAMPLED = 16.0, 64.0
-"""As how many drafts the general picture counts beside those of an age.  Greedy texts begin to repeat themselves; of
-sampled ones the first token of a draft stands nearly as often at all ages (.5 to .65 of chats, .65 to .75 of prose)."""
-SAME, STAYS = 1.01, 1.03
-"""By how much another plan must promise more than the one in use to take its place: new plans are made sooner again.
-Plain decoding, which teaches nothing of drafts, must promise more by the second."""
+SAME = 1.01
+"""By how much another plan must promise more than the one in use to take its place: new plans are made sooner again."""
 LOCAL_KEEP, GENERAL_KEEP = 0.98, 0.9995
 """What a round is worth one round later, for its own request and in general."""
 
@@ -246,10 +242,8 @@ class AutoController(Controller):
         """What is known of the members in general, for requests that have written as much as these: n-grams find the
         more, the longer a text gets."""
         greedy, age = contexts[0].maker.greedy, age_among(contexts)
-        drafts = AGE_GREEDY if greedy else AGE_SAMPLED
         alike = [self.ages.get((greedy, index, age)) for index in range(len(self.members))]
-        pairs = zip(self.general[greedy], alike, strict=True)
-        return [at_age(known, same, drafts=drafts) if same else known for known, same in pairs]
+        return [at_age(known, same) if same else known for known, same in zip(self.general[greedy], alike, strict=True)]
 
     def _batch(self, size: int) -> Batch:
         """Batches of other sizes are another world, but not an unknown one: what costs say of them is tried later."""
@@ -420,16 +414,14 @@ class AutoController(Controller):
         worths = [(worth(plan), plan) for plan in drafting]
         most, best = max(worths, key=lambda one: one[0] * (SAME if [o.member for o in one[1][:-1]] == asked else 1.0))
         # Estimates are noisy, and the best of several is too good.
-        sure = (1.0 - error_of(best)) * (STAYS if asked else 1.0)
-        return best[:-1] if most * sure > worth(plain) else []
+        return best[:-1] if most * (1.0 - error_of(best)) > worth(plain) else []
 
     def _expected(self, plan: Sequence[Option], ranked: Sequence[Option], size: int) -> tuple[float, float]:
         """What a round of a plan that was just made takes, by its parts, in the costs' own unit, and what it writes."""
         if not self.costs.known or all(option.share > ALWAYS for option in plan):
             return 0.0, 0.0  # nothing to be learned from
         whole = [*plan, next(option for option in ranked if option.member < 0)]
-        target_s = partial(self.costs.target_s, batch=size, hoping=False)  # what was hoped is nothing to be measured by
-        rest_s = partial(self.costs.rest_s, size)
+        target_s, rest_s = partial(self.costs.target_s, batch=size), partial(self.costs.rest_s, size)
         return seconds_of(whole, size, target_s, rest_s, self._pads), size * rounds_of(whole)[0]
 
     # -- learning ----------------------------------------------------------------------------------------------------
@@ -492,7 +484,7 @@ class AutoController(Controller):
         batch = self._batch(record.batch_size)
         if usual and seen.tried is None and record.batch_size == batch.size:
             tokens = sum(1 + record.num_accepted_tokens for _, record, _ in seen.seen)
-            batch.took((record.total_s - seen.planning_s) / (self.costs.speed.value * self.costs.over), tokens)
+            batch.took((record.total_s - seen.planning_s) / self.costs.speed.value, tokens)
         batch.reschedule({member for member, _ in asked} or {-1}, seen.tried, priced, self._free)
 
     def _who(self, record: StepRecord) -> int:

@@ -127,24 +127,23 @@ def coverage(local: Hazards, general: Hazards, weight: float = 16.0) -> float:
     return (local.covered + weight * share) / (local.covered + local.bare + weight)
 
 
-def at_age(general: Hazards, alike: Hazards, weight: float = 16.0, drafts: float = 16.0) -> Hazards:
+def at_age(general: Hazards, alike: Hazards, weight: float = 16.0) -> Hazards:
     """The general picture, but as requests found it that had written as much: how far drafts stood then, and how much
     of the text there were guesses for.
 
     Args:
         general: of all requests.
         alike: what those drafted and wrote next.
-        weight: how many tokens of the text the general picture is worth beside it.
-        drafts: how many drafts.
+        weight: how many drafts, and tokens of the text, the general picture is worth beside it.
     """
     whole = general.covered + general.bare + general.unit
-    weight, drafts = weight * alike.unit, drafts * alike.unit
+    weight *= alike.unit
     share = alike.covered + weight * (general.covered + general.unit) / whole
     share /= alike.covered + alike.bare + weight
     hits = list(general.hits)
     for place, (tries, stood) in enumerate(zip(general.tries, alike.tries, strict=False)):
-        found = alike.hits[place] + drafts * general.hits[place] / tries if tries > 0 else alike.hits[place]
-        hits[place] = tries * found / (stood + drafts)
+        found = alike.hits[place] + weight * general.hits[place] / tries if tries > 0 else alike.hits[place]
+        hits[place] = tries * found / (stood + weight)
     return replace(general, hits=hits, covered=share * whole - general.unit, bare=(1.0 - share) * whole)
 
 

@@ -21,8 +21,6 @@ EVEN, EVEN_RATE, EVENEST = 0.97, 0.05, 0.85
 learned, and the least that it can be."""
 SPEED_RATE = 0.25
 """How fast the common factor follows."""
-OVER_RATE = 0.05
-"""How fast it is learned what rounds take over what their parts cost."""
 CHANGED, CHANGE_RATE = 3, 0.5
 """So many such rounds in a row, off in one direction, are a change; how fast the common factor then follows."""
 PRIOR_WEIGHT = 2.0
@@ -31,12 +29,8 @@ LINE_WEIGHT = 2.0
 """How many sightings of a size the line through all sizes is worth: costs jump where kernels change."""
 AGED = 128.0
 """Sightings of other sizes after which those of a size count 1/e."""
-ENOUGH = 2
+ENOUGH = 12
 """Target calls for so many requests, of whatever size, from which on they are no longer taken to cost as others do."""
-DEARER = 0.2
-"""How much a round that took longer than expected teaches beside one that took less: what is cold, or interrupted, is
-dearer than what is usual, never cheaper.  Prices and speed are then near what most rounds take, which a few of them
-tell better than they tell the mean: beside another process one round in twenty takes a fifth more."""
 SURPRISE = 0.2
 """Rounds off by more than this (natural logarithm) are taken for pauses, which teach little unless they last."""
 COLD = 0.1
@@ -111,8 +105,8 @@ class Curve:
         self.sightings += 1
         known.last = self.sightings
         self.is_warm = True
-        part = min(2.0 / (known.seen + 1.0), 1.0) * (DEARER if ratio > 1 else 1.0)
-        known.value *= ratio if ratio < 1 and known.times <= SURE else ratio**part
+        # What is cold, or interrupted, is dearer than what is usual, never cheaper.
+        known.value *= ratio if ratio < 1 and known.times <= SURE else ratio ** min(2.0 / (known.seen + 1.0), 1.0)
         self._line = None
 
     def warm(self, size: int) -> Cost | None:
@@ -184,7 +178,6 @@ class LearnedCosts:
         self, specs: Sequence[str], start: RoundCosts | None = None, free: Collection[int] = (), hope: float = 0.0
     ) -> None:
         self.speed = Cost(1.0, 0.0)
-        self.over = 1.0  # what rounds take over what their parts cost, on average: some are interrupted
         self.hope = hope
         self.target = self._call_curve()
         self.calls: dict[int, Curve] = {}  # of the target, by requests
@@ -347,12 +340,10 @@ class LearnedCosts:
         self.speed.seen += 1
         self._surprises = 0 if surprise <= 1 else 1 + (self._surprises if off * self._off > 0 else 0)
         self._off = off
-        taken = min(max(math.exp(off), 1 / USUAL), USUAL)
-        self.over += (taken - self.over) * max(OVER_RATE, 1.0 / (self.speed.seen + 1))
         # A surprise is a pause, of which speed and costs learn little, and alike; several are another speed.
         again = self._surprises >= CHANGED
         trust = 0.0 if again else trusted(off)
-        off = min(max(off, -math.log(WORST)), math.log(WORST)) * (DEARER if off > 0 and not again else 1.0)
+        off = min(max(off, -math.log(WORST)), math.log(WORST))
         rate = CHANGE_RATE if again else trust * max(SPEED_RATE, 1.0 / (self.speed.seen + 1))
         self.speed.value *= math.exp(off * rate)
         return trust
