@@ -21,15 +21,21 @@ EVEN, EVEN_RATE, EVENEST = 0.97, 0.05, 0.85
 learned, and the least that it can be."""
 SPEED_RATE = 0.25
 """How fast the common factor follows."""
-CHANGED, CHANGE_RATE = 3, 0.5
-"""So many such rounds in a row, off in one direction, are a change; how fast the common factor then follows."""
+OVER_RATE = 0.05
+"""How fast it is learned what rounds take over what their parts cost."""
+DEARER = 0.4
+"""How much of what a round took over what was expected speed and costs learn, beside what one took less: interrupted
+rounds are dearer than usual ones, none is cheaper, so that what most rounds take is told better by the shorter ones."""
+CHANGED, CHANGE_RATE = 8, 0.5
+"""So many surprises in a row, off in one direction, are another speed (bursts of other processes are shorter), and how
+fast the common factor then follows."""
 PRIOR_WEIGHT = 2.0
 """How many sightings the slope that is expected of a curve is worth."""
 LINE_WEIGHT = 2.0
 """How many sightings of a size the line through all sizes is worth: costs jump where kernels change."""
 AGED = 128.0
 """Sightings of other sizes after which those of a size count 1/e."""
-ENOUGH = 12
+ENOUGH = 2
 """Target calls for so many requests, of whatever size, from which on they are no longer taken to cost as others do."""
 SURPRISE = 0.2
 """Rounds off by more than this (natural logarithm) are taken for pauses, which teach little unless they last."""
@@ -106,7 +112,8 @@ class Curve:
         known.last = self.sightings
         self.is_warm = True
         # What is cold, or interrupted, is dearer than what is usual, never cheaper.
-        known.value *= ratio if ratio < 1 and known.times <= SURE else ratio ** min(2.0 / (known.seen + 1.0), 1.0)
+        part = min(2.0 / (known.seen + 1.0), 1.0) * (DEARER if ratio > 1 else 1.0)
+        known.value *= ratio if ratio < 1 and known.times <= SURE else ratio**part
         self._line = None
 
     def warm(self, size: int) -> Cost | None:
@@ -178,6 +185,7 @@ class LearnedCosts:
         self, specs: Sequence[str], start: RoundCosts | None = None, free: Collection[int] = (), hope: float = 0.0
     ) -> None:
         self.speed = Cost(1.0, 0.0)
+        self.over = 1.0  # what rounds take over what their parts cost, on average: some are interrupted
         self.hope = hope
         self.target = self._call_curve()
         self.calls: dict[int, Curve] = {}  # of the target, by requests
@@ -340,10 +348,12 @@ class LearnedCosts:
         self.speed.seen += 1
         self._surprises = 0 if surprise <= 1 else 1 + (self._surprises if off * self._off > 0 else 0)
         self._off = off
+        taken = min(max(math.exp(off), 1 / USUAL), USUAL)
+        self.over += (taken - self.over) * max(OVER_RATE, 1.0 / (self.speed.seen + 1))
         # A surprise is a pause, of which speed and costs learn little, and alike; several are another speed.
         again = self._surprises >= CHANGED
         trust = 0.0 if again else trusted(off)
-        off = min(max(off, -math.log(WORST)), math.log(WORST))
+        off = min(max(off, -math.log(WORST)), math.log(WORST)) * (DEARER if off > 0 and not again else 1.0)
         rate = CHANGE_RATE if again else trust * max(SPEED_RATE, 1.0 / (self.speed.seen + 1))
         self.speed.value *= math.exp(off * rate)
         return trust
