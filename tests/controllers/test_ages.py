@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from foretoken.controllers.auto import AutoController, age_of, nodes_like
@@ -127,3 +129,28 @@ def test_a_draft_that_the_end_cut_short_did_not_fail_there() -> None:
     controller.finish(request)
     for known in (controller.general[request.maker.greedy][0], controller.ages[request.maker.greedy, 0, age_of(8)]):
         assert known.in_rounds()[:2] == ([1.0, 1.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize(("apart", "drafts"), [(0.0, True), (0.3, False)])
+def test_how_alike_requests_are_decides_what_a_few_drafts_say(apart: float, drafts: bool) -> None:
+    """Fourteen drafts in vain: bad luck where requests were alike, one that is unlike them where they were not."""
+    controller, rng = AutoController(), random.Random(0)
+    controller.attach(Limits("copy", 1, 1, relative_cost=0.2))
+
+    def play(number: int, accepts: list[float]) -> bool:
+        """Whether it drafts in the end."""
+        request = a_request(0, number)
+        for round_, chance in enumerate(accepts):
+            depth = controller.budgets([request])[0].max_depth
+            controller._planning_s = 0.0
+            stood, draft_s = int(depth > 0 and rng.random() < chance), 0.2 * depth
+            request.tokens.extend([0] * (1 + stood))
+            times = (draft_s, 1.0, 0.0, 1.0 + draft_s)
+            controller.observe(request, StepRecord(number, 1 + depth, depth, stood, 1, *times, round_, 1 + depth))
+        drafting = controller.budgets([request])[0].max_depth > 0
+        controller.finish(request)
+        return drafting
+
+    for number in range(120):
+        play(number, [0.6 + rng.choice((-apart, apart))] * 60)
+    assert play(999, [0.6] * 8 + [0.0] * 14) == drafts

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import takewhile
 from time import perf_counter
 
-from foretoken.controllers.ahead import Ahead, Alike, doubt_of, own_of
+from foretoken.controllers.ahead import LEAST_ALIKE, Ahead, Alike, doubt_of, own_of
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.hazards import Hazards, at_age, coverage, pooled, survival
@@ -206,12 +206,11 @@ class AutoController(Controller):
             general = self._general(contexts)
             left = [remaining(context) for context in contexts]
             catching_up = [self._catching_up_s(index, contexts, left) for index in range(len(self.members))]
-            ahead = None
+            ahead, alike = None, [one.weight for one in self.alike[contexts[0].maker.greedy]]
             if not self._waiting and max(left) < UNKNOWN:
-                alike = [one.weight for one in self.alike[contexts[0].maker.greedy]]
                 own = own_of([state.hazards for state in states], local, general, alike)
                 ahead = Ahead(left, own, doubt_of(local, general, len(states), alike))
-            batch.ranked = self._ranked(local, self.costs, general, size, ahead, catching_up)
+            batch.ranked = self._ranked(local, self.costs, general, size, ahead, catching_up, alike)
             plan = self._best(batch.ranked, self.costs, size, ahead, self._pads, batch.overrun, batch.plan)
             batch.size, batch.age = size, age_among(contexts)
             batch.expected_s, batch.expected_tokens = self._expected(plan, batch.ranked, size)
@@ -318,8 +317,10 @@ class AutoController(Controller):
         batch: int,
         ahead: Ahead | None = None,
         catching_up: Sequence[float] = (),
+        alike: Sequence[float] = (),
     ) -> list[Option]:
         """Every member at its best length, and plain decoding, in the order of their tokens per second."""
+        late, weights = catching_up or [0.0] * len(self.members), alike or [LEAST_ALIKE] * len(self.members)
 
         def worth(option: Option) -> float:
             if ahead is None:
@@ -327,8 +328,8 @@ class AutoController(Controller):
             return option.rate / ahead.waits(option.member, option.tokens, option.variance, option.alone)
 
         options = [
-            best_of(self._options(index, local[index], general[index], costs, batch, late), worth)
-            for index, late in enumerate(catching_up or [0.0] * len(self.members))
+            best_of(self._options(index, local[index], general[index], costs, batch, late[index], weights[index]), worth)
+            for index in range(len(self.members))
         ]
         plain_s = self._seconds(-1, 0, 1.0, costs, batch)[1]
         alone = min(self._single_s(-1, 0, 1.0) / plain_s, 1.0) if batch > 1 else 1.0
@@ -336,13 +337,20 @@ class AutoController(Controller):
         return sorted([*options, plain], key=worth, reverse=True)
 
     def _options(
-        self, index: int, local: Hazards, general: Hazards, costs: LearnedCosts, batch: int, late: float = 0.0
+        self,
+        index: int,
+        local: Hazards,
+        general: Hazards,
+        costs: LearnedCosts,
+        batch: int,
+        late: float = 0.0,
+        alike: float = LEAST_ALIKE,
     ) -> Iterator[Option]:
         """What a member can be asked for, from short to long."""
         # Nodes were counted in rounds of all requests: a seeded one, planned by fixed costs, must not see them.
         depths, known = self.depths[index], {} if costs is self.nominal else self.nodes[index]
         # What several requests show together is drawn towards the general picture as each of them is.
-        stands = survival(depths[-1], local, general, weight=8.0 * batch)
+        stands = survival(depths[-1], local, general, weight=alike * batch)
         share = coverage(local, general, weight=16.0 * batch)
         tokens, squares, done = 1.0, 0.0, 0
         seen = PRIOR_TRIES + general.drafts
