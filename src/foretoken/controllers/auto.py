@@ -50,8 +50,6 @@ PADDING = 24
 """Rows of padding in a round from which on it can be told whether the target leaves padding out."""
 ALWAYS = 0.97
 """Share of the text from which on a drafter has always guesses: its rounds are all alike, and their cost is known."""
-HOPE = 0.08
-"""How much cheaper target calls and drafts of a size that was never seen are taken to be than others let expect."""
 PRIOR_TRIES = 2.0
 """How many drafts the first guess about acceptance is worth."""
 SPARE = 8
@@ -115,7 +113,7 @@ class AutoController(Controller):
     def _reset(self) -> None:
         specs = [member.name for member in self.members]
         self._free = {index for index, member in enumerate(self.members) if member.relative_cost == 0}
-        self.costs = LearnedCosts(specs, self._start, self._free, HOPE)
+        self.costs = LearnedCosts(specs, self._start, self._free)
         self.nominal = LearnedCosts(specs, self._start or nominal_costs(self.members), self._free)
         self.general = {greedy: [self._known(spec) for spec in specs] for greedy in (True, False)}
         self.fixed = [self._known(spec) for spec in specs]
@@ -320,7 +318,7 @@ class AutoController(Controller):
         alike: Sequence[float] = (),
     ) -> list[Option]:
         """Every member at its best length, and plain decoding, in the order of their tokens per second."""
-        late, weights = catching_up or [0.0] * len(self.members), alike or [LEAST_ALIKE] * len(self.members)
+        late, weight = catching_up or [0.0] * len(self.members), alike or [LEAST_ALIKE] * len(self.members)
 
         def worth(option: Option) -> float:
             if ahead is None:
@@ -328,7 +326,7 @@ class AutoController(Controller):
             return option.rate / ahead.waits(option.member, option.tokens, option.variance, option.alone)
 
         options = [
-            best_of(self._options(index, local[index], general[index], costs, batch, late[index], weights[index]), worth)
+            best_of(self._options(index, local[index], general[index], costs, batch, late[index], weight[index]), worth)
             for index in range(len(self.members))
         ]
         plain_s = self._seconds(-1, 0, 1.0, costs, batch)[1]
@@ -368,14 +366,11 @@ class AutoController(Controller):
             stood = tuple(stands[:depth])
             yield Option(index, depth, tokens, nodes, draft_s, seconds, share, variance, seen, alone, stood, stays)
 
-    def _seconds(
-        self, index: int, depth: int, nodes: float, costs: LearnedCosts, batch: int, hoping: bool = True
-    ) -> tuple[float, float]:
-        """Of a draft, and of a whole round in which all requests get one; ``hoping`` that what was not seen is cheap,
-        so that it is tried, or not."""
+    def _seconds(self, index: int, depth: int, nodes: float, costs: LearnedCosts, batch: int) -> tuple[float, float]:
+        """Of a draft, and of a whole round in which all requests get one."""
         even = self._even and index < 0 and costs is not self.nominal
-        target_s = costs.target_s(round(batch * nodes), batch, even, hoping) if costs.known else 1.0
-        draft_s = costs.draft_s(index, depth, batch, hoping)
+        target_s = costs.target_s(round(batch * nodes), batch, even) if costs.known else 1.0
+        draft_s = costs.draft_s(index, depth, batch)
         if draft_s is None:  # by its size, while nothing was measured
             draft_s = self.members[index].relative_cost * depth * target_s
         rest_s = costs.rest_s(batch, round(batch * nodes)) + (self._planning(costs) if index >= 0 else 0.0)
@@ -385,7 +380,7 @@ class AutoController(Controller):
         """Of a whole round of a single request: nothing is learned of these while there are the same several ones."""
         known = self._single.get((index, depth))
         if known is None:
-            known = self._single[index, depth] = self._seconds(index, depth, nodes, self.costs, 1, False)[1]
+            known = self._single[index, depth] = self._seconds(index, depth, nodes, self.costs, 1)[1]
         return known
 
     def _planning(self, costs: LearnedCosts) -> float:
@@ -429,8 +424,7 @@ class AutoController(Controller):
         if not self.costs.known or all(option.share > ALWAYS for option in plan):
             return 0.0, 0.0  # nothing to be learned from
         whole = [*plan, next(option for option in ranked if option.member < 0)]
-        target_s = partial(self.costs.target_s, batch=size, hoping=False)  # what was hoped is nothing to be measured by
-        rest_s = partial(self.costs.rest_s, size)
+        target_s, rest_s = partial(self.costs.target_s, batch=size), partial(self.costs.rest_s, size)
         return seconds_of(whole, size, target_s, rest_s, self._pads), size * rounds_of(whole)[0]
 
     # -- learning ----------------------------------------------------------------------------------------------------

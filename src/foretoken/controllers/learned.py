@@ -80,20 +80,17 @@ class Curve:
 
     Attributes:
         growing: share of the cost of size 1 that is taken to grow with the size as long as little was seen.
-        hope: how much cheaper a size that was never seen is taken to be than the line says; one seen n times, 1/(1+n)
-            of it.
         costs: what was seen, by size.
         sightings: how often anything was.
         is_warm: whether anything of it was seen more than once.
     """
 
     growing: float
-    hope: float = 0.0
     costs: dict[int, Cost] = field(default_factory=dict)
     sightings: float = 0.0
     is_warm: bool = False
     _line: tuple[float, float] | None = None
-    _found: dict[tuple[int, bool], float] = field(default_factory=dict)
+    _found: dict[int, float] = field(default_factory=dict)
 
     def put(self, size: int, cost: Cost) -> None:
         """Set the cost of a size."""
@@ -121,30 +118,28 @@ class Curve:
         known = self.costs.get(size)
         return known if known is not None and known.seen >= 1 else None
 
-    def at(self, size: int, hoping: bool = True) -> float:
-        """The cost of a size, seen or not; without ``hoping``, as it is expected to be."""
+    def at(self, size: int) -> float:
+        """The cost of a size, seen or not."""
         if self._line is None:
             self._line = self._fit()
             self._found.clear()
-        found = self._found.get((size, hoping))
+        found = self._found.get(size)
         if found is None:
-            found = self._found[size, hoping] = self._at(self._line, size, hoping)
+            found = self._found[size] = self._at(self._line, size)
         return found
 
-    def _at(self, line: tuple[float, float], size: int, hoping: bool) -> float:
+    def _at(self, line: tuple[float, float], size: int) -> float:
         base, slope = line
         fitted = base + slope * size
         known = self.costs.get(size)
-        hope = self.hope if hoping else 0.0
         if known is None:
-            return fitted * (1.0 - hope)
+            return fitted
         seen = self.weight(known)
         if known.value < fitted:  # however long ago: nothing takes less than it costs
             fitted += (known.value - fitted) * known.seen / (known.seen + LINE_WEIGHT)
-        elif seen >= SURE:
+        elif seen >= SURE:  # else it was long ago: a price that is too high keeps everybody away
             fitted += (known.value - fitted) * seen / (seen + LINE_WEIGHT)
-        # A price that is too low is found out by what it leads to; one that is too high keeps everybody away.
-        return fitted * (1.0 - hope / (1.0 + seen))
+        return fitted
 
     def weight(self, cost: Cost) -> float:
         """How many sightings a cost is worth now."""
@@ -174,19 +169,14 @@ class LearnedCosts:
         start: measured costs to start from.
         specs: the members' specs in the order of their indices, to find them in ``start``.
         free: members that run no model: their drafts are taken to cost the same, whatever their length.
-        hope: how much cheaper target calls of sizes and drafts of lengths that were not seen are taken to be, so that
-            they are tried.
     """
 
     SKIPPED = 2
     """Rounds at the very beginning that say nothing: caches are cold."""
 
-    def __init__(
-        self, specs: Sequence[str], start: RoundCosts | None = None, free: Collection[int] = (), hope: float = 0.0
-    ) -> None:
+    def __init__(self, specs: Sequence[str], start: RoundCosts | None = None, free: Collection[int] = ()) -> None:
         self.speed = Cost(1.0, 0.0)
         self.over = 1.0  # what rounds take over what their parts cost, on average: some are interrupted
-        self.hope = hope
         self.target = self._call_curve()
         self.calls: dict[int, Curve] = {}  # of the target, by requests
         self.even = EVEN  # what a plain call takes for texts of one length, as a part of what it takes for others
@@ -214,10 +204,10 @@ class LearnedCosts:
                     curve.put(depth, Cost(cost.seconds(depth), 8.0))
 
     def _call_curve(self) -> Curve:
-        return Curve(growing=0.015, hope=self.hope)
+        return Curve(growing=0.015)
 
     def _draft_curve(self, member: int) -> Curve:
-        return Curve(growing=0.0) if member in self._free else Curve(growing=0.7, hope=self.hope)
+        return Curve(growing=0.0 if member in self._free else 0.7)
 
     @property
     def known(self) -> bool:
@@ -228,13 +218,12 @@ class LearnedCosts:
         """Whether calls with so many nodes were seen before, so that kernels for them are there."""
         return self.target.warm(nodes_of(record)) is not None
 
-    def target_s(self, nodes: int, batch: int = 0, even: bool = False, hoping: bool = True) -> float:
+    def target_s(self, nodes: int, batch: int = 0, even: bool = False) -> float:
         """Cost of a call with that many nodes in all, for that many requests: each has a text of its own to read.
-        Plain decoding is cheaper where texts are ``even``, all of one length: keys and values are written at once.
-        Without ``hoping``, sizes that were not seen cost what is expected of them."""
+        Plain decoding is cheaper where texts are ``even``, all of one length: keys and values are written at once."""
         own = self.calls.get(bucket(batch))
         curve = own if own is not None and own.sightings >= ENOUGH else self.target
-        return curve.at(bucket(nodes), hoping) * (self.even if even else 1.0)
+        return curve.at(bucket(nodes)) * (self.even if even else 1.0)
 
     def rest_s(self, batch: int, nodes: int) -> float:
         """Cost of all that is neither drafting nor the target's call: it grows with requests and with their nodes."""
@@ -247,9 +236,8 @@ class LearnedCosts:
         scale = (batch + REST_FIXED) / (near + REST_FIXED)
         return self.rest[near].at(bucket(round(nodes * near / batch))) * scale
 
-    def draft_s(self, member: int, depth: int, batch: int, hoping: bool = True) -> float | None:
-        """Cost of drafts of a depth for a batch; ``None`` when the member never drafted.  ``hoping`` is as for
-        :meth:`target_s`.
+    def draft_s(self, member: int, depth: int, batch: int) -> float | None:
+        """Cost of drafts of a depth for a batch; ``None`` when the member never drafted.
 
         For batches of a size that was not seen, or once, they are taken to cost as much more or less than for others
         as plain calls of the target do.
@@ -258,7 +246,7 @@ class LearnedCosts:
             return 0.0
         curve = self.drafts.get((member, bucket(batch)))
         if curve is not None and curve.is_warm:
-            return curve.at(depth, hoping)
+            return curve.at(depth)
         others = [
             (not other.is_warm, abs(size - batch), size) for (i, size), other in self.drafts.items() if i == member
         ]
@@ -267,8 +255,8 @@ class LearnedCosts:
         near = min(others)[-1]
         scale = 1.0
         if self.known:
-            scale = self.target_s(batch, batch, hoping=hoping) / self.target_s(near, near, hoping=hoping)
-        return self.drafts[member, near].at(depth, hoping) * scale
+            scale = self.target_s(batch, batch) / self.target_s(near, near)
+        return self.drafts[member, near].at(depth) * scale
 
     def observe(
         self,
