@@ -133,7 +133,7 @@ def test_a_draft_that_the_end_cut_short_did_not_fail_there() -> None:
 
 @pytest.mark.parametrize(("apart", "drafts"), [(0.0, True), (0.3, False)])
 def test_how_alike_requests_are_decides_what_a_few_drafts_say(apart: float, drafts: bool) -> None:
-    """Forty drafts in vain: bad luck where requests were alike, one that is unlike them where they were not."""
+    """Twenty drafts in vain: bad luck where requests were alike, one that is unlike them where they were not."""
     controller, rng = AutoController(), random.Random(0)
     controller.attach(Limits("copy", 1, 1, relative_cost=0.2))
 
@@ -153,4 +153,4 @@ def test_how_alike_requests_are_decides_what_a_few_drafts_say(apart: float, draf
 
     for number in range(120):
         play(number, [0.6 + rng.choice((-apart, apart))] * 60)
-    assert play(999, [0.6] * 8 + [0.0] * 40) == drafts
+    assert play(999, [0.6] * 8 + [0.0] * 20) == drafts
