@@ -332,12 +332,38 @@ def test_a_plan_is_kept_for_a_while_but_not_for_other_requests(running: int, gue
     controller.attach(world.limits)
     served = contexts(1 + running)
     world.play(controller, served, 300)
-    while controller.budgets(served) is not controller.budgets(served):
+    while not keeps_its_plan(controller, served):
         world.play(controller, served, 1)
     joined = [*served[:running], *contexts(1, start=5)]
     budgets = controller.budgets(joined)
     assert [budget.max_depth for budget in budgets] == [0] * running + [guesses]
-    assert (controller.budgets(joined) is not budgets) == (guesses == 1)
+    assert keeps_its_plan(controller, joined) == (guesses == 0)
+
+
+def keeps_its_plan(controller: AutoController, served: list[Context]) -> bool:
+    """Whether the next round takes no planning."""
+    planned = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            controller, "_plan_batch", lambda *args: planned.append(type(controller)._plan_batch(controller, *args))
+        )
+        controller.budgets(served)
+    return not planned
+
+
+def test_a_plan_is_kept_when_requests_end_until_the_batch_is_half_as_large() -> None:
+    """Batches of seven and of four cost nearly the same."""
+    world = World([Member(0.02, 0.9)])
+    controller = AutoController()
+    controller.attach(world.limits)
+    served = contexts(7)
+    world.play(controller, served, 300)
+    while not all(keeps_its_plan(controller, served) for _ in range(3)):
+        world.play(controller, served, 1)
+    depths = [budget.max_depth for budget in controller.budgets(served)]
+    assert keeps_its_plan(controller, served[2:]) and controller.budgets(served[3:]) == controller.budgets(served)[3:]
+    assert not keeps_its_plan(controller, served[4:])
+    assert depths[0] > 0
 
 
 @pytest.mark.parametrize(("relative_cost", "left", "tries"), [(0.0, 1000, True), (0.5, 1000, False), (0.5, 10, False)])

@@ -20,8 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from statistics import NormalDist
+from typing import NamedTuple
 
-from foretoken.controllers.hazards import Hazards, coverage, survival
+from foretoken.controllers.hazards import Hazards, coverage, covered, shrunk, survival
 
 ALIKE = 64.0
 """As how many drafts what is usual counts where it is about how unlike others a request is, while little was seen of
@@ -65,8 +66,7 @@ class Alike:
         return min(max(1.0 / max(correlation, 1e-9) - 1.0, LEAST_ALIKE), MOST_ALIKE)
 
 
-@dataclass(frozen=True)
-class Own:
+class Own(NamedTuple):
     """What a request is like to a member: the share of its text that there are guesses for, and how often the first
     token of a draft stands there, as a multiple of what is usual."""
 
@@ -180,21 +180,16 @@ def own_of(
     if len(each) == 1:
         return []
     weights = alike or [ALIKE] * len(pooled)
-    usual = {
-        index: survival(1, pooled[index], general[index], weight=weights[index] * len(each))[0]
-        for index in range(len(pooled))
-        if pooled[index].tries
-    }
-    return [
-        {
-            index: Own(
-                coverage(seen[index], general[index], weight=OWN_TEXT),
-                survival(1, seen[index], general[index], weight=weights[index])[0] / stands,
-            )
-            for index, stands in usual.items()
-        }
-        for seen in each
-    ]
+    found: list[dict[int, Own]] = [{} for _ in each]
+    for index, (whole, known, weight) in enumerate(zip(pooled, general, weights, strict=True)):
+        if not whole.tries:
+            continue
+        usual, share = survival(1, Hazards(), known)[0], coverage(Hazards(), known)
+        stands = shrunk(whole, 0, usual, weight * len(each))
+        for own, seen in zip(found, each, strict=True):
+            mine = seen[index]
+            own[index] = Own(covered(mine, share, OWN_TEXT), shrunk(mine, 0, usual, weight) / stands)
+    return found
 
 
 def doubt_of(

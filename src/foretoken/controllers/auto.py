@@ -16,7 +16,7 @@ from foretoken.controllers.ahead import LEAST_ALIKE, Ahead, Alike, doubt_of, own
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.hazards import Hazards, at_age, coverage, pooled, survival
-from foretoken.controllers.learned import LearnedCosts
+from foretoken.controllers.learned import LearnedCosts, found_in
 from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans_of, rate_of, rounds_of, seconds_of
 from foretoken.controllers.trials import (
     FIRST_GAP,
@@ -121,9 +121,10 @@ class AutoController(Controller):
         self.alike = {greedy: [Alike() for _ in specs] for greedy in (True, False)}
         self.nodes: list[dict[int, Mean]] = [{} for _ in specs]  # of drafts by member and depth
         self.batches: dict[int, Batch] = {}
+        self._last: Batch | None = None
         self._single: dict[tuple[int, int], float] = {}
         self._thought = (Mean(), Mean())  # seconds of planning in rounds of plain decoding and in others
-        self._given: tuple[list[int], list[Budget]] = ([], [])
+        self._given: dict[int, Budget] = {}  # by request, for a batch that was planned as a whole
 
     def _known(self, spec: str) -> Hazards:
         """What a profile says of a member."""
@@ -146,8 +147,8 @@ class AutoController(Controller):
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
         """One plan for the batch (drafts of several members would all be waited for); seeded requests their own."""
         began = perf_counter()
-        if self._tried is None and self._given[1]:
-            self._thought[self._given[1][0].max_depth > 0].count(self._planning_s)
+        if self._tried is None and self._given:
+            self._thought[next(iter(self._given.values())).max_depth > 0].count(self._planning_s)
         self._is_new = True
         budgets = self._planned(contexts)
         self._planning_s = perf_counter() - began
@@ -159,19 +160,21 @@ class AutoController(Controller):
         requests = [context.request_id for context in contexts]
         if age_among(contexts) // OLDER > batch.age // OLDER:
             batch.until = batch.round  # texts are unlike what they were
-        keeps = self._steady and requests == self._given[0] and batch.round < batch.until
+        # Where requests have ended, and none has come, the others go on as they did.
+        alike = batch is self._last and all(request in self._given for request in requests)
+        keeps = alike and self._steady and batch.round < batch.until
         # Planning and learning take time, and rounds may be short: what is seen is learned when it is needed.
         if keeps and self._due(batch, contexts) is None:
-            return self._keep(batch)
+            return self._keep(batch, requests)
         self._digest()
         tried = self._due(batch, contexts)  # what was used meanwhile needs no trial
         if keeps and tried is None and batch.round < batch.until:
-            return self._keep(batch)
-        if requests != self._given[0]:
+            return self._keep(batch, requests)
+        if not alike:
             batch.until = batch.round  # what others are to do says little of these
             self._single.clear()
         self._cold = tried is not None and tried != self._tried
-        self._tried, self.watches = tried, True
+        self._tried, self.watches, self._last = tried, True, batch
         shared = [context for context in contexts if not context.reproducible]
         alone = len(contexts) == 1 and self.state(contexts[0]).fresh  # it drafts soon, whatever the plan
         self._steady = tried is None and len(shared) == len(contexts) and not alone
@@ -180,14 +183,16 @@ class AutoController(Controller):
         for context in contexts:
             if context.reproducible:
                 self._plan_alone(self.state(context))
-        budgets = [self._as_budget(self.state(context).plan) for context in contexts]
-        self._given = (requests, budgets)
+        made: dict[int, Budget] = {}  # most requests have the same plan
+        plans = [self.state(context).plan for context in contexts]
+        budgets = [found_in(made, id(plan), partial(self._as_budget, plan)) for plan in plans]
+        self._given = dict(zip(requests, budgets, strict=True))
         return budgets
 
-    def _keep(self, batch: Batch) -> list[Budget]:
+    def _keep(self, batch: Batch, requests: Sequence[int]) -> list[Budget]:
         """The budgets of the last round once more."""
         self._tried, self._cold, self.watches = None, False, bool(batch.plan) or batch.round % SPARE == 0
-        return self._given[1]
+        return [self._given[request] for request in requests]
 
     def _plan_alone(self, state: State) -> None:
         if state.age >= REPLAN:
@@ -462,7 +467,7 @@ class AutoController(Controller):
                     break
                 answers = option.member == drafted
                 unread = before - state.read[option.member]
-                self._learn(context, option, record, answers, length)
+                self._learn(context, state, option, record, answers, length)
                 most_behind = max(most_behind, unread)
                 if answers:
                     asked.append((drafted, option.depth))
@@ -495,37 +500,33 @@ class AutoController(Controller):
             return -1
         return record.member if self.grouped else 0
 
-    def _learn(self, context: Context, option: Option, record: StepRecord, answers: bool, length: int) -> None:
-        tokens = 1 + record.num_accepted_tokens
-        left = remaining(context, length - tokens)
+    def _learn(
+        self, context: Context, state: State, option: Option, record: StepRecord, answers: bool, length: int
+    ) -> None:
+        member, greedy, accepted = option.member, context.maker.greedy, record.num_accepted_tokens
+        tokens = 1 + accepted
+        before = length - tokens
+        age = before - context.prompt_length
+        left = remaining(context, before)
         depth = min(option.depth, left - 1) if answers else 0  # a draft is cut short where the text ends
-        state, greedy = self.state(context), context.maker.greedy
-        general = self.general[greedy][option.member]
+        local, general = state.hazards[member], self.general[greedy][member]
         # What others taught must not reach a seeded request, not even through what is counted of it.
-        known = state.hazards[option.member] if context.reproducible else general
-        early = length - tokens - context.prompt_length < SETTLED and known.drafts >= FEW
-        bare = 0.0 if answers else (self.fixed[option.member] if context.reproducible else general).bare_tokens(tokens)
-        for hazards, keep in ((state.hazards[option.member], LOCAL_KEEP), (general, GENERAL_KEEP)):
-            hazards.fade(keep)
-            if not early:
-                hazards.add(depth, record.num_accepted_tokens)
-            hazards.write(tokens - bare, bare)
+        early = age < SETTLED and (local if context.reproducible else general).drafts >= FEW
+        bare = 0.0 if answers else (self.fixed[member] if context.reproducible else general).bare_tokens(tokens)
+        settled = 0 if early else depth
+        local.count(LOCAL_KEEP, settled, accepted, tokens - bare, bare)
+        general.count(GENERAL_KEEP, settled, accepted, tokens - bare, bare)
         if answers and not early:
-            state.tries[option.member] += 1
-            state.hits[option.member] += tokens > 1
-        if state.bare[option.member] == length - tokens:
+            state.tries[member] += 1
+            state.hits[member] += accepted > 0
+        if state.bare[member] == before:
             general.go_on(answers)
-        state.bare[option.member] = length if tokens == 1 and not answers else 0
-        age = (greedy, option.member, age_of(length - tokens - context.prompt_length))
-        alike = self.ages.get(age)
-        if alike is None:
-            alike = self.ages[age] = Hazards()
-        alike.fade(GENERAL_KEEP)
-        alike.add(depth, record.num_accepted_tokens)
-        alike.write(tokens - bare, bare)
-        state.read[option.member] = length
+        state.bare[member] = length if tokens == 1 and not answers else 0
+        alike = found_in(self.ages, (greedy, member, age_of(age)), Hazards)
+        alike.count(GENERAL_KEEP, depth, accepted, tokens - bare, bare)
+        state.read[member] = length
         if answers and left > option.depth:
-            self.nodes[option.member].setdefault(depth, Mean()).count(record.num_nodes)
+            found_in(self.nodes[member], depth, Mean).count(record.num_nodes)
 
 
 def remaining(context: Context, length: int = 0) -> int:

@@ -51,16 +51,25 @@ class Hazards:
 
     def add(self, depth: int, accepted: int) -> None:
         """A draft of ``depth`` levels of which ``accepted`` stood; depth 0 is an answer without a guess."""
-        if depth == 0:
-            return
         tried = min(depth, accepted + 1)
-        while len(self.tries) < tried:
-            self.tries.append(0.0)
-            self.hits.append(0.0)
+        tries, hits, unit = self.tries, self.hits, self.unit
+        while len(tries) < tried:
+            tries.append(0.0)
+            hits.append(0.0)
         for place in range(tried):
-            self.tries[place] += self.unit
+            tries[place] += unit
             if place < accepted:
-                self.hits[place] += self.unit
+                hits[place] += unit
+
+    def count(self, keep: float, depth: int, accepted: int, covered: float, bare: float) -> None:
+        """A round: what was seen fades, then :meth:`add` and :meth:`write`, in one call, as there are many."""
+        self.unit /= keep
+        if self.unit > LARGEST_UNIT:
+            self.fade(1.0)
+        if depth:
+            self.add(depth, accepted)
+        self.covered += covered * self.unit
+        self.bare += bare * self.unit
 
     @property
     def drafts(self) -> float:
@@ -122,9 +131,13 @@ def pooled(parts: Sequence[Hazards]) -> Hazards:
 
 def coverage(local: Hazards, general: Hazards, weight: float = 16.0) -> float:
     """Share of the text that there are guesses for: this request's, drawn towards what is seen in general."""
-    share = (general.covered + general.unit) / (general.covered + general.bare + general.unit)
-    weight *= local.unit
-    return (local.covered + weight * share) / (local.covered + local.bare + weight)
+    return covered(local, (general.covered + general.unit) / (general.covered + general.bare + general.unit), weight)
+
+
+def covered(seen: Hazards, usual: float, weight: float) -> float:
+    """Share of the text that there were guesses for, drawn towards the ``usual`` one as by ``weight`` tokens."""
+    weight *= seen.unit
+    return (seen.covered + weight * usual) / (seen.covered + seen.bare + weight)
 
 
 def at_age(general: Hazards, alike: Hazards, weight: float = 16.0) -> Hazards:
@@ -162,14 +175,15 @@ def survival(depth: int, local: Hazards, general: Hazards, prior: float = 0.6, w
     """
     stands, found, before = 1.0, [], prior
     for place in range(depth):
-        before = _shrunk(general, place, before, 2.0 if place == 0 else 4.0)
-        stands *= _shrunk(local, place, before, weight)
+        before = shrunk(general, place, before, 2.0 if place == 0 else 4.0)
+        stands *= shrunk(local, place, before, weight)
         found.append(stands)
     return found
 
 
-def _shrunk(seen: Hazards, place: int, prior: float, weight: float) -> float:
-    """The share of hits at a position, drawn towards ``prior`` as by ``weight`` further tries."""
+def shrunk(seen: Hazards, place: int, prior: float, weight: float) -> float:
+    """Chance that a draft stands at a position where it stood before: the share that did, drawn towards ``prior`` as by
+    ``weight`` further tries."""
     if place >= len(seen.tries):
         return prior
     weight *= seen.unit

@@ -8,13 +8,16 @@ costs that were seen at different times is then fair.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import TypeVar
 
 from foretoken.controllers.costs import RoundCosts
 from foretoken.types import StepRecord
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 EVEN, EVEN_RATE, EVENEST = 0.97, 0.05, 0.85
 """What plain calls are taken to cost for texts of one length, as a part of what they cost for others; how fast that is
@@ -280,14 +283,14 @@ class LearnedCosts:
         draft_s = record.draft_s - planning_s
         nodes = nodes_of(record)
         size = bucket(record.batch_size)
-        own = _found(self.calls, size, self._call_curve)
+        own = found_in(self.calls, size, self._call_curve)
         known, other = (own, self.target) if own.warm(nodes) else (self.target, own)
         target_s = record.target_s / (self.even if even else 1.0)
         seen = [(known, nodes, target_s)]
         if rest_s > 0:
-            seen.append((_found(self.rest, size, partial(Curve, growing=0.04)), nodes, rest_s))
+            seen.append((found_in(self.rest, size, partial(Curve, growing=0.04)), nodes, rest_s))
         if member is not None and depth > 0 and draft_s > 0:
-            curve = _found(self.drafts, (member, bucket(drafting)), partial(self._draft_curve, member))
+            curve = found_in(self.drafts, (member, bucket(drafting)), partial(self._draft_curve, member))
             seen.append((curve, depth, draft_s))
         kind = (member, record.round_nodes > record.batch_size, even)
         alike = kind == self._kind and not tried
@@ -380,11 +383,12 @@ def trusted(off: float) -> float:
     return 1.0 / (1.0 + (off / SURPRISE) ** 2)
 
 
-def _found(curves: dict[Any, Curve], key: Hashable, made: Callable[[], Curve]) -> Curve:
-    curve = curves.get(key)
-    if curve is None:
-        curve = curves[key] = made()
-    return curve
+def found_in(table: dict[K, V], key: K, made: Callable[[], V]) -> V:
+    """What a table has under a key, made and put there if it has nothing (``setdefault`` would make it every time)."""
+    found = table.get(key)
+    if found is None:
+        found = table[key] = made()
+    return found
 
 
 def nodes_of(record: StepRecord) -> int:

@@ -215,15 +215,16 @@ def _rounds_per_token(plan: Sequence[Option], own: Mapping[int, Own]) -> list[fl
     rounds: list[float] = []
     bare, stays = 1.0, 1.0
     for option in plan:
-        mine = own.get(option.member) or Own(option.share if option.member >= 0 else 1.0)
-        tokens = 1.0 + (option.tokens - 1.0) * mine.stands
-        within = 1.0 + (option.tokens_without(bare, stays) - 1.0) * mine.stands
-        spent = bare * mine.share / within
+        share, stands = own.get(option.member) or (option.share if option.member >= 0 else 1.0, 1.0)
+        tokens = within = 1.0 + (option.tokens - 1.0) * stands
+        if rounds and option.stands:
+            within = 1.0 + (option.tokens_without(bare, stays) - 1.0) * stands
+        spent = bare * share / within
         if within < tokens:  # the rest are tokens that the others need not write
             kept = max(1.0 - spent * (tokens - within) / (1.0 - bare), 0.0)
             rounds = [kept * part for part in rounds]
         rounds.append(spent)
-        bare, stays = bare * (1.0 - mine.share), min(stays, option.stays)
+        bare, stays = bare * (1.0 - share), min(stays, option.stays)
     return rounds
 
 

@@ -15,7 +15,7 @@ from foretoken.drafters.features import FeatureDrafter, load_net
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.models.base import LanguageModel
 from foretoken.models.features import FeatureModel
-from foretoken.models.packing import Projection, can_pack
+from foretoken.models.packing import Projection, pays_packed
 from foretoken.models.parts import TargetParts
 from foretoken.types import Context
 
@@ -97,7 +97,7 @@ def draft_projection(net: Eagle3Net, parts: TargetParts) -> Callable[[Tensor], T
     """The same for drafting, float32: in packed bfloat16 where that is the fastest way."""
     weight, bias = target_rows(net, parts) if net.lm_head is None else (net.lm_head.weight.detach(), None)
     half = weight.to(torch.bfloat16)
-    weight = half if can_pack(half) else weight
+    weight = half if pays_packed(half) else weight
     packed = Projection(weight, None if bias is None else bias.to(weight.dtype))
     behind = parts.behind if net.lm_head is None else lambda logits: logits
     return lambda states: behind(packed(states.to(weight.dtype)).float())

@@ -15,7 +15,7 @@ from foretoken.trees.operations import truncate
 from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: both are made for every request in every round, which takes three times as long
 class Part:
     """What a member proposed.
 
@@ -28,12 +28,13 @@ class Part:
     places: Sequence[int]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Proposal:
-    """A group's tree, and the parts of the members (by index) that it is made of."""
+    """A group's tree, the parts of the members (by index) that it is made of, and whether the group chose these."""
 
     tree: TokenTree
     parts: Mapping[int, Part]
+    is_choice: bool = True
 
 
 class GroupDrafter(Drafter):
@@ -86,13 +87,13 @@ class GroupDrafter(Drafter):
 
 def ask(member: Drafter, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
     """A member's trees within the budgets; it is not asked where it may guess nothing."""
+    trees: list[TokenTree | None] = [None] * len(contexts)
     chosen = [i for i, budget in enumerate(budgets) if budget.max_depth > 0 and budget.max_nodes > 0]
-    trees: dict[int, TokenTree] = {}
     if chosen:
         proposed = member.propose_batch([contexts[i] for i in chosen], [budgets[i] for i in chosen])
         for i, tree in zip(chosen, proposed, strict=True):
             trees[i] = truncate(tree, budgets[i].max_depth)
-    return [trees.get(i) or TokenTree.root_only(context.root) for i, context in enumerate(contexts)]
+    return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
 
 
 def show(member: Drafter, context: Context, part: Part | None, scores: Scores, verdict: Verdict) -> None:

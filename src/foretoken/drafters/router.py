@@ -128,7 +128,9 @@ class RouterDrafter(GroupDrafter):
 
     def records(self, context: Context) -> list[Record]:
         """What every member has done for a request."""
-        found: list[Record] = context.state.setdefault((self, "records"), [Record() for _ in self.drafters])
+        found: list[Record] | None = context.state.get((self, "records"))
+        if found is None:
+            found = context.state[self, "records"] = [Record() for _ in self.drafters]
         return found
 
     def ranking(self, context: Context) -> list[int]:
@@ -165,10 +167,10 @@ class RouterDrafter(GroupDrafter):
                 found = ask(self.drafters[index], [contexts[i] for i in some], [orders[i][place][1] for i in some])
                 for i, tree in zip(some, found, strict=True):
                     if len(tree) > 1:
-                        trees[i] = self._owned(contexts[i], index, tree)
+                        trees[i] = self._owned(contexts[i], index, tree, is_choice=budgets[i].member is None)
                     else:
                         waiting.append(i)
-        return [tree or TokenTree.root_only(context.root) for tree, context in zip(trees, contexts, strict=True)]
+        return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
 
     def _order(self, context: Context, budget: Budget) -> list[tuple[int, Budget]]:
         """The members to ask, the first one first, each with its budget."""
@@ -183,16 +185,18 @@ class RouterDrafter(GroupDrafter):
             choice = choice.otherwise
         return chosen
 
-    def _owned(self, context: Context, index: int, tree: TokenTree) -> TokenTree:
-        """A member's tree with its name on it."""
+    def _owned(self, context: Context, index: int, tree: TokenTree, is_choice: bool) -> TokenTree:
+        """A member's tree with its name on it; what becomes of it is of interest to members that look, and to the
+        router if it was its own choice."""
         owned = tree.guessed_by(index)
-        context.state[self] = Proposal(owned, {index: Part(tree, range(len(tree)))})
+        if is_choice or self._looking:
+            context.state[self] = Proposal(owned, {index: Part(tree, range(len(tree)))}, is_choice)
         return owned
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Credit the member that drafted, and show the round to all."""
+        """Credit the member that drafted, if it was chosen here, and show the round to all."""
         last: Proposal | None = context.state.get(self)
-        if last is not None and last.tree is tree:
+        if last is not None and last.is_choice and last.tree is tree:
             records = self.records(context)
             for record in records:
                 record.fade(self.keep)

@@ -11,7 +11,7 @@ from foretoken.loading.checkpoints import BUILTIN, is_builtin, resolve
 from foretoken.loading.models import load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.models.base import Feed, LanguageModel
-from foretoken.models.packing import can_pack
+from foretoken.models.packing import pays_packed
 
 COMPILED_ROWS = 32
 """Rows up to which a packed draft model's products are compiled when it is loaded: eight requests with a new token and
@@ -69,13 +69,13 @@ def build_foreign_draft_model(
 
 
 def _load_draft_model(path: str, target: LanguageModel, device: Any, packed: bool = True) -> LanguageModel:
-    # A draft model's law may be anything: on a CPU small ones are fastest in bfloat16 where its products can be packed,
-    # and in float32 elsewhere (docs/log.md).  A few bits of such products depend on the batch, so that only a target
-    # that is like that itself gets one.
+    # A draft model's law may be anything: on a CPU small ones are fastest in bfloat16 where it has products of that and
+    # they can be packed, and in float32 elsewhere (docs/log.md).  A few bits of packed ones depend on the batch, so
+    # that only a target that is like that itself gets one.
     on_cpu = device is None or str(device) == "cpu"
     small = on_cpu and _is_small(path)
     alike = getattr(target, "dtype", None) == torch.bfloat16 and getattr(target, "exact", "") == "distribution"
-    half = packed and alike and can_pack(torch.empty(2, 2, dtype=torch.bfloat16))
+    half = packed and alike and pays_packed(torch.empty(2, 2, dtype=torch.bfloat16))
     draft = load_model(
         path,
         role="draft",

@@ -18,7 +18,7 @@ from foretoken.models.attention import exact_attention
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.extra import known_ids, put_in
-from foretoken.models.packing import Projection, can_pack
+from foretoken.models.packing import Projection, pays_packed
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
@@ -62,10 +62,11 @@ def _fused(*linears: Any, blocks: bool) -> Projection:
 def _head(linear: Any, owner: HuggingFaceModel) -> tuple[Projection, torch.dtype]:
     """The vocabulary projection and the dtype of its input.
 
-    It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16.
+    It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16
+    where the CPU multiplies that.
     """
     half = linear.weight.detach().to(torch.bfloat16)
-    if owner.exact == "approximate" and owner.dtype == torch.float32 and can_pack(half):
+    if owner.exact == "approximate" and owner.dtype == torch.float32 and pays_packed(half):
         bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
         return Projection(half, bias), torch.bfloat16
     return _fused(linear, blocks=owner.exact == "bitwise"), owner.dtype

@@ -7,6 +7,7 @@ about twice as fast for the small matrices of small models and 15 % for large on
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +35,19 @@ def can_pack(weight: Tensor) -> bool:
         and torch.backends.mkldnn.is_available()
         and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
+
+
+def pays_packed(weight: Tensor) -> bool:
+    """Whether this weight is multiplied faster packed than in float32, where a model may have it either way."""
+    return can_pack(weight) and has_bfloat16()
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Whether the CPU itself multiplies bfloat16 (AVX512-BF16 or AMX).  Others take it apart: there products of eight
+    rows take twice as long as in float32, of twenty-four four times (``docs/log.md``)."""
+    asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(ask() for ask in asked if ask is not None)
 
 
 class Projection:
