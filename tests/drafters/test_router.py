@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from foretoken import registry
+from foretoken.controllers.base import Controller
+from foretoken.controllers.constant import ConstantController
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
@@ -194,11 +196,23 @@ def test_a_model_that_was_left_out_for_long_catches_up() -> None:
     assert drafted > 5 and accepted >= 3 * (drafted - 1)
 
 
+class Naming(ConstantController):
+    """Says who drafts."""
+
+    def __init__(self, member: int) -> None:
+        super().__init__(k=3)
+        self.member = member
+
+    def budget(self, context: Context, batch_size: int) -> Budget:
+        return Budget(3, 64, member=self.member)
+
+
+@pytest.mark.parametrize("controller", [ConstantController(), Naming(0), Naming(1)], ids=["chosen", "first", "second"])
 @pytest.mark.parametrize(
     "member", [lambda: RecyclingDrafter(nodes=8, share=False), lambda: JacobiDrafter(m=4), lambda: NgramDrafter()]
 )
-def test_learners_see_the_rounds_of_others(member: Callable[[], Drafter]) -> None:
-    """Every written token is shown to a member that did not draft, with the target's row before it."""
+def test_learners_see_the_rounds_of_others(member: Callable[[], Drafter], controller: Controller) -> None:
+    """Every written token is shown to a member, whoever drafted and chose it, with the target's row before it."""
     target, draft = llamas()
     seen: list[int] = []
 
@@ -211,8 +225,21 @@ def test_learners_see_the_rounds_of_others(member: Callable[[], Drafter]) -> Non
     learner = member()
     learner.__class__ = Seeing
     router = RouterDrafter([learner, ModelDrafter(draft, k=3)], costs=(0.0, 0.0))
-    (run,) = serve(engine(target, router), [Request(PROMPT, SamplingParams(), 60)])
+    (run,) = serve(engine(target, router, None, controller), [Request(PROMPT, SamplingParams(), 60)])
     assert seen == run.output[: len(seen)] and len(seen) >= 50
+
+
+@pytest.mark.parametrize(("controller", "counted"), [(ConstantController(), True), (Naming(1), False)])
+def test_only_its_own_choices_count(controller: Controller, counted: bool) -> None:
+    """Who is told which member drafts has nothing to learn for choosing, and no time to lose."""
+    target, draft = llamas()
+    router = RouterDrafter([NgramDrafter(), ModelDrafter(draft, k=3)], costs=(0.0, 0.0))
+    served = engine(target, router, None, controller)
+    served.add(Request(PROMPT, SamplingParams(), 30))
+    for _ in range(4):
+        served.step()
+    drafted = sum(record.drafted for record in router.records(served.running[0].context))
+    assert (drafted > 0) == counted and served.running[0].stats.num_draft_tokens > 0
 
 
 def test_members_that_do_not_look_are_shown_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,17 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional as F
 
 from foretoken.models.base import Feed, LanguageModel
+from foretoken.models.packing import Projection
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Tokens scored in one call."""
+ROWS = 16
+"""Rows of a product of speculation."""
 CONTEXT = 128
 """Committed tokens before them."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND")
@@ -86,18 +88,22 @@ def _time_ms(run: Callable[[], Any]) -> float:
 
 @torch.inference_mode()
 def dtype_costs(width: int, device: Any, repeat: int = 30) -> list[dict[str, Any]]:
-    """Milliseconds of one [1, width] x [width, width] product per dtype; ``None`` where the device cannot."""
-    rows: list[dict[str, Any]] = []
+    """Milliseconds of [1, width] x [width, width] products per dtype, and of ``ROWS`` such rows at once; ``None`` where
+    the device cannot."""
+    table: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        costs: list[float | None] = []
+        for rows in (1, ROWS):
+            try:
+                x = torch.randn(rows, width, device=device).to(dtype)
+                product = Projection(torch.randn(width, width, device=device).to(dtype), None)
+                costs.append(median_ms(lambda x=x, product=product: product(x), repeat))  # type: ignore[misc]
+            except (RuntimeError, TypeError):
+                costs.append(None)
+        one, several = costs
         name = str(dtype).removeprefix("torch.")
-        try:
-            x = torch.randn(1, width, device=device).to(dtype)
-            weight = torch.randn(width, width, device=device).to(dtype)
-            cost: float | None = median_ms(lambda x=x, w=weight: F.linear(x, w), repeat)  # type: ignore[misc]
-        except (RuntimeError, TypeError):
-            cost = None
-        rows.append({"dtype": name, "supported": cost is not None, "linear_ms": cost})
-    return rows
+        table.append({"dtype": name, "supported": one is not None, "linear_ms": one, "linear_rows_ms": several})
+    return table
 
 
 @contextmanager
@@ -224,14 +230,18 @@ def _busy(report: dict[str, Any]) -> bool:
 
 
 def _about_dtype(report: dict[str, Any]) -> list[str]:
-    costs = {row["dtype"]: row["linear_ms"] for row in report["dtypes"] if row["supported"]}
-    mine = costs.get(report["target"]["dtype"])
-    if mine is None:
-        return []
-    usable = {name: ms for name, ms in costs.items() if name in ("float32", "bfloat16")}
-    best = min(usable, key=lambda name: usable[name], default=None)
-    if best is not None and mine > 1.3 * usable[best]:
-        return [
-            f"a matrix of this target's width runs {mine / usable[best]:.1f} times faster in {best}: try --dtype {best}"
-        ]
-    return []
+    """Plain decoding multiplies single rows, and speculation several: both may be faster in another dtype."""
+    lines = []
+    for key, what, so in (
+        ("linear_ms", "a matrix of this target's width runs", "try"),
+        ("linear_rows_ms", f"{ROWS} rows at once, as drafts are checked, run", "drafts pay more with"),
+    ):
+        costs = {row["dtype"]: row[key] for row in report["dtypes"] if row[key]}
+        mine = costs.get(report["target"]["dtype"])
+        usable = {name: ms for name, ms in costs.items() if name in ("float32", "bfloat16")}
+        if mine is None or not usable:
+            continue
+        best = min(usable, key=lambda name: usable[name])
+        if mine > 1.3 * usable[best]:
+            lines.append(f"{what} {mine / usable[best]:.1f} times faster in {best}: {so} --dtype {best}")
+    return lines

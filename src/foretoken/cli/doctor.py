@@ -119,10 +119,6 @@ def _print_facts(console: Console, report: dict[str, Any]) -> None:
     variables = ", ".join(f"{k}={v}" for k, v in threads["variables"].items() if v is not None) or "none set"
     load = "" if threads["load"] is None else f", load {threads['load']:.1f}"
     size = "" if target["parameters"] is None else f", {target['parameters'] / 1e6:.1f}M parameters"
-    dtypes = ", ".join(
-        f"{row['dtype']} {row['linear_ms'] * 1000:.0f} us" if row["supported"] else f"{row['dtype']} not supported"
-        for row in report["dtypes"]
-    )
     facts = {
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "CPU": f"{hardware['cpu']}, {hardware['cores']} cores, {' '.join(hardware['cpu_flags'])}".rstrip(", "),
@@ -130,7 +126,15 @@ def _print_facts(console: Console, report: dict[str, Any]) -> None:
         "threads": f"{threads['torch_threads']} in use{load}; {variables}",
         "target": f"{target['source']}{size}, {target['dtype']} on {target['device']}, context {target['context']}, "
         + ("takes trees" if target["trees"] else "takes no trees"),
-        "1-row product": dtypes,
+        "1-row product": _by_dtype(report, "linear_ms"),
+        "16-row product": _by_dtype(report, "linear_rows_ms"),
     }
     for name, value in facts.items():
         console.print(f"{name:<14} {value}", soft_wrap=True)
+
+
+def _by_dtype(report: dict[str, Any], key: str) -> str:
+    return ", ".join(
+        f"{row['dtype']} {row[key] * 1000:.0f} us" if row[key] is not None else f"{row['dtype']} not supported"
+        for row in report["dtypes"]
+    )

@@ -51,15 +51,15 @@ class Hazards:
 
     def add(self, depth: int, accepted: int) -> None:
         """A draft of ``depth`` levels of which ``accepted`` stood; depth 0 is an answer without a guess."""
-        tried = min(depth, accepted + 1)
         tries, hits, unit = self.tries, self.hits, self.unit
+        tried = accepted + 1 if accepted < depth else depth
         while len(tries) < tried:
             tries.append(0.0)
             hits.append(0.0)
         for place in range(tried):
             tries[place] += unit
-            if place < accepted:
-                hits[place] += unit
+        for place in range(accepted if accepted < depth else depth):
+            hits[place] += unit
 
     def count(self, keep: float, depth: int, accepted: int, covered: float, bare: float) -> None:
         """A round: what was seen fades, then :meth:`add` and :meth:`write`, in one call, as there are many."""

@@ -172,7 +172,9 @@ class ModelDrafter(Drafter):
         growing = [t for t in trees if self._width(t, 0)]  # children of the root
         feeds = [Feed(t.sequence, self._unread(t), wanted=1) for t in growing]
         for _ in range(self.max_depth):
-            rows = self._score(feeds, growing) if feeds else []
+            if not feeds:
+                break
+            rows = self._score(feeds, growing)
             following, feeds = [], []
             wide = [self._widened(row.logits) for row in rows]
             self._draw_together(growing, wide)

@@ -196,6 +196,8 @@ class RouterDrafter(GroupDrafter):
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Credit the member that drafted, if it was chosen here, and show the round to all."""
         last: Proposal | None = context.state.get(self)
+        if last is None and not self._looking:
+            return
         if last is not None and last.is_choice and last.tree is tree:
             records = self.records(context)
             for record in records:
