@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.cli.train_specdec_pp import load_pair
+from foretoken.loading import load_model
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
@@ -47,8 +48,12 @@ def pair(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
     return out / "target", out / "draft"
 
 
-def trainer(pair: tuple[Path, Path], data: Path, out: Path, steps: int = 6, mix: float = 0.3, **run: object) -> Trainer:
+def trainer(
+    pair: tuple[Path, Path], data: Path, out: Path, steps: int = 6, mix: float = 0.3, dtype: str = "", **run: object
+) -> Trainer:
     judge, draft, tokenizer = load_pair(str(pair[0]), str(pair[1]))
+    if dtype:
+        judge = load_model(str(pair[0]), dtype=dtype)
     recipe = SpecdecPpRecipe(judge, draft, {"mix": str(mix)}, 3)
     run = {"batch_size": 2, "context": 48, "seed": 3, "lr": 5e-3, **run}
     return Trainer(recipe, [data], out, TrainConfig(steps=steps, **run), tokenizer)  # type: ignore[arg-type]
@@ -81,8 +86,12 @@ def test_from_two_models_to_a_controller(
 
 
 def test_the_labels_are_the_chances_of_the_guesses(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
-    """min(1, p/q) of the mixed text, from whole laws in float32; unmixed places are not learnt from."""
-    run = trainer(pair, data, tmp_path / "x")
+    """min(1, p/q) of the mixed text, from whole laws in float32; unmixed places are not learnt from.
+
+    The target is loaded in float32: the states of a bfloat16 one change with the length of the text by up to some
+    hundredths of p, how much depends on the CPU.
+    """
+    run = trainer(pair, data, tmp_path / "x", dtype="float32")
     recipe = run.recipe
     assert isinstance(recipe, SpecdecPpRecipe)
     tokens = run.held_tokens[0]
@@ -105,7 +114,7 @@ def test_the_labels_are_the_chances_of_the_guesses(pair: tuple[Path, Path], data
             for parts in (recipe.judge_parts, TargetParts(recipe.target))
         ]
         p, q = (float(law[mixed[place]]) for law in laws)
-        assert float(chances[i]) == pytest.approx(min(1.0, p / q), rel=0.03)
+        assert float(chances[i]) == pytest.approx(min(1.0, p / q), rel=1e-3)
 
 
 def test_training_lowers_the_loss(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
