@@ -237,6 +237,6 @@ def error_of(plan: Sequence[Option]) -> float:
     return sum(part * option.error**2 for part, option in zip(parts, plan, strict=True)) ** 0.5
 
 
-def or_any(plan: Sequence[Option], ranked: Sequence[Option], fresh: bool) -> list[Option]:
+def or_any(plan: list[Option], ranked: Sequence[Option], fresh: bool) -> list[Option]:
     """The plan; for a ``fresh`` request one token of the best draft that there is, if the plan has none."""
-    return list(plan) or ([replace(next(o for o in ranked if o.member >= 0), depth=1)] if fresh else [])
+    return plan or ([replace(next(o for o in ranked if o.member >= 0), depth=1)] if fresh else [])
