@@ -87,3 +87,11 @@ def test_products_of_a_packed_draft_model_are_compiled_when_it_is_loaded(
     fresh = draft.open()
     draft.prefill(fresh, [1, 2, 3])
     assert fresh.tokens == [1, 2, 3] and not fresh.scratch_tokens
+
+
+@pytest.mark.parametrize(("machine", "found"), [("x86_64", False), ("AMD64", False), ("aarch64", True)])
+def test_only_x86_is_asked_what_it_multiplies(machine: str, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing.platform, "machine", lambda: machine)
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    assert packing.has_bfloat16.__wrapped__() == found
