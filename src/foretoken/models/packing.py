@@ -46,8 +46,8 @@ def pays_packed(weight: Tensor) -> bool:
 @cache
 def has_bfloat16() -> bool:
     """Whether the CPU itself multiplies bfloat16 (AVX512-BF16 or AMX).  Others take it apart: there products of eight
-    rows take twice as long as in float32, of twenty-four four times (``docs/log.md``).  Only x86 was measured: elsewhere
-    oneDNN's word is taken for it."""
+    rows take twice as long as in float32, of twenty-four four times (``docs/log.md``).  Only x86 was measured:
+    elsewhere oneDNN's word is taken for it."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
