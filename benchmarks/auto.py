@@ -9,8 +9,8 @@ mean is shown; the others serve them once.  Then all arms decode the same batche
 round by round, always the one that has written least: on a shared machine two arms of plain decoding are then within
 1 % of each other, where they differ by 8 % when they take turns batch by batch.  A batch's time is taken without its
 prefill; ratios are medians over batches and runs of tokens per second.  The best fixed configuration is picked by
-every other run and compared in the others.  Sampled requests have no seed: with one, the controller would not use
-what it measures (docs/methods/auto.md).
+every other run and compared in the others.  ``--json`` keeps the rates of every arm, by batch and run.  Sampled
+requests have no seed: with one, the controller would not use what it measures (docs/methods/auto.md).
 
     python benchmarks/auto.py [--data ../shared/data] [--new-tokens 96] [--batch 1 4 8] [--only code prose] [--json OUT]
 """
@@ -207,7 +207,8 @@ def main() -> None:
                 lines.append({"workload": kind, "temperature": temperature, "batch": size, "auto": found[0],
                               "starts": each, "fixed": dict(zip(options.fixed, found[1:], strict=True)),
                               "best": best.name, "auto_over_best": share,
-                              "tokens_per_round": statistics.mean(x for a in autos for x in a.lengths)})  # fmt: skip
+                              "tokens_per_round": statistics.mean(x for a in autos for x in a.lengths),
+                              "rates": [[arm.name, arm.rates] for arm in (plain, *autos, *fixed)]})  # fmt: skip
     worst, shares = min(line["auto"] for line in lines), sorted(line["auto_over_best"] for line in lines)
     print(f"\nlowest auto / plain {worst:.2f}")
     print(f"auto / best fixed: lowest {shares[0]:.2f}, median {statistics.median(shares):.2f}")
