@@ -183,6 +183,8 @@ ROWS: tuple[Row, ...] = (
               "Verifies a whole chain jointly: optimal among lossless single-path rules.", "iid, point"),
     _verifier("point", "PointVerifier", "EAGLE-2, arXiv 2406.16858; section 4.2 of the specification",
               "Deterministic children: accept each with its remaining probability.", "point"),
+    _verifier("coupled", "CoupledVerifier", "Daliri, Musco, Suresh 2024, arXiv 2408.07978",
+              "Target and draft race on noise of the seed, which then fixes the text, whatever drafts.", "any"),
     _verifier("multi_round", "MultiRoundVerifier", "SpecInfer, arXiv 2305.09781",
               "Independent children tried one after another, each against its own law.", "iid, point"),
     _verifier("without_replacement", "WithoutReplacementVerifier", "arXiv 2402.14160; Sequoia, arXiv 2402.12374",

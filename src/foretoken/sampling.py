@@ -1,7 +1,10 @@
-"""One function turns logits into a law.
+"""One function turns logits into a law, and one into the token that a greedy or a seeded request takes.
 
 Greedy is a one-hot law made by the same function as every other law.  Processors run in Transformers' order:
 logit bias and penalties on the raw logits, user processors, then temperature, top-k, top-p, min-p.
+
+A request with :class:`~foretoken.noise.Noise` takes the token of largest ``log p + noise``, as a greedy one takes that
+of largest logit: in both, the token after a prefix is fixed, whoever asks for it.
 """
 
 from __future__ import annotations
@@ -9,18 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.types import NON_FINITE, NonFiniteLogitsError
+from foretoken.noise import Noise
+from foretoken.types import NON_FINITE, LawMaker, NonFiniteLogitsError, argmaxes
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``(input_ids [1, n], scores [1, V]) -> scores [1, V]``: the shape of Transformers' processors."""
-
-LARGE = 32768
-"""Vocabulary from which on, on a CPU, an operation on laws takes so long that it does not matter how many there are."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +76,19 @@ class Sampler:
 
     Args:
         params: how tokens are drawn.
-        prompt_length: where the generated part of a prefix begins (presence and frequency penalties).
+        prompt_length: where the generated part of a prefix begins (presence and frequency penalties, noise).
+        noise: of a request whose draws its seed fixes.  A greedy request has no use for it.
+
+    Attributes:
+        fixed: whether every prefix has one token that follows it, the largest of :meth:`ranking`.
     """
 
-    def __init__(self, params: SamplingParams, prompt_length: int = 0) -> None:
+    def __init__(self, params: SamplingParams, prompt_length: int = 0, noise: Noise | None = None) -> None:
         self.params = params
         self.prompt_length = prompt_length
         self.greedy = params.temperature == 0
+        self.noise = None if self.greedy else noise
+        self.fixed = self.greedy or self.noise is not None
         self._context_free = (
             params.repetition_penalty == 1.0
             and params.presence_penalty == 0.0
@@ -116,11 +124,48 @@ class Sampler:
 
     def laws(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
         """[N, V] laws from logits [N, V]; ``prefixes`` may be ``None`` when the pipeline is context-free."""
+        return self._finish(self._all_processed(logits, prefixes))
+
+    def ranking(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+        """[N, V] what the token that follows is the largest of (the lowest id on ties), from logits [N, V].
+
+        Greedy: the processed logits.  With noise: log p(v) - log E_t(v), up to a constant per row, in float64; so the
+        token has the law p.  Without either: log p(v), up to a constant.  The second largest and so on are what would
+        follow if those before them were impossible: candidates, when the logits are a draft model's.
+
+        Args:
+            logits: one row per prefix.
+            lengths: tokens before the one that is ranked, prompt included, one per row.
+            prefixes: these tokens; may be ``None`` when the pipeline is context-free.
+
+        Raises:
+            NonFiniteLogitsError: NaN logits, or a row without a finite logit.
+        """
+        scores = self._all_processed(logits, prefixes)
+        if self.greedy:
+            best_of(scores)
+            return scores
+        return self.with_noise(self._log_laws(scores), lengths)
+
+    def with_noise(self, log_laws: Tensor, lengths: Sequence[int]) -> Tensor:
+        """``log_laws`` [N, V] plus the noise of the positions behind ``lengths``; as they are without noise."""
+        if self.noise is None:
+            return log_laws
+        rows = self.noise_rows(lengths, log_laws)
+        return (rows[0][None] if len(rows) == 1 else torch.stack(rows)) + log_laws
+
+    def noise_rows(self, lengths: Sequence[int], like: Tensor) -> list[Tensor]:
+        """The noise [V] of the positions behind ``lengths``, for the vocabulary and the device of ``like`` [.., V]."""
+        if self.noise is None:
+            return []
+        return [self.noise.gumbels(n - self.prompt_length, like.shape[-1], like.device) for n in lengths]
+
+    def _all_processed(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if not self._plain:
             rows = prefixes if prefixes is not None else [()] * len(scores)
             scores = torch.stack([self._processed(s, prefix) for s, prefix in zip(scores, rows, strict=True)])
-        return self._finish(scores)
+        return scores
 
     def _processed(self, scores: Tensor, prefix: Sequence[int]) -> Tensor:
         params = self.params
@@ -146,16 +191,26 @@ class Sampler:
 
     def _finish(self, scores: Tensor) -> Tensor:
         """Processed scores [N, V] -> laws [N, V]."""
-        best = scores.amax(-1, keepdim=True)
-        if not bool(torch.isfinite(best).all()):
-            raise NonFiniteLogitsError(NON_FINITE)
         if self.greedy:
+            best_of(scores)
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-        if self.params.temperature != 1.0:
-            # Shifted first, and never divided by what rounds to 0: a tiny temperature must not give inf - inf or 0 / 0.
-            scores = (scores - best) / max(self.params.temperature, torch.finfo(scores.dtype).tiny)
-        laws = torch.softmax(scores, -1)
+        laws = torch.softmax(self._tempered(scores), -1)
         return self._filtered(laws) if self._filters else laws
+
+    def _log_laws(self, scores: Tensor) -> Tensor:
+        """Processed scores [N, V] -> log-probabilities [N, V], up to a constant per row; -inf for the impossible."""
+        return self._finish(scores).log_() if self._filters else self._tempered(scores)
+
+    def log_laws(self, logits: Tensor) -> Tensor:
+        """The same from logits [N, V], for a pipeline that is context-free."""
+        return self._log_laws(self._all_processed(logits, None))
+
+    def _tempered(self, scores: Tensor) -> Tensor:
+        best = best_of(scores)
+        if self.params.temperature == 1.0:
+            return scores
+        # Shifted first, and never divided by what rounds to 0: a tiny temperature must not give inf - inf or 0 / 0.
+        return (scores - best) / max(self.params.temperature, torch.finfo(scores.dtype).tiny)
 
     def _filtered(self, laws: Tensor) -> Tensor:
         """Apply top-k, top-p, min-p to laws [N, V] in Transformers' order, renormalising after each."""
@@ -172,6 +227,34 @@ class Sampler:
         if params.min_p > 0:
             laws = _normalised(laws.where(laws >= params.min_p * laws.max(-1, keepdim=True).values, 0.0))
         return laws
+
+
+def fixed_tokens(
+    makers: Sequence[LawMaker], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The tokens that several requests with noise take, by one call: what each one's ``ranking`` is the largest of.
+
+    Args:
+        makers: of requests of one recipe, so that the first one's laws are everyone's.
+        logits: [N_i, V] per request.
+        lengths: N_i per request, as for :meth:`Sampler.ranking`.
+    """
+    log_laws = makers[0].log_laws(torch.cat(list(logits)))
+    noise = [row for maker, each in zip(makers, lengths, strict=True) for row in maker.noise_rows(each, log_laws)]
+    tokens = iter(argmaxes(torch.stack(noise).add_(log_laws))[0])
+    return [list(islice(tokens, len(each))) for each in lengths]
+
+
+def best_of(scores: Tensor) -> Tensor:
+    """[N, 1] the largest of each row [N, V].
+
+    Raises:
+        NonFiniteLogitsError: NaN, or a row without a finite entry.
+    """
+    best = scores.amax(-1, keepdim=True)
+    if not bool(torch.isfinite(best).all()):
+        raise NonFiniteLogitsError(NON_FINITE)
+    return best
 
 
 def _normalised(weights: Tensor) -> Tensor:

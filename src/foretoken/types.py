@@ -18,7 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.noise import Noise
+
 NON_FINITE = "the model's logits are NaN or all -inf: check the checkpoint, or load it with dtype=float32"
+
+
+LARGE = 32768
+"""Vocabulary from which on, on a CPU, an operation on laws takes so long that it does not matter how many there are."""
 
 
 class NonFiniteLogitsError(ValueError):
@@ -140,12 +146,8 @@ class Rng:
 
     BLOCK = 256
 
-    def __init__(self, seed: int | None = None) -> None:
-        self.generator = torch.Generator()
-        if seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(seed)
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
         self._block: list[float] = []
 
     def uniform(self) -> float:
@@ -163,12 +165,24 @@ class LawMaker(Protocol):
     """Turns logits into the law that a token is drawn from (:mod:`foretoken.sampling`)."""
 
     greedy: bool
+    fixed: bool
+    noise: Noise | None
+    prompt_length: int
 
     def law(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
         """[V] law at the end of ``prefix`` from logits [V]."""
 
     def laws(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
         """[N, V] laws from logits [N, V]."""
+
+    def ranking(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+        """[N, V] what the token that follows is the largest of, where it is ``fixed``."""
+
+    def log_laws(self, logits: Tensor) -> Tensor:
+        """[N, V] log-probabilities, up to a constant per row, where the law depends on the logits alone."""
+
+    def noise_rows(self, lengths: Sequence[int], like: Tensor) -> list[Tensor]:
+        """The noise [V] of the tokens that follow texts of such lengths."""
 
     @property
     def context_free(self) -> bool:
@@ -179,7 +193,7 @@ class LawMaker(Protocol):
         """What makes the law, besides the logits: equal recipes make equal laws.  ``None`` where the prefix counts."""
 
 
-def _argmaxes(logits: Tensor) -> tuple[list[int], bool]:
+def argmaxes(logits: Tensor) -> tuple[list[int], bool]:
     """Row-wise argmax (lowest index on ties) of logits [N, V], and whether every maximum is finite."""
     if logits.device.type == "cpu":
         # NumPy's argmax is several times faster than torch's on CPU, and it stops at the first NaN.
@@ -203,6 +217,7 @@ class Scores:
         made: [n, V] target laws of the first n nodes, where they were made for the whole batch
             (:mod:`foretoken.verifiers.together`).
         weights: p(x) and q(x) of all drafts of a chain, where they were read for the whole batch.
+        chosen: the token after every node, where they were looked up for the whole batch.
     """
 
     logits: Tensor
@@ -212,6 +227,7 @@ class Scores:
     taps: dict[str, Tensor] = field(default_factory=dict)
     made: Tensor | None = None
     weights: tuple[list[float], list[float]] | None = None
+    chosen: list[int] | None = None
     _laws: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def node_prefix(self, node: int) -> Sequence[int]:
@@ -239,17 +255,28 @@ class Scores:
         return torch.stack([self.p(node) for node in range(len(self.tree))])
 
     @cached_property
-    def _argmaxes(self) -> list[int]:
-        choices, finite = _argmaxes(self.logits)
-        if not finite:
-            raise NonFiniteLogitsError(NON_FINITE)
-        return choices
+    def lengths(self) -> list[int]:
+        """Tokens before the one that follows each node: the position in the text of that token."""
+        return [len(self.prefix) + depth for depth in self.tree.depths]
+
+    def ranking(self, node: int) -> Tensor:
+        """[V] what the token after ``node`` is the largest of, on that node's own prefix, if the request is fixed."""
+        prefixes = None if self.maker.context_free else [self.node_prefix(node)]
+        return self.maker.ranking(self.logits[node : node + 1], self.lengths[node : node + 1], prefixes)[0]
+
+    def choice(self, node: int) -> int:
+        """The token that a fixed request takes after ``node``: the argmax at temperature 0, else the race's winner."""
+        if self.chosen is None and self.maker.context_free and (self.maker.greedy or self.logits.shape[-1] <= LARGE):
+            # Probes stand at no position of the text, but they are few, and one call is cheaper than two.
+            ranking = self.logits if self.maker.greedy else self.maker.ranking(self.logits, self.lengths, None)
+            self.chosen, finite = argmaxes(ranking)
+            if not finite:
+                raise NonFiniteLogitsError(NON_FINITE)
+        return argmaxes(self.ranking(node)[None])[0][0] if self.chosen is None else self.chosen[node]
 
     def argmax(self, node: int) -> int:
         """The most likely token after ``node`` (lowest index on ties)."""
-        if self.maker.context_free and self.maker.greedy:
-            return self._argmaxes[node]
-        return int(self.p(node).argmax())
+        return self.choice(node) if self.maker.greedy else int(self.p(node).argmax())
 
 
 @dataclass(frozen=True)
@@ -368,8 +395,6 @@ class Context:
         hidden: target hidden states of the last round's committed nodes (root first), by tap name, each [n, D]; the
             row of position t is ``hidden[name][t - hidden_start]``.
         prediction: tokens that the caller expects in the answer.
-        reproducible: whether a seed was given for sampled output: then what is drafted may depend on nothing but the
-            request itself, neither on measured times nor on other requests, or the seed would not fix the output.
         sequence: the target's own sequence, for drafters that draft with the target (a ``SequenceState``).
         state: one slot per owner (a drafter or a controller keeps its own per-request state here).
     """
@@ -382,7 +407,6 @@ class Context:
     hidden: dict[str, Tensor] = field(default_factory=dict)
     hidden_start: int = 0
     prediction: Sequence[int] | None = None
-    reproducible: bool = False
     sequence: Any = None
     state: dict[Any, Any] = field(default_factory=dict)
     max_length: int = 0

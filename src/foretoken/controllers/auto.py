@@ -14,7 +14,7 @@ from time import perf_counter
 
 from foretoken.controllers.ahead import LEAST_ALIKE, Ahead, Alike, doubt_of, own_of
 from foretoken.controllers.base import Controller
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.controllers.costs import RoundCosts
 from foretoken.controllers.hazards import Hazards, at_age, coverage, pooled, survival
 from foretoken.controllers.learned import LearnedCosts, found_in
 from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans_of, rate_of, rounds_of, seconds_of
@@ -73,9 +73,6 @@ class AutoController(Controller):
     (:mod:`foretoken.controllers.plans`).  Every member, and plain decoding, is tried again now and then, more and more
     rarely while that changes nothing.
 
-    A sampled request with a seed is planned by its own past and by fixed costs (a profile's, else by the members'
-    sizes), so that its seed goes on to fix its output.
-
     Args:
         k: longest draft; the drafters' own by default.
     """
@@ -114,9 +111,7 @@ class AutoController(Controller):
         specs = [member.name for member in self.members]
         self._free = {index for index, member in enumerate(self.members) if member.relative_cost == 0}
         self.costs = LearnedCosts(specs, self._start, self._free)
-        self.nominal = LearnedCosts(specs, self._start or nominal_costs(self.members), self._free)
         self.general = {greedy: [self._known(spec) for spec in specs] for greedy in (True, False)}
-        self.fixed = [self._known(spec) for spec in specs]
         self.ages: dict[tuple[bool, int, int], Hazards] = {}
         self.alike = {greedy: [Alike() for _ in specs] for greedy in (True, False)}
         self.nodes: list[dict[int, Mean]] = [{} for _ in specs]  # of drafts by member and depth
@@ -145,7 +140,7 @@ class AutoController(Controller):
         return self.budgets([context])[0]
 
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
-        """One plan for the batch (drafts of several members would all be waited for); seeded requests their own."""
+        """One plan for the batch: drafts of several members would all be waited for."""
         began = perf_counter()
         if self._tried is None and self._given:
             self._thought[next(iter(self._given.values())).max_depth > 0].count(self._planning_s)
@@ -175,14 +170,9 @@ class AutoController(Controller):
             self._single.clear()
         self._cold = tried is not None and tried != self._tried
         self._tried, self.watches, self._last = tried, True, batch
-        shared = [context for context in contexts if not context.reproducible]
         alone = len(contexts) == 1 and self.state(contexts[0]).fresh  # it drafts soon, whatever the plan
-        self._steady = tried is None and len(shared) == len(contexts) and not alone
-        if shared:
-            self._plan_batch(batch, shared, len(contexts))
-        for context in contexts:
-            if context.reproducible:
-                self._plan_alone(self.state(context))
+        self._steady = tried is None and not alone
+        self._plan_batch(batch, contexts)
         made: dict[int, Budget] = {}  # most requests have the same plan
         plans = [self.state(context).plan for context in contexts]
         budgets = [found_in(made, id(plan), partial(self._as_budget, plan)) for plan in plans]
@@ -194,15 +184,8 @@ class AutoController(Controller):
         self._tried, self._cold, self.watches = None, False, bool(batch.plan) or batch.round % SPARE == 0
         return [self._given[request] for request in requests]
 
-    def _plan_alone(self, state: State) -> None:
-        if state.age >= REPLAN:
-            ranked = self._ranked(state.hazards, self.nominal, self.fixed, 1)
-            plan = self._best(ranked, self.nominal, 1)
-            state.plan, state.age = or_any(plan, ranked, state.fresh), REPLAN - 1 if state.fresh else 0
-        state.age, state.fresh = state.age + 1, False
-
-    def _plan_batch(self, batch: Batch, contexts: Sequence[Context], size: int) -> None:
-        states = [self.state(context) for context in contexts]
+    def _plan_batch(self, batch: Batch, contexts: Sequence[Context]) -> None:
+        size, states = len(contexts), [self.state(context) for context in contexts]
         if batch.round >= batch.until:
             self._even = is_even([len(context.tokens) for context in contexts])
             local = [pooled([state.hazards[index] for state in states]) for index in range(len(self.members))]
@@ -350,8 +333,7 @@ class AutoController(Controller):
         alike: float = LEAST_ALIKE,
     ) -> Iterator[Option]:
         """What a member can be asked for, from short to long."""
-        # Nodes were counted in rounds of all requests: a seeded one, planned by fixed costs, must not see them.
-        depths, known = self.depths[index], {} if costs is self.nominal else self.nodes[index]
+        depths, known = self.depths[index], self.nodes[index]
         # What several requests show together is drawn towards the general picture as each of them is.
         stands = survival(depths[-1], local, general, weight=alike * batch)
         share = coverage(local, general, weight=16.0 * batch)
@@ -373,7 +355,7 @@ class AutoController(Controller):
 
     def _seconds(self, index: int, depth: int, nodes: float, costs: LearnedCosts, batch: int) -> tuple[float, float]:
         """Of a draft, and of a whole round in which all requests get one."""
-        even = self._even and index < 0 and costs is not self.nominal
+        even = self._even and index < 0
         target_s = costs.target_s(round(batch * nodes), batch, even) if costs.known else 1.0
         draft_s = costs.draft_s(index, depth, batch)
         if draft_s is None:  # by its size, while nothing was measured
@@ -391,7 +373,7 @@ class AutoController(Controller):
     def _planning(self, costs: LearnedCosts) -> float:
         """What planning takes more where there are drafts than where there are none: it is learned from every round."""
         plain, drafting = self._thought
-        if costs is self.nominal or min(plain.seen, drafting.seen) < REPLAN:
+        if min(plain.seen, drafting.seen) < REPLAN:
             return 0.0
         return max(drafting.value - plain.value, 0.0) / costs.speed.value
 
@@ -408,7 +390,7 @@ class AutoController(Controller):
         """The plan with most tokens per second, without the plain decoding at its end; in doubt the current one."""
         if not costs.known:
             return [option for option in ranked if option.member >= 0]
-        planning_s, even = self._planning(costs), self._even and costs is not self.nominal
+        planning_s, even = self._planning(costs), self._even
 
         def worth(plan: Sequence[Option]) -> float:
             more = planning_s if len(plan) > 1 else 0.0
@@ -510,9 +492,8 @@ class AutoController(Controller):
         left = remaining(context, before)
         depth = min(option.depth, left - 1) if answers else 0  # a draft is cut short where the text ends
         local, general = state.hazards[member], self.general[greedy][member]
-        # What others taught must not reach a seeded request, not even through what is counted of it.
-        early = age < SETTLED and (local if context.reproducible else general).drafts >= FEW
-        bare = 0.0 if answers else (self.fixed[member] if context.reproducible else general).bare_tokens(tokens)
+        early = age < SETTLED and general.drafts >= FEW
+        bare = 0.0 if answers else general.bare_tokens(tokens)
         settled = 0 if early else depth
         local.count(LOCAL_KEEP, settled, accepted, tokens - bare, bare)
         general.count(GENERAL_KEEP, settled, accepted, tokens - bare, bare)
@@ -561,9 +542,3 @@ def age_of(tokens: int) -> int:
 def age_among(contexts: Sequence[Context]) -> int:
     """How far several requests are on average."""
     return age_of(sum(map(written, contexts)) // len(contexts))
-
-
-def nominal_costs(members: Sequence[Limits]) -> RoundCosts:
-    """Costs by size alone, in target calls: a call costs little more with more nodes, a draft by its model's size."""
-    drafters = {member.name: DrafterCost(0.01, member.relative_cost) for member in members}
-    return RoundCosts(TargetCost({1: 1.0, 65: 1.64}), drafters)

@@ -79,7 +79,7 @@ class BanditController(Controller):
         delta: chance that a bound may fail.
         c: cost of a level of the draft in target steps (one number, or one per member joined by ``|``) instead of
             measured times: no clock is looked at then.
-        share: learn from all requests; otherwise each request starts anew, and with ``c`` a seed fixes its output.
+        share: learn from all requests; otherwise each request starts anew.
 
     Raises:
         ValueError: an option outside its range; when the drafter is known, costs that do not fit its members.
@@ -94,7 +94,6 @@ class BanditController(Controller):
             raise ValueError("bandit needs explore >= 0 and 0 < delta < 1")
         self.lengths, self.costs = parse_lengths(lengths), parse_costs(c)
         self.explore, self.delta, self.share = explore, delta, share
-        self.keeps_seeds = bool(self.costs) and not share
         self._tables: dict[int, Table] = {}
         self._measured: RoundCosts | None = None
         self._make_arms(Limits("", 5, 64))

@@ -18,9 +18,6 @@ class Controller(ABC):
     """
 
     name: ClassVar[str]
-    keeps_seeds: bool = True
-    """Whether budgets of a seeded request depend on nothing but that request: no clock, no other requests."""
-
     watches: bool = True
     """Whether it wants to be told of the round that it has just given budgets for."""
 

@@ -23,7 +23,6 @@ class GoodputController(Controller):
     """
 
     name = "goodput"
-    keeps_seeds = False
 
     def __init__(self, k: int | None = None, memory: float = 100.0, explore: int = 64) -> None:
         if k is not None and k < 1:

@@ -44,8 +44,7 @@ class State:
     are its drafts, and ``hits`` those whose first token stood.
 
     While it is ``fresh``, up to the first round that says something of it, in which it drafts whatever is known of
-    others, if none waits for it: it may be unlike them.  A plan of its own, made ``age`` rounds ago, is for
-    reproducible requests only.
+    others, if none waits for it: it may be unlike them.
     """
 
     hazards: list[Hazards]
@@ -54,7 +53,6 @@ class State:
     tries: list[int]
     hits: list[int]
     plan: list[Option] = field(default_factory=list)
-    age: int = REPLAN
     fresh: bool = True
 
     @classmethod
@@ -197,8 +195,6 @@ class Batch:
             counts: whether the round said something of costs; else the trial of a model goes on, too.
             free: choices that run no model.
         """
-        if not self.ranked:  # seeded requests only
-            return
         for choice in {option.member for option in self.plan} or {-1}:
             if choice in used and choice != tried:
                 trial = self.trials[choice]

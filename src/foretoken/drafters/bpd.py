@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.drawing import best_ahead
 from foretoken.drafters.features import load_net
 from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
@@ -72,9 +73,11 @@ class BpdDrafter(Drafter):
             return trees
         states = torch.stack([contexts[i].hidden["last"][-1] for i in ready]).float()  # [n, D]
         logits = self.logits(states, max(lengths[i] for i in ready))
-        drafts = logits.argmax(-1).T.tolist()  # n x [depth]
+        depth = len(logits)
+        rows = [contexts[i] for _ in range(depth) for i in ready]
+        found = best_ahead(logits.flatten(0, 1), rows, [k for k in range(depth) for _ in ready], 1)
         for row, i in enumerate(ready):
-            chain = drafts[row][: lengths[i]]
+            chain = [token for (token,) in found[row :: len(ready)]][: lengths[i]]
             if asks_for_confidence(budgets[i]):
                 chain = _confident(chain, logits[:, row], budgets[i])
             trees[i] = TokenTree.chain(contexts[i].root, chain)

@@ -41,7 +41,7 @@ class Chain:
         own: how many of them the model writes; the others come from the late drafter.
         tokens: draft tokens so far.
         laws: per draft token the law [V] that it was drawn from; ``None`` for a point mass.
-        logits: the model's logits [V] for the tokens that it wrote.
+        places: where the model wrote its tokens: scores, and the node of them that each token follows.
         unread: tokens that the model is fed next, the last of them the root of the next guesses.
         parent: scratch node that they hang from.
         root: scratch node of the last root.
@@ -56,7 +56,7 @@ class Chain:
     own: int
     tokens: list[int] = field(default_factory=list)
     laws: list[Tensor | None] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)
+    places: list[tuple[Scores, int]] = field(default_factory=list)
     unread: Sequence[int] = ()
     parent: int = -1
     root: int = -1
@@ -264,12 +264,12 @@ class CascadeDrafter(Drafter):
 
     def _add(self, chain: Chain, token: int, scores: Scores, node: int) -> None:
         """Put the token after ``node`` into the chain.  A stop suppresses what follows it, never the token itself."""
-        law = None if scores.maker.greedy else scores.p(node)
+        law = None if scores.maker.fixed else scores.p(node)
         chain.tokens.append(token)
         chain.laws.append(law)
-        chain.logits.append(scores.logits[node])
+        chain.places.append((scores, node))
         if asks_for_confidence(chain.budget):
-            sure = torch.softmax(scores.logits[node].float(), -1) if law is None else law
+            sure = torch.softmax(scores.ranking(node), -1) if law is None else law
             chain.stopped = chain.budget.stops_after(sure, float(sure[token]))
 
     def _add_late(self, chains: Sequence[Chain]) -> None:

@@ -6,6 +6,7 @@ the tree grows by it is a method of its own in :mod:`foretoken.trees` (``eagle2`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter
-from foretoken.drafters.drawing import draw_iid
+from foretoken.drafters.drawing import draw_iid, ranked
 from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import Feed, LanguageModel, SequenceState
@@ -45,7 +46,8 @@ class FeatureDrafter(FeatureReader, Drafter):
     """Point proposals, the tree that the draft's own confidence makes; or a chain that is drawn from the draft's laws.
 
     A point is accepted with chance p(x), a drawn token with sum min(p, q) on average, which is more where p and q are
-    spread alike: at high temperatures the chain wins, at low ones the tree.
+    spread alike: at high temperatures the chain wins, at low ones the tree.  With noise (:mod:`foretoken.noise`) the
+    tree is as good at every temperature: draft and target look for the best token of one perturbed distribution.
 
     Args:
         model: the network over the target's features.
@@ -54,7 +56,8 @@ class FeatureDrafter(FeatureReader, Drafter):
         width: children that every expanded node gets, and with ``eagle2`` nodes that are expanded per level.
         grow: how the tree grows, the spec of a dynamic tree: ``eagle2``, ``opt_tree,threshold=0.2`` or
             ``cost_aware,node_cost=0.01,step_cost=0.1``.
-        draw: ``"greedy"``, or ``"iid"``: requests that sample get a drawn chain (greedy ones the tree all the same).
+        draw: ``"iid"``: requests that sample get a drawn chain, those with noise the tree of what comes first in the
+            race; ``"greedy"``: both get the tree of the likeliest tokens, as greedy requests always do.
 
     Attributes:
         growth: that tree; one made by hand (``CostAware(cost=...)`` with measured costs) may be put in its place.
@@ -135,7 +138,7 @@ class FeatureDrafter(FeatureReader, Drafter):
         return [self._finished(tree) for tree in trees]
 
     def _begin(self, context: Context, budget: Budget) -> Growing:
-        drawn = self.draw == "iid" and not context.maker.greedy
+        drawn = self.draw == "iid" and not context.maker.fixed
         return Growing(context, budget, context.state[self], Candidates([context.root]), laws=[] if drawn else None)
 
     def _heads(self, contexts: Sequence[Context]) -> dict[int, tuple[Tensor, Tensor]]:
@@ -165,16 +168,29 @@ class FeatureDrafter(FeatureReader, Drafter):
         if tree.laws is not None:
             self._draw(tree, nodes[0], self.widened(logits[:1])[0], outputs)
             return
-        seen = tree.seen
-        law = torch.log_softmax(logits.float(), -1)
-        values, tokens = law.topk(min(self.width, law.shape[-1]), -1)
-        values, tokens = values + torch.tensor([seen.scores[node] for node in nodes])[:, None], self.mapped(tokens)
-        first = len(seen)
-        for node, mine, scores in zip(nodes, tokens.tolist(), values.tolist(), strict=True):
-            seen.add(node, mine, scores)
-        tree.frontier = self.growth.frontier(seen, first, self.width, self._most(tree))
+        seen, first = tree.seen, len(tree.seen)
+        for node, mine, values in zip(nodes, *self._best(tree, nodes, logits), strict=True):
+            possible = [i for i, value in enumerate(values) if value > -math.inf]
+            seen.add(node, [mine[i] for i in possible], [seen.scores[node] + values[i] for i in possible])
+        grew = len(seen) > first
+        tree.frontier = self.growth.frontier(seen, first, self.width, self._most(tree)) if grew else []
         row_of = {node: row for row, node in enumerate(nodes)}
         tree.states = [outputs[row_of[seen.parents[node]]] for node in tree.frontier]
+
+    def _best(self, tree: Growing, nodes: Sequence[int], logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+        """Per node its ``width`` best tokens, and how sure the draft is of each: log-probabilities, with noise those of
+        the race."""
+        maker, seen, text = tree.context.maker, tree.seen, tree.context.tokens
+        races = maker.noise is not None and self.draw != "greedy"
+        if races:
+            lengths = [len(text) + seen.depths[node] for node in nodes]
+            prefixes = None if maker.context_free else [[*text, *seen.path_tokens(node)] for node in nodes]
+            rows = ranked(maker, self.widened(logits), lengths, prefixes)
+        else:
+            rows = logits.float()
+        sure = rows - rows.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)  # a row without any hope stays so
+        values, tokens = sure.topk(min(self.width, sure.shape[-1]), -1)
+        return (tokens if races else self.mapped(tokens)).tolist(), values.tolist()
 
     def _draw(self, tree: Growing, node: int, logits: Tensor, outputs: Tensor) -> None:
         """Draw the chain's next token by the request's own pipeline from logits [V], and keep the law it is from."""

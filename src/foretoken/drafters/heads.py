@@ -106,7 +106,7 @@ class HeadsDrafter(Drafter):
         ready = [i for i, nodes in shapes.items() if nodes]
         if ready:
             chosen = [contexts[i] for i in ready]
-            filled = self.fill(self.states(chosen), [c.root for c in chosen], [shapes[i] for i in ready])
+            filled = self.fill(self.states(chosen), chosen, [shapes[i] for i in ready])
             for i, tokens in zip(ready, filled, strict=True):
                 trees[i] = self._tree(contexts[i].root, shapes[i], tokens)
         return trees
@@ -116,12 +116,12 @@ class HeadsDrafter(Drafter):
         return torch.stack([c.hidden["last"][-1] for c in contexts]).float()
 
     @abstractmethod
-    def fill(self, states: Tensor, roots: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
+    def fill(self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
         """Tokens of the wanted nodes of every request.
 
         Args:
             states: [n, D] what the heads read.
-            roots: n last tokens.
+            contexts: n requests.
             shapes: per request the nodes of the shape (choice i is node i + 1), parents first.
         """
 

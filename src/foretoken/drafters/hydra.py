@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from foretoken.drafters.drawing import best_ahead
 from foretoken.drafters.heads import HeadsDrafter
 from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
 from foretoken.drafters.reading import FeatureReader
@@ -106,9 +107,9 @@ class HydraDrafter(HeadsDrafter):
 
     # -- the tree ----------------------------------------------------------------------------------------------------
 
-    def fill(self, states: Tensor, roots: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
+    def fill(self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
         """Level by level: one head for all parents of all requests."""
-        trees = [_Filling(nodes, {0: root}) for nodes, root in zip(shapes, roots, strict=True)]
+        trees = [_Filling(nodes, {0: context.root}) for nodes, context in zip(shapes, contexts, strict=True)]
         inputs = states
         for level in range(self.max_depth):
             below = [self._children(tree, level) for tree in trees]
@@ -117,7 +118,8 @@ class HydraDrafter(HeadsDrafter):
             inputs = self._inputs(inputs, trees, below, level)
             logits = self.project(level, self.heads(level, inputs))
             ranks = 1 + max(self.choices[n - 1][-1] for parents in below for nodes in parents.values() for n in nodes)
-            ranked = logits.topk(ranks, -1).indices.tolist()
+            rows = [context for context, parents in zip(contexts, below, strict=True) for _ in parents]
+            ranked = best_ahead(logits, rows, [level] * len(rows), ranks)
             for tree, parents in zip(trees, below, strict=True):
                 for parent, nodes in parents.items():
                     best = ranked[tree.row_of[parent]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foretoken.drafters.base import Drafter
-from foretoken.types import Budget, Context, Scores, TokenTree, Verdict, _argmaxes
+from foretoken.types import Budget, Context, Scores, TokenTree, Verdict, argmaxes
 
 
 @dataclass
@@ -24,7 +24,8 @@ class _Window:
 class JacobiDrafter(Drafter):
     """A chain of ``m`` guesses that is improved in every round.
 
-    The guesses follow from earlier rounds alone, so they are point masses when the request samples, too.
+    The guesses follow from earlier rounds alone, so they are point masses when the request samples, too.  With noise
+    the iteration has a fixed point as in greedy decoding: the text of the seed.
 
     Args:
         m: guesses per round.
@@ -68,7 +69,9 @@ class JacobiDrafter(Drafter):
         later = window.guesses[written:]
         if tree is window.proposed and written < len(tree):
             # Row i predicts the token i + 1 after the old root; guesses beyond the scored ones stay as they are.
-            later[: len(tree) - written] = predictions(scores, written, len(tree))
+            fixed = scores.maker.noise is not None and scores.maker.context_free
+            found = [scores.choice(node) for node in range(written, len(tree))] if fixed else None
+            later[: len(tree) - written] = found or predictions(scores, written, len(tree))
         window.guesses = later
         window.proposed = None
 
@@ -91,5 +94,5 @@ class JacobiDrafter(Drafter):
 def predictions(scores: Scores, first: int, end: int) -> list[int]:
     """The target's most likely token after each of the nodes ``first`` to ``end - 1``, from the raw logits."""
     if scores.maker.greedy and scores.maker.context_free:  # the greedy walk has looked all of them up already
-        return [scores.argmax(node) for node in range(first, end)]
-    return _argmaxes(scores.logits[first:end])[0]
+        return [scores.choice(node) for node in range(first, end)]
+    return argmaxes(scores.logits[first:end])[0]

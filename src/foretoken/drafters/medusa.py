@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from foretoken.drafters.drawing import best_ahead
 from foretoken.drafters.heads import HeadsDrafter
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.types import Context
 
 
 class MedusaDrafter(HeadsDrafter):
@@ -21,14 +23,16 @@ class MedusaDrafter(HeadsDrafter):
     net_config = MedusaConfig
     net_class = MedusaHeads
 
-    def fill(self, states: Tensor, roots: Sequence[int], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
+    def fill(self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
         """One call of all heads for all requests."""
-        logits = self.logits(states)
+        logits, count = self.logits(states), len(contexts)
         top = 1 + max(choice[-1] for choice in self.choices)
-        ranked = logits.topk(min(top, logits.shape[-1]), -1).indices.transpose(0, 1).tolist()  # n x [K][R]
+        heads = range(len(logits))
+        rows = [context for _ in heads for context in contexts]
+        found = best_ahead(logits.flatten(0, 1), rows, [head for head in heads for _ in contexts], top)
         return [
-            [best[len(choice) - 1][choice[-1]] for choice in (self.choices[node - 1] for node in nodes)]
-            for best, nodes in zip(ranked, shapes, strict=True)
+            [found[(len(choice) - 1) * count + i][choice[-1]] for choice in (self.choices[node - 1] for node in nodes)]
+            for i, nodes in enumerate(shapes)
         ]
 
     def logits(self, states: Tensor) -> Tensor:

@@ -18,15 +18,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from foretoken.drafters.base import Drafter
-from foretoken.drafters.drawing import draw_each, draw_iid, draw_without_replacement
+from foretoken.drafters.drawing import best, draw_each, draw_iid, draw_without_replacement, ranked
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.parts import Fingerprint, TargetParts
-from foretoken.sampling import LARGE, Sampler
+from foretoken.sampling import Sampler, fixed_tokens
 from foretoken.trees.base import Shape
 from foretoken.trees.counts import Counts, Levels, Places, Ranks
 from foretoken.trees.expansion import parse_widths as parse_widths
 from foretoken.trees.shapes import Choice, read_tree
-from foretoken.types import Budget, Context, Kind, TokenTree
+from foretoken.types import LARGE, Budget, Context, Kind, TokenTree
 
 Draw = Literal["iid", "without_replacement", "greedy"]
 
@@ -40,7 +40,8 @@ class _Growing:
     sequence: SequenceState
     maker: Sampler
     tokens: list[int]
-    greedy: bool
+    draws: bool  # whether tokens are drawn from laws, which are kept; else the best ones are taken
+    races: bool  # whether the best ones are those of a race on the request's noise
     text: Sequence[int]  # the committed tokens in the draft model's own ids
     counts: Counts  # children per place of the tree
     parents: list[int] = field(default_factory=lambda: [-1])
@@ -51,7 +52,11 @@ class _Growing:
     path_of: dict[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})  # node -> tokens below the root
     place_of: dict[int, Choice] = field(default_factory=lambda: {0: ()})  # node -> ranks below the root
     standing: dict[int, float] = field(default_factory=lambda: {0: 1.0})
-    ready: tuple[Tensor, list[int]] | None = None  # law [V] and draws of the next node, made for the whole batch
+    ready: tuple[Tensor | None, list[int]] | None = None  # law [V] and tokens of the next node, made for the batch
+
+    def length(self, node: int) -> int:
+        """Tokens before the one that follows a node."""
+        return len(self.context.tokens) + len(self.path_of[node])
 
 
 class ModelDrafter(Drafter):
@@ -65,7 +70,8 @@ class ModelDrafter(Drafter):
             they are drawn.
         draw: how siblings are drawn when the request samples: ``"iid"``, ``"without_replacement"`` or ``"greedy"``
             (the most likely ones, verified as point masses).  The default is ``"without_replacement"`` for trees and
-            ``"iid"`` for chains.  A greedy request always gets greedy drafts.
+            ``"iid"`` for chains.  A greedy request always gets greedy drafts, and one with noise those that come first
+            in the race, unless ``"greedy"`` is asked for.
         target: the model that is drafted for.  Its vocabulary may be padded to another width than the draft model's
             (151936 and 152064 rows of one tokenizer): drafts then come from the tokens that both have, and their laws
             have the target's width.
@@ -195,17 +201,24 @@ class ModelDrafter(Drafter):
         """
         if not self._draws_as_usual or (logits and logits[0].device.type == "cpu" and self.vocab_size > LARGE):
             return
-        alike: dict[Hashable, list[int]] = {}
+        alike: dict[tuple[Hashable, bool], list[int]] = {}
         for index, (tree, row) in enumerate(zip(trees, logits, strict=True)):
-            recipe = None if tree.greedy else tree.maker.recipe
+            recipe = tree.maker.recipe if tree.draws or (tree.races and not asks_for_confidence(tree.budget)) else None
             if recipe is not None and len(row) == 1 and self._width(tree, tree.frontier[0]) == 1:
-                alike.setdefault(recipe, []).append(index)
-        for group in alike.values():
+                alike.setdefault((recipe, tree.races), []).append(index)
+        for (_, races), group in alike.items():
             if len(group) > 1:
-                laws = trees[group[0]].maker.laws(torch.cat([logits[index] for index in group]), None)
-                drawn = draw_each(laws, [trees[index].context for index in group])
-                for index, law, token in zip(group, laws, drawn, strict=True):
-                    trees[index].ready = (law, [token])
+                rows, chosen = [logits[index] for index in group], [trees[index] for index in group]
+                makers = [tree.maker for tree in chosen]
+                if races:
+                    drawn = fixed_tokens(makers, rows, [[tree.length(tree.frontier[0])] for tree in chosen])
+                    for tree, tokens in zip(chosen, drawn, strict=True):
+                        tree.ready = (None, tokens)
+                    continue
+                laws = makers[0].laws(torch.cat(rows), None)
+                each = draw_each(laws, [tree.context for tree in chosen])
+                for tree, law, token in zip(chosen, laws, each, strict=True):
+                    tree.ready = (law, [token])
 
     @property
     def _draws_as_usual(self) -> bool:
@@ -235,9 +248,10 @@ class ModelDrafter(Drafter):
 
     def _begin(self, context: Context, budget: Budget) -> _Growing:
         sequence: SequenceState = context.state[self]
-        greedy = context.maker.greedy or self.draw == "greedy"
+        maker, likeliest = context.maker, self.draw == "greedy"
+        draws, races = not (maker.fixed or likeliest), maker.noise is not None and not likeliest
         counts = self.places.within(budget.max_depth, budget.max_nodes)
-        return _Growing(context, budget, sequence, context.maker, [context.root], greedy, self.read(context), counts)
+        return _Growing(context, budget, sequence, maker, [context.root], draws, races, self.read(context), counts)
 
     def _width(self, tree: _Growing, node: int) -> int:
         """Children that a node gets (0: none)."""
@@ -267,26 +281,17 @@ class ModelDrafter(Drafter):
         return Feed(tree.sequence, self._readable([tree.tokens[node] for node in tree.frontier]), scratch_parents)
 
     def _add_children(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> None:
-        law: Tensor | None = None
         if tree.ready is not None:
             (law, chosen), tree.ready = tree.ready, None
-        elif tree.greedy and width == 1 and tree.maker.context_free and not asks_for_confidence(tree.budget):
-            chosen = [int(logits.argmax())]
         else:
-            prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
-            law = self._law(tree, logits, prefix)
-            if law is None:
-                return
-            # A one-hot law names the best token, penalties included, but ranks no others.
-            ranking = logits if tree.maker.greedy and width > 1 else law
-            chosen = self._choose(tree, ranking, law, width)
-        if not tree.greedy and law is not None:
+            law, chosen = self._candidates(tree, logits, parent, width)
+        if tree.draws and law is not None:
             tree.laws.append(law)
         for rank, token in enumerate(chosen):
             node = len(tree.tokens)
             tree.tokens.append(token)
             tree.parents.append(parent)
-            tree.law_of.append(-1 if tree.greedy else len(tree.laws) - 1)
+            tree.law_of.append(len(tree.laws) - 1 if tree.draws else -1)
             tree.path_of[node] = (*tree.path_of[parent], token)
             tree.place_of[node] = (*tree.place_of[parent], rank)
             # A stop may only suppress what comes after the token: the token itself stays in the draft.
@@ -295,16 +300,24 @@ class ModelDrafter(Drafter):
             if law is None or not tree.budget.stops_after(*self._confidence(logits, law, token, tree)):
                 tree.frontier.append(node)
 
-    def _law(self, tree: _Growing, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
-        """[V] draft law by the request's own pipeline; ``None`` when there is nothing to draft."""
-        return tree.maker.law(logits, prefix)
-
-    def _choose(self, tree: _Growing, ranking: Tensor, law: Tensor, width: int) -> list[int]:
-        if tree.greedy:
-            return ranking.topk(min(width, len(ranking))).indices.tolist()
+    def _candidates(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
+        """Children of a node, best first or in sampling order, from draft logits [V]; and the law [V] that they were
+        drawn from by the request's own pipeline, or by which a stop rule judges them (``None`` where none does)."""
+        maker, confident = tree.maker, asks_for_confidence(tree.budget)
+        if not tree.draws and not tree.races and width == 1 and maker.context_free and not confident:
+            return None, [int(logits.argmax())]
+        prefix = () if maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
+        if tree.races:
+            ranking = ranked(maker, logits[None], [tree.length(parent)], [prefix])[0]
+            return torch.softmax(ranking, -1) if confident else None, best(ranking, width)
+        law = maker.law(logits, prefix)
+        if not tree.draws:
+            # A one-hot law names the best token, penalties included, but ranks no others.
+            ranking = logits if maker.greedy and width > 1 else law
+            return law, ranking.topk(min(width, len(ranking))).indices.tolist()
         if self.draw == "iid" or width == 1:
-            return draw_iid(law, width, tree.context)
-        return draw_without_replacement(law, width, tree.context)
+            return law, draw_iid(law, width, tree.context)
+        return law, draw_without_replacement(law, width, tree.context)
 
     def _confidence(self, logits: Tensor, law: Tensor, token: int, tree: _Growing) -> tuple[Tensor, float]:
         """The draft's own law and its probability of ``token``; for greedy drafts the untempered softmax."""
@@ -315,13 +328,13 @@ class ModelDrafter(Drafter):
         return law, float(law[token])
 
     def _finished(self, tree: _Growing) -> TokenTree:
-        if len(tree.tokens) == 1 or tree.greedy:
+        if len(tree.tokens) == 1 or not tree.draws:
             return TokenTree(tuple(tree.tokens), tuple(tree.parents))
         laws = torch.stack(tree.laws) if len(tree.laws) > 1 else tree.laws[0][None]
         return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.kind, laws, tuple(tree.law_of))
 
 
-_ONE_BY_ONE = ("_expand", "_add_children", "_law", "_choose")
+_ONE_BY_ONE = ("_expand", "_add_children", "_candidates")
 
 
 def places_of(tree: str, name: str) -> Places:

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import Drafter
-from foretoken.drafters.drawing import draw_without_replacement
+from foretoken.drafters.drawing import draw_without_replacement, ranked
 from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
-from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict, _argmaxes
+from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes
 
 
 @dataclass
@@ -133,7 +133,7 @@ class PassTokensDrafter(Drafter):
                 tokens += range(self.first, self.first + count)
                 parents += [node, *range(first, first + count - 1)]
         probes = [False] * (1 + len(drafts)) + [True] * (len(tokens) - 1 - len(drafts))
-        if context.maker.greedy or self.draw == "greedy":
+        if context.maker.fixed or self.draw == "greedy":
             state.proposed = TokenTree(tuple(tokens), tuple(parents), probes=tuple(probes))
         else:
             law_of = (-1, *range(len(drafts)), *[-1] * sum(probes))
@@ -155,14 +155,19 @@ class PassTokensDrafter(Drafter):
         if logits is None or count == 0:
             return [], []
         maker, confident = context.maker, asks_for_confidence(budget)
-        greedy = maker.greedy or self.draw == "greedy"
-        if greedy and maker.context_free and not confident:
-            return _argmaxes(logits[:count])[0], []
+        likeliest = self.draw == "greedy"
+        if (maker.greedy or likeliest) and maker.context_free and not confident:
+            return argmaxes(logits[:count])[0], []
         drafts: list[int] = []
         laws: list[Tensor] = []
         for row in logits[:count]:
-            law = maker.law(row, () if maker.context_free else [*context.tokens, *drafts])
-            if greedy:
+            prefix = () if maker.context_free else [*context.tokens, *drafts]
+            if maker.noise is not None and not likeliest:
+                length = len(context.tokens) + len(drafts)
+                law = torch.softmax(ranked(maker, row[None], [length], [prefix])[0], -1)
+            else:
+                law = maker.law(row, prefix)
+            if maker.fixed or likeliest:
                 drafts.append(int(law.argmax()))
             else:
                 drafts += draw_without_replacement(law, 1, context)

@@ -46,7 +46,7 @@ class Record:
 class RouterDrafter(GroupDrafter):
     """Lets the member draft that promises most tokens per target step; when it has nothing to say, the next best.
 
-    The choice looks at nothing but the request's own past, so a seed fixes the output.
+    The choice looks at nothing but the request's own past.
 
     Args:
         drafters: the members, those that are tried first first.

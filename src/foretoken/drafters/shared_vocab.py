@@ -132,14 +132,12 @@ class SharedVocabDrafter(ModelDrafter):
         wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
         return wide.index_copy_(1, self._ids[0], logits.index_select(1, self._ids[1]))
 
-    def _law(self, tree: _Growing, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
+    def _candidates(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
         try:
-            return super()._law(tree, logits, prefix)
+            law, chosen = super()._candidates(tree, logits, parent, width)
         except NonFiniteLogitsError:
             if bool(logits.isnan().any()):
                 raise
-            return None  # no common token is possible: the request allows none here, or the draft model has none
-
-    def _choose(self, tree: _Growing, ranking: Tensor, law: Tensor, width: int) -> list[int]:
+            return None, []  # no common token is possible: the request allows none here, or the draft model has none
         # Drawn tokens have a positive probability and are common ones; the best by rank may run out of those.
-        return [token for token in super()._choose(tree, ranking, law, width) if self._draft_of[token] >= 0]
+        return law, [token for token in chosen if self._draft_of[token] >= 0]

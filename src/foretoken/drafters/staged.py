@@ -5,11 +5,10 @@ model that writes it is itself sped up by a cheaper drafter.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.cascade import CascadeDrafter, Chain, Rule
-from foretoken.drafters.drawing import draw_without_replacement
+from foretoken.drafters.drawing import best, draw_without_replacement
 from foretoken.models.base import LanguageModel
 from foretoken.types import Kind, TokenTree
 
@@ -81,10 +80,11 @@ class StagedDrafter(CascadeDrafter):
         token, law = chain.tokens[place], chain.laws[place]
         if count == 0:
             return []
-        rest: Tensor = (chain.logits[place] if law is None else law).clone()  # [V]
         if law is not None:
+            rest = law.clone()  # [V]
             rest[token] = 0.0
             return draw_without_replacement(rest, count, chain.context)
-        rest[token] = -torch.inf
-        count = min(count, len(rest) - 1)
-        return rest.topk(count).indices.tolist()
+        scores, node = chain.places[place]
+        ranking = scores.ranking(node).clone()  # [V]
+        ranking[token] = -torch.inf
+        return best(ranking, count)

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from foretoken.drafters.drawing import ranked
 from foretoken.drafters.model import _Growing
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.drafters.skip_search import SkipSearch
@@ -146,9 +147,12 @@ class SwiftDrafter(OwnLayersDrafter):
     def _add_children(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> None:
         """The best token is the next of the chain; the law is kept for siblings."""
         prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
-        law = tree.maker.law(logits, prefix)
-        # A one-hot law names the best token, penalties included, but ranks no others.
-        ranking = torch.softmax(logits.float(), -1) if tree.maker.greedy else law
+        if tree.maker.noise is not None:
+            ranking = law = torch.softmax(ranked(tree.maker, logits[None], [tree.length(parent)], [prefix])[0], -1)
+        else:
+            law = tree.maker.law(logits, prefix)
+            # A one-hot law names the best token, penalties included, but ranks no others.
+            ranking = torch.softmax(logits.float(), -1) if tree.maker.greedy else law
         token = int(law.argmax())
         node = len(tree.tokens)
         tree.tokens.append(token)

@@ -24,6 +24,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.engine.request import Emission, Origin, Request, Running
 from foretoken.engine.stopping import Stopper
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.noise import Noise, check_seed, random_seed
 from foretoken.sampling import Sampler
 from foretoken.trees.operations import truncate
 from foretoken.types import Budget, Context, Kind, Rng, Scores, StepRecord, TokenTree, Verdict
@@ -74,7 +75,7 @@ class Engine:
         self.running: list[Running] = []
         self._ids = self._rounds = 0
         self._books_s = 0.0
-        self._automatic: dict[tuple[Kind, bool, bool], Verifier] = {}
+        self._automatic: dict[tuple[Kind, bool, bool, bool], Verifier] = {}
         if drafter is not None:
             self._check_target(drafter)
             if controller is None:
@@ -114,8 +115,10 @@ class Engine:
 
         Raises:
             ValueError: an empty prompt, one that leaves no room in the context, ``max_new_tokens`` below 1, token ids
-                outside the vocabulary, or sampling that the verifier is not right for.
+                outside the vocabulary, a seed that is none, or sampling that the verifier is not right for.
         """
+        if request.seed is not None:
+            check_seed(request.seed)
         room = self.target.context_length - len(request.prompt)
         if not request.prompt:
             raise ValueError("the prompt is empty: give at least one token")
@@ -168,12 +171,14 @@ class Engine:
 
     def _joined(self, request_id: int, request: Request) -> Running:
         tokens = list(request.prompt)
-        sampler = Sampler(request.params, len(tokens))
-        context = Context(request_id, tokens, len(tokens), sampler, Rng(request.seed), prediction=request.prediction)
-        context.reproducible = request.seed is not None and not sampler.greedy
+        # A seed fixes the text by noise that draft and target share, unless a rule with draws of its own was asked for.
+        races = request.seed is not None if self.verifier is None else self.verifier.races
+        seed = random_seed() if request.seed is None else request.seed
+        sampler = Sampler(request.params, len(tokens), Noise(seed) if races else None)
+        context = Context(request_id, tokens, len(tokens), sampler, Rng(seed), prediction=request.prediction)
         context.max_length = len(tokens) + request.max_new_tokens
         sequence = context.sequence = self.target.open()
-        run = Running(request, context, sequence, self._stopper(request))
+        run = Running(request, context, sequence, self._stopper(request), seed=None if sampler.greedy else seed)
         self.running.append(run)
         return run
 
@@ -302,13 +307,12 @@ class Engine:
         kind = tree.kind
         if len(tree) == 1 and self.verifier is not None and kind not in self.verifier.kinds:
             kind = min(self.verifier.kinds)  # an empty draft is of any kind
-        key = (kind, not tree.is_chain, scores.maker.greedy)
+        key = (kind, not tree.is_chain, scores.maker.greedy, scores.maker.fixed)
         found = self._automatic.get(key)
         if found is None:
-            _, is_tree, greedy = key
+            _, is_tree, greedy, fixed = key
             if self.verifier is None:
-                shared = self.drafter is not None and self.drafter.shares_state
-                found = auto_verifier(kind, is_tree, greedy, shared)
+                found = auto_verifier(kind, is_tree, greedy, fixed)
             else:
                 found = self.verifier
                 name = self.drafter.name if self.drafter else "none"

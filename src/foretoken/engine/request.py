@@ -24,7 +24,8 @@ class Request:
         params: how tokens are drawn.
         max_new_tokens: most output tokens, at least 1.
         stop: stop strings.
-        seed: fixes the output whatever else is in the batch; ``None`` draws one.
+        seed: fixes sampled output, whatever drafts and whatever else is in the batch; ``None`` draws one.  From 0 to
+            2**64 - 1.
         prediction: tokens that are expected in the output (for drafters that use them).
         ignore_eos: go on after an end-of-text id (benchmarks).
     """
@@ -40,7 +41,11 @@ class Request:
 
 @dataclass
 class Running:
-    """A request in the engine."""
+    """A request in the engine.
+
+    Attributes:
+        seed: of its randomness, given or drawn; ``None`` for a greedy request, which has none.
+    """
 
     request: Request
     context: Context
@@ -49,6 +54,7 @@ class Running:
     stats: SpecStats = field(default_factory=SpecStats)
     origins: list[Origin] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    seed: int | None = None
 
     @property
     def id(self) -> int:

@@ -53,6 +53,14 @@ class Candidates:
         self.parents.extend([parent] * len(tokens))
         self.depths.extend([self.depths[parent] + 1] * len(tokens))
 
+    def path_tokens(self, node: int) -> list[int]:
+        """Draft tokens from below the root to ``node``."""
+        tokens: list[int] = []
+        while node:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
     def best(self, count: int, before: int | None = None) -> list[int]:
         """The ``count`` nodes of highest score, best first, of those numbered below ``before`` (all by default).
 
@@ -76,7 +84,8 @@ class Candidates:
 class Growth(ABC):
     """A tree that follows the draft's own confidence: what to read next, when to stop, what to keep.
 
-    For deterministic proposals only: choosing among *drawn* tokens by their own probability would change the law.
+    For greedy requests, and those with noise: choosing among *drawn* tokens by their own probability would change the
+    law.
 
     Attributes:
         name: registry key.

@@ -17,8 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foretoken.sampling import LARGE
-from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.types import LARGE, Kind, Rng, Scores, TokenTree, Verdict
 
 
 class Coins:
@@ -50,6 +49,7 @@ class Verifier(ABC):
         kinds: proposal kinds for which the rule is right.
         chains_only: whether the rule is defined for chains only.
         greedy_only: whether the rule is right at temperature 0 only.
+        races: whether sampled requests need noise (:class:`foretoken.noise.Noise`), on which drafters then draw too.
     """
 
     name: ClassVar[str]
@@ -57,6 +57,7 @@ class Verifier(ABC):
     kinds: ClassVar[frozenset[Kind]] = frozenset(Kind)
     chains_only: ClassVar[bool] = False
     greedy_only: ClassVar[bool] = False
+    races: ClassVar[bool] = False
 
     @abstractmethod
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:

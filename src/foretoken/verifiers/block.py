@@ -8,8 +8,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from foretoken.sampling import LARGE
-from foretoken.types import Kind, Scores, TokenTree, Verdict
+from foretoken.types import LARGE, Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import (
     Coins,
     Verifier,

@@ -21,6 +21,6 @@ class GreedyVerifier(Verifier):
         """Follow the argmax; no coin is tossed."""
 
         def choose(node: int, children: Sequence[int]) -> int:
-            return scores.argmax(node)
+            return scores.choice(node)
 
         return walk_down(tree, choose)

@@ -9,8 +9,8 @@ from foretoken.registry import rows
 from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.block import BlockVerifier
+from foretoken.verifiers.coupled import CoupledVerifier
 from foretoken.verifiers.greedy import GreedyVerifier
-from foretoken.verifiers.match import MatchVerifier
 from foretoken.verifiers.point import PointVerifier
 from foretoken.verifiers.traversal import TraversalVerifier
 
@@ -81,26 +81,22 @@ def verifiers_for(proposals: Iterable[tuple[Kind, bool]], greedy: bool) -> list[
 
 
 @cache
-def _inner_verifier(kind: Kind, is_tree: bool, greedy: bool) -> Verifier:
-    return auto_verifier(kind, is_tree, greedy, shared=True)
+def _inner_verifier(kind: Kind, is_tree: bool, greedy: bool, fixed: bool) -> Verifier:
+    return auto_verifier(kind, is_tree, greedy, fixed)
 
 
 def inner_rule(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
-    """Verify inside a drafter that runs a loop of its own (``cascade``): by the best lossless rule for this tree.
-
-    Deterministic drafts are verified by ``match``, so that they change the time but not the tokens.
-    """
-    return _inner_verifier(tree.kind, not tree.is_chain, scores.maker.greedy).verify(tree, scores, rng)
+    """Verify inside a drafter that runs a loop of its own (``cascade``): by the best lossless rule for this tree."""
+    maker = scores.maker
+    return _inner_verifier(tree.kind, not tree.is_chain, maker.greedy, maker.fixed).verify(tree, scores, rng)
 
 
-def auto_verifier(kind: Kind, is_tree: bool, greedy: bool, shared: bool = False) -> Verifier:
-    """The best lossless rule for such proposals.
-
-    ``shared`` says that proposals depend on other requests.  Point proposals are then verified by ``match``, which
-    accepts as often as the point rule and whose draws do not look at the draft, so that a seed still fixes the output.
-    """
+def auto_verifier(kind: Kind, is_tree: bool, greedy: bool, fixed: bool = False) -> Verifier:
+    """The best lossless rule for such proposals of a request that is greedy, fixed by its noise, or neither."""
     if greedy:
         return GreedyVerifier()
+    if fixed:
+        return CoupledVerifier()
     if kind is Kind.POINT:
-        return MatchVerifier() if shared else PointVerifier()
+        return PointVerifier()
     return TraversalVerifier() if is_tree else BlockVerifier()

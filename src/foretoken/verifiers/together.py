@@ -14,8 +14,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from foretoken.sampling import LARGE
-from foretoken.types import Rng, Scores, TokenTree, Verdict
+from foretoken.sampling import fixed_tokens
+from foretoken.types import LARGE, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, draw_all
 
 
@@ -51,6 +51,7 @@ def verify_together(verifiers: Sequence[Verifier], all_scores: Sequence[Scores],
         each = zip(verifiers, all_scores, rngs, strict=True)
         return [verifier.verify(scores.tree, scores, rng) for verifier, scores, rng in each]
     make_laws(verifiers, all_scores)
+    make_choices(all_scores)
     verdicts: list[Verdict] = []
     late: dict[int, tuple[Tensor, float]] = {}
     for verifier, scores, rng in zip(verifiers, all_scores, rngs, strict=True):
@@ -68,7 +69,7 @@ def make_laws(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> No
     alike: dict[Hashable, list[tuple[Scores, int]]] = {}
     for verifier, scores in zip(verifiers, all_scores, strict=True):
         recipe = scores.maker.recipe
-        if recipe is None or scores.maker.greedy:
+        if recipe is None or scores.maker.fixed:
             continue
         if scores.logits.device.type != "cpu" or scores.logits.shape[-1] <= LARGE:
             alike.setdefault(recipe, []).append((scores, len(scores.tree) if verifier.needs_all(scores) else 1))
@@ -78,6 +79,19 @@ def make_laws(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> No
         for (scores, _), part in zip(group, laws.split(counts), strict=True):
             scores.made = part
         read_weights([scores for scores, count in group if count > 1])
+
+
+def make_choices(all_scores: Sequence[Scores]) -> None:
+    """Look up the tokens after all nodes of requests with noise, of all that sample alike by one call."""
+    alike: dict[Hashable, list[Scores]] = {}
+    for scores in all_scores:
+        if scores.maker.noise is not None and scores.maker.context_free and scores.logits.shape[-1] <= LARGE:
+            alike.setdefault(scores.maker.recipe, []).append(scores)
+    for group in alike.values():
+        makers, logits = [scores.maker for scores in group], [scores.logits for scores in group]
+        chosen = fixed_tokens(makers, logits, [scores.lengths for scores in group])
+        for scores, tokens in zip(group, chosen, strict=True):
+            scores.chosen = tokens
 
 
 def read_weights(all_scores: Sequence[Scores]) -> None:

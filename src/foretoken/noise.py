@@ -1,0 +1,85 @@
+"""Noise that belongs to a seed and a position: what makes a sampled text a function of its seed.
+
+Every output position t has its own numbers E_t(v) ~ Exp(1), one per token, all independent.  The target takes the
+token that wins the race ``argmin E_t(v) / p(v)``, which has probability p(v); a drafter's candidates are the first in
+the race ``E_t(v) / q(v)`` on the *same* numbers.  So the target's token never depends on what was drafted (Daliri,
+Musco, Suresh 2024, https://arxiv.org/abs/2408.07978).
+
+The numbers come from a counter-based generator: asking in another order, or twice, gives the same ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SEEDS = 2**64
+"""Seeds are integers from 0 to one below this."""
+KEPT_NUMBERS = 2**21
+"""Numbers that are kept per request (16 MiB): a round asks for those of the positions that it drafted for again."""
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse what is no seed.
+
+    Raises:
+        ValueError: not an integer, negative, or of more than 64 bits.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS:
+        raise ValueError(f"a seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
+
+
+def random_seed() -> int:
+    """A seed from torch's own generator, so that ``torch.manual_seed`` fixes what was asked for without a seed."""
+    return int(torch.randint(2**63 - 1, ()))
+
+
+class Noise:
+    """The noise of one request.
+
+    Args:
+        seed: from 0 to 2**64 - 1.
+
+    Raises:
+        ValueError: no such seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        check_seed(seed)
+        self.seed = seed
+        self._kept: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def exponentials(self, position: int, size: int) -> Tensor:
+        """[size] float64, independent Exp(1) numbers of an output position (0 is the first new token).
+
+        Finite and positive.  A function of the seed, the position and the token alone.
+        """
+        # The position goes into the generator's counter, far above the words that count the numbers drawn.
+        source = np.random.Philox(key=self.seed, counter=[0, 0, position, 0])
+        bits = source.random_raw(size)
+        # 52 random bits k as the fraction of a double give 1 + k / 2**52, so u = (k + 1/2) / 2**52 lies inside (0, 1).
+        bits >>= np.uint64(12)
+        bits |= np.uint64(0x3FF0000000000000)
+        u = bits.view(np.float64)
+        u -= 1.0 - 2.0**-53
+        np.log(u, out=u)
+        return torch.from_numpy(np.negative(u, out=u))
+
+    def gumbels(self, position: int, size: int, device: torch.device) -> Tensor:
+        """[size] ``-log E``, what is added to log-probabilities before the largest is taken; float64 (float32 on mps).
+
+        One vector serves the draft and every node of a depth, so those of the last positions are kept.
+        """
+        key = (position, size, device)
+        found = self._kept.get(key)
+        if found is None:
+            found = self.exponentials(position, size).log_().neg_()
+            if device.type != "cpu":
+                found = found.to(device, torch.float32 if device.type == "mps" else torch.float64)
+            while len(self._kept) >= max(8, KEPT_NUMBERS // size):
+                del self._kept[min(self._kept, key=lambda kept: kept[0])]  # text by now
+            self._kept[key] = found
+        return found
