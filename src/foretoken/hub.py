@@ -26,6 +26,7 @@ from foretoken.engine.stats import SpecStats
 from foretoken.llm import Llm, assemble
 from foretoken.loading import build_drafter, check_vocabularies, default_drafter, load_tokenizer
 from foretoken.models import wrap
+from foretoken.noise import samples_of, seeds_of
 from foretoken.sampling import LogitsProcessor, SamplingParams
 from foretoken.verifiers.base import Verifier
 
@@ -80,8 +81,8 @@ def custom_generate(
         verifier: as in :func:`foretoken.load`.
         controller: as in :func:`foretoken.load`.
         allow_lossy: permit verifiers that change the law.
-        seed: fixes sampled output; one per row, or one from which the rows count up.  By default drawn from torch's
-            own generator, so that ``torch.manual_seed`` works.
+        seed: fixes sampled output, whatever drafts; one per row, or one from which the rows count up.  Without one,
+            randomness comes from torch's own generator, so that ``torch.manual_seed`` works.
         token_streamer: a Transformers streamer that gets the prompt and then every round's tokens (one row only).
         model_kwargs: what the model's own forward would get; only ``attention_mask`` is used.
 
@@ -163,15 +164,12 @@ def _unpadded(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], 
     return [row[padding:] for row, padding in zip(rows, paddings, strict=True)], paddings
 
 
-def _seeds(seed: int | Sequence[int] | None, count: int) -> list[int]:
-    if seed is None:
-        drawn: list[int] = torch.randint(2**62, (count,)).tolist()
-        return drawn
-    if isinstance(seed, int):
-        return [seed + i for i in range(count)]
+def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int | None]:
+    if seed is None or isinstance(seed, int):
+        return samples_of(seeds_of(seed, 1)[0], count)
     if len(seed) != count:
         raise ValueError(f"{len(seed)} seeds for {count} rows: give one per row, or one number")
-    return list(seed)
+    return seeds_of(list(seed), count)
 
 
 def _llm(model: Any, drafter: Any, verifier: Any, controller: Any, allow_lossy: bool) -> Llm:

@@ -18,6 +18,7 @@ from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import Detokenizer, FinishReason
 from foretoken.loading import BUILTIN, build_drafter, default_drafter, load_model, load_tokenizer, read_profile
 from foretoken.models.base import LanguageModel
+from foretoken.noise import samples_of, seeds_of
 from foretoken.registry import make
 from foretoken.sampling import LogitsProcessor, SamplingParams
 from foretoken.verifiers.base import Verifier
@@ -35,6 +36,8 @@ class Output:
         finish_reason: ``eos``, ``stop`` or ``length``.
         stats: counts and times.
         origins: per token, whether it was an accepted draft token, a recovered, a bonus or a plainly decoded one.
+        seed: of a sampled output, the given one or one that was drawn; ``None`` for a greedy output.  Asked for with
+            this seed, an output that was coupled (all seeded ones, unless another verifier was named) comes again.
     """
 
     text: str
@@ -42,6 +45,7 @@ class Output:
     finish_reason: FinishReason
     stats: SpecStats
     origins: list[Origin] = field(default_factory=list)
+    seed: int | None = None
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Piece:
         origins: per token, where it came from.
         finish_reason: set on the last piece.
         stats: set on the last piece.
+        seed: as in :class:`Output`, on the last piece.
     """
 
     text: str
@@ -63,6 +68,7 @@ class Piece:
     origins: list[Origin]
     finish_reason: FinishReason | None = None
     stats: SpecStats | None = None
+    seed: int | None = None
 
 
 class Llm:
@@ -88,23 +94,40 @@ class Llm:
     def generate(self, prompts: str | list[int], **options: Any) -> Output: ...
     @overload
     def generate(self, prompts: list[str] | list[list[int]], **options: Any) -> list[Output]: ...
-    def generate(self, prompts: Any, **options: Any) -> Output | list[Output]:
+    def generate(self, prompts: Any, *, n: int = 1, **options: Any) -> Any:
         """Generate for one prompt (text or ids) or a list of them; see :meth:`request` for the options.
 
-        A list is served as one batch.  ``seed`` may then be a list too, one per prompt.
+        A list is served as one batch.  ``seed`` and ``prediction`` may then be lists too, one per prompt; one seed for
+        a list is every prompt's.
+
+        Args:
+            prompts: text, token ids, or a list of either.
+            n: samples per prompt.  Above 1 the result is a list of them for every prompt; sample i has the prompt's
+                seed plus i, if there is one, so that it can be asked for alone.
+            options: of :meth:`request`.
+
+        Raises:
+            ValueError: ``n`` below 1, or above 1 at temperature 0, or a list of seeds of another length than the
+                prompts'; and what :meth:`request` refuses.
         """
+        if n < 1:
+            raise ValueError(f"n must be at least 1, not {n}")
+        if n > 1 and not options.get("temperature"):
+            raise ValueError(f"n={n} needs temperature > 0: at temperature 0 all samples are the same")
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch: Sequence[Prompt] = [prompts] if single else prompts
         if not single and not batch:
             return []
-        seeds, predictions = options.pop("seed", None), options.pop("prediction", None)
+        predictions = options.pop("prediction", None)
         requests = [
-            self.request(
-                p, seed=_one_of(seeds, i, len(batch)), prediction=_prediction_of(predictions, i, single), **options
-            )
-            for i, p in enumerate(batch)
+            self.request(p, seed=seed, prediction=_prediction_of(predictions, i, single), **options)
+            for i, (p, given) in enumerate(zip(batch, seeds_of(options.pop("seed", None), len(batch)), strict=True))
+            for seed in samples_of(given, n)
         ]
         outputs = self._run(requests)
+        if n > 1:
+            found = [outputs[i : i + n] for i in range(0, len(outputs), n)]
+            return found[0] if single else found
         return outputs[0] if single else outputs
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
@@ -166,6 +189,7 @@ class Llm:
             list(emission.origins),
             emission.finish_reason,
             run.stats if final else None,
+            run.seed if final else None,
         )
 
     @staticmethod
@@ -206,7 +230,8 @@ class Llm:
             logit_bias: added to single tokens' logits.
             logits_processor: Transformers ``LogitsProcessor`` objects.
             stop: string or strings that end the text.
-            seed: fixes the output, whatever else is in the batch.
+            seed: fixes sampled output, whatever drafts and whatever else is in the batch: the output of plain decoding
+                with this seed, up to rounding.  From 0 to 2**64 - 1.
             prediction: text or ids expected in the answer, for drafters that use it.
             ignore_eos: go on after an end-of-text id.
 
@@ -278,21 +303,12 @@ class Llm:
             text = self._cut(run, decoder.text)
         if run.finish_reason is None:
             raise RuntimeError("an unfinished request has no output")
-        return Output(text, run.output, run.finish_reason, run.stats, list(run.origins))
+        return Output(text, run.output, run.finish_reason, run.stats, list(run.origins), run.seed)
 
     @property
     def plain(self) -> Llm:
         """The same target without speculation (shares the model, not the requests)."""
         return Llm(self.target, None, None, None, self.tokenizer)
-
-
-def _one_of(value: Any, index: int, count: int) -> Any:
-    if not isinstance(value, list | tuple):
-        # One seed for a batch: every request its own stream, whatever the batch is cut into.
-        return value
-    if len(value) != count:
-        raise ValueError(f"{len(value)} seeds for {count} prompts: give one per prompt")
-    return value[index]
 
 
 def _prediction_of(value: Any, index: int, single: bool) -> Any:

@@ -10,6 +10,7 @@ The numbers come from a counter-based generator: asking in another order, or twi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from torch import Tensor
 
 SEEDS = 2**64
 """Seeds are integers from 0 to one below this."""
-KEPT_NUMBERS = 2**21
-"""Numbers that are kept per request (16 MiB): a round asks for those of the positions that it drafted for again."""
+KEPT_NUMBERS, KEPT_POSITIONS = 2**18, 16
+"""What is kept per request: 2 MiB, or 16 positions if that is more.  A round asks again for what it drafted with."""
 
 
 def check_seed(seed: Any) -> None:
@@ -30,6 +31,27 @@ def check_seed(seed: Any) -> None:
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS:
         raise ValueError(f"a seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
+
+
+def seeds_of(seed: Any, count: int) -> Sequence[int | None]:
+    """One seed per prompt: as given, or the one that was given for each.
+
+    Raises:
+        ValueError: another number of seeds than prompts, or what is no seed.
+    """
+    if not isinstance(seed, list | tuple):
+        seed = [seed] * count
+    if len(seed) != count:
+        raise ValueError(f"{len(seed)} seeds for {count} prompts: give one seed, or one per prompt")
+    for one in seed:
+        if one is not None:
+            check_seed(one)
+    return seed
+
+
+def samples_of(seed: int | None, count: int) -> list[int | None]:
+    """The seeds of ``count`` samples of one prompt: counted up from its own, so that each can be asked for alone."""
+    return [seed if seed is None else (seed + i) % SEEDS for i in range(count)]
 
 
 def random_seed() -> int:
@@ -76,10 +98,12 @@ class Noise:
         key = (position, size, device)
         found = self._kept.get(key)
         if found is None:
-            found = self.exponentials(position, size).log_().neg_()
+            numbers = self.exponentials(position, size).numpy()
+            np.log(numbers, out=numbers)  # NumPy's is faster than torch's on one thread
+            found = torch.from_numpy(np.negative(numbers, out=numbers))
             if device.type != "cpu":
                 found = found.to(device, torch.float32 if device.type == "mps" else torch.float64)
-            while len(self._kept) >= max(8, KEPT_NUMBERS // size):
+            while len(self._kept) >= max(KEPT_POSITIONS, KEPT_NUMBERS // size):
                 del self._kept[min(self._kept, key=lambda kept: kept[0])]  # text by now
             self._kept[key] = found
         return found

@@ -60,6 +60,7 @@ def generate_command(
                 "text": output.text,
                 "token_ids": output.token_ids,
                 "finish_reason": output.finish_reason,
+                "seed": output.seed,
                 "stats": output.stats.as_dict(),
             }
     if as_json:
@@ -69,7 +70,7 @@ def generate_command(
     elif explain:
         _print_prompt(text)
         print_explained(screen(), output, llm.tokenizer)
-        _print_stats(output.stats)
+        _print_stats(output.stats, output.seed)
     else:
         _stream(llm, text, options)
 
@@ -137,22 +138,23 @@ def _stream(llm: Llm, text: str, options: dict[str, Any]) -> None:
     pieces = llm.stream(text, **options)
     first = next(pieces)  # a bad prompt is an error before anything is printed
     _print_prompt(text)
-    stats = first.stats
+    stats, seed = first.stats, first.seed
     sys.stdout.write(first.text)
     try:
         for piece in pieces:
             sys.stdout.write(piece.text)
             sys.stdout.flush()
-            stats = piece.stats or stats
+            stats, seed = piece.stats or stats, piece.seed
     finally:  # an interrupted line is ended too
         sys.stdout.write("\n")
         sys.stdout.flush()
     if stats is not None:
-        _print_stats(stats)
+        _print_stats(stats, seed)
 
 
-def _print_stats(stats: SpecStats) -> None:
-    screen(stderr=True).print(stats_line(stats), style="dim", soft_wrap=True)
+def _print_stats(stats: SpecStats, seed: int | None) -> None:
+    line = stats_line(stats) + (f", seed {seed}" if seed is not None else "")
+    screen(stderr=True).print(line, style="dim", soft_wrap=True)
 
 
 def stats_line(stats: SpecStats) -> str:

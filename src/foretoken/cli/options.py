@@ -86,9 +86,12 @@ class Common:
         """
         self.check()
         from foretoken.llm import load
+        from foretoken.noise import check_seed
         from foretoken.sampling import SamplingParams
 
         SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
+        if self.seed is not None:
+            check_seed(self.seed)
         chosen = drafter or self.drafter
         llm = load(
             self.target,
