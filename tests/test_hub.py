@@ -218,8 +218,9 @@ def test_seeds(model: Any) -> None:
 
 
 def test_rows_of_one_prompt_are_different_samples(model: Any) -> None:
+    # Of a twelfth of the seeds the text ends at once: none of these four.
     out = model.generate(
-        ONE, do_sample=True, num_return_sequences=4, max_new_tokens=12, custom_generate=ft.custom_generate, seed=5
+        ONE, do_sample=True, num_return_sequences=4, max_new_tokens=12, custom_generate=ft.custom_generate, seed=50
     )
     assert len({tuple(row) for row in out.tolist()}) == 4
 

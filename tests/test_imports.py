@@ -14,16 +14,17 @@ import foretoken
 ROOT = Path(foretoken.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-LAWS = {"types", "sampling"}
+LAWS = {"noise", "types", "sampling"}
 AXES = {*LAWS, "registry", "trees", "verifiers", "models", "drafters", "controllers"}
 LIBRARY = {*AXES, "engine", "loading", "llm", "hub", "analysis", "training", "formats", "bench", "config"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": LIBRARY,
-    "types": set(),
+    "noise": set(),
+    "types": {"noise"},
     "registry": set(),
     "config": {"registry"},
-    "sampling": {"types"},
+    "sampling": {"noise", "types"},
     "trees": LAWS,
     "verifiers": {*LAWS, "trees", "registry"},
     "models": {*LAWS, "trees"},

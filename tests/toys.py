@@ -226,10 +226,15 @@ def sampled_p_value(
     length: int,
     per_mode: int,
 ) -> float:
-    """Draw ``per_mode`` outputs of every mode, all in one queue, and compare them with their exact laws."""
+    """Draw ``per_mode`` outputs of every mode, all in one queue, and compare them with their exact laws.
+
+    The requests have no seeds of their own, so that the engine serves them as it serves whoever gives none.
+    """
     keys = [mode for _ in range(per_mode * SCALE) for mode in modes]
-    requests = [Request(prompt, modes[mode], length, seed=i) for i, mode in enumerate(keys)]
+    requests = [Request(prompt, modes[mode], length) for mode in keys]
     samples: dict[str, list[list[int]]] = {mode: [] for mode in modes}
-    for mode, tokens in zip(keys, outputs(engine, requests), strict=True):
-        samples[mode].append(tokens)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for mode, tokens in zip(keys, outputs(engine, requests), strict=True):
+            samples[mode].append(tokens)
     return p_value(samples, laws, length)

@@ -7,45 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import binom, chi2, ncx2
+from parity_toys import PROMPTS, SURE, Planted, found, models, parity
+from scipy.stats import chi2, ncx2
 from torch import Tensor
 
-from foretoken.bench.difference import first_difference
 from foretoken.bench.law import noncentral_tail, smallest_seen
 from foretoken.bench.parity import run_parity
-from foretoken.bench.parity_checks import binomial_tail, keeps_seeds
-from foretoken.bench.parity_report import MODES, Report, Settings
-from foretoken.drafters.base import Drafter
+from foretoken.bench.parity_report import MODES, Settings
 from foretoken.drafters.model import ModelDrafter
-from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.engine.stopping import Stopper
-from foretoken.llm import Llm, load
-from foretoken.models.base import LanguageModel, SequenceState
-from foretoken.models.table import TableModel
-from foretoken.sampling import SamplingParams
+from foretoken.models.base import SequenceState
 from foretoken.types import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, draw
-from toys import MarkovTable, llamas, next_logits, tables
-
-PROMPTS = [[0, 1, 2, 3, 0, 1], [2], [3, 3, 1]]
-SURE = 1e-6
-"""False-alarm rate of these tests: unseeded samples differ from run to run."""
-
-
-def models(**more: Any) -> tuple[MarkovTable, MarkovTable]:
-    """A target and a draft model that is mostly something else, so that errors weigh much."""
-    return tables(closeness=0.1, seed=3, **more)
-
-
-def parity(drafter: Drafter, target: LanguageModel | None = None, **more: Any) -> Report:
-    settings = {"max_new_tokens": 12, "samples": 600, "false_alarm": SURE, "controller": "constant", **more}
-    return run_parity(target or models()[0], None, [drafter], PROMPTS, Settings(**settings))
-
-
-def found(report: Report) -> dict[str, int]:
-    """Differences by mode."""
-    return {check.mode: check.differences for check in report.checks}
-
+from toys import MarkovTable, llamas, tables
 
 # -- what is right passes --------------------------------------------------------------------------------------------
 
@@ -56,8 +30,7 @@ def test_a_right_drafter_passes_every_check(controller: str) -> None:
     report = parity(ModelDrafter(draft, k=3), target, controller=controller)
     assert report.passed
     modes = [check.mode for check in report.checks]
-    # goodput looks at the clock: no seed is meant to hold under it.
-    assert modes == ["greedy", "batch", "stop", "sampled", *(["seed"] if controller != "goodput" else [])]
+    assert modes == ["greedy", "batch", "stop", "sampled", "seed"]
     assert controller == "goodput" or all(check.drafted for check in report.checks)
 
 
@@ -94,39 +67,6 @@ def test_auto_is_what_load_takes() -> None:
 # -- planted errors in drafters and rules ----------------------------------------------------------------------------
 
 
-class Planted(Drafter):
-    """A chain of draws in its plainest form."""
-
-    name = "model"
-    max_depth = 3
-
-    def __init__(self) -> None:
-        self.model = models()[1]
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.IID
-
-    def choose(self, law: Tensor, rng: Rng) -> int:
-        return draw(law, rng.uniform())
-
-    def keeps(self, law: Tensor, token: int) -> bool:
-        return True
-
-    def propose(self, context: Context, budget: Budget) -> TokenTree:
-        drafts: list[int] = []
-        laws: list[Tensor] = []
-        for _ in range(min(self.max_depth, budget.max_depth)):
-            prefix = [*context.tokens, *drafts]
-            laws.append(context.maker.law(next_logits(self.model, prefix), prefix))
-            token = self.choose(laws[-1], context.rng)
-            if not self.keeps(laws[-1], token):
-                laws.pop()
-                break
-            drafts.append(token)
-        return TokenTree.chain(context.root, drafts, torch.stack(laws) if laws else None)
-
-
 class WrongLawRecorded(Planted):
     def choose(self, law: Tensor, rng: Rng) -> int:
         return draw(law**2, rng.uniform())
@@ -135,13 +75,6 @@ class WrongLawRecorded(Planted):
 class DropsUnlikely(Planted):
     def keeps(self, law: Tensor, token: int) -> bool:
         return float(law[token]) >= 0.3
-
-
-class DrawsWithoutSeed(Planted):
-    """Right in law, but its draws come from elsewhere."""
-
-    def choose(self, law: Tensor, rng: Rng) -> int:
-        return draw(law, Rng().uniform())
 
 
 class BreaksOff(Planted):
@@ -167,12 +100,6 @@ def test_wrong_drafters_are_caught_by_the_law_alone(drafter: type[Planted]) -> N
     report = parity(drafter())
     assert {mode for mode, count in found(report).items() if count} == {"sampled"}
     assert report.differs and not report.passed
-
-
-def test_a_drafter_that_ignores_the_seed_is_caught_by_the_seeds_alone() -> None:
-    report = parity(DrawsWithoutSeed())
-    assert {mode for mode, count in found(report).items() if count} == {"seed"}
-    assert "rounding" in report.checks[-1].notes[0]
 
 
 def test_a_rule_that_accepts_all_is_caught_everywhere() -> None:
@@ -256,30 +183,6 @@ def test_an_output_that_goes_on_behind_its_end_is_caught(monkeypatch: pytest.Mon
     assert found(parity(ModelDrafter(draft, k=3), target, modes=["stop"]))["stop"] > 0
 
 
-# -- seeds -----------------------------------------------------------------------------------------------------------
-
-
-def test_whose_seeds_hold() -> None:
-    target, draft = models()
-
-    def llm(drafter: Drafter | None, controller: str = "auto", verifier: str = "auto") -> Llm:
-        return load(target, drafter, verifier, controller)
-
-    assert keeps_seeds(llm(ModelDrafter(draft)))
-    assert not keeps_seeds(llm(ModelDrafter(draft), "goodput"))
-    assert not keeps_seeds(llm(ModelDrafter(draft), "bandit"))
-    assert keeps_seeds(llm(ModelDrafter(draft), "bandit,c=0.1,share=false"))
-    assert keeps_seeds(llm(SuffixDrafter(share=True))) and not keeps_seeds(
-        llm(SuffixDrafter(share=True), verifier="point")
-    )
-    assert not keeps_seeds(llm(None))
-
-
-@pytest.mark.parametrize(("least", "trials", "chance"), [(0, 5, 0.1), (2, 40, 1e-3), (7, 30, 0.04)])
-def test_binomial_tail_is_scipys(least: int, trials: int, chance: float) -> None:
-    assert binomial_tail(least, trials, chance) == pytest.approx(binom.sf(least - 1, trials, chance), rel=1e-9)
-
-
 # -- what the law test would see -------------------------------------------------------------------------------------
 
 
@@ -313,21 +216,6 @@ def test_the_report_says_what_it_sees_and_json_does_not() -> None:
     assert "sees" not in checks[0].public() and "notes" not in checks[0].public()
 
 
-# -- ties with penalties ---------------------------------------------------------------------------------------------
-
-
-def test_the_gap_is_one_of_penalised_logits() -> None:
-    """Logits 4 and 2: token 0 was in the prompt, so a penalty of 2 makes them equal."""
-    target = TableModel(lambda _: torch.softmax(torch.tensor([4.0, 2.0, -5.0], dtype=torch.float64), -1), 3)
-    logits = target.law([0]).log()
-    raw = first_difference(target, [0], [0], [1])
-    assert raw is not None and raw.logit_gap == pytest.approx(2.0)
-    penalty = 0.5 if float(logits[0]) < 0 else 2.0
-    params = SamplingParams(repetition_penalty=float(logits[1] / logits[0]) if penalty < 1 else penalty)
-    tied = first_difference(target, [0], [0], [1], params)
-    assert tied is not None and tied.is_tie and tied.logit_gap == pytest.approx(0.0, abs=1e-9)
-
-
 # -- bad settings ----------------------------------------------------------------------------------------------------
 
 
@@ -339,6 +227,7 @@ def test_the_gap_is_one_of_penalised_logits() -> None:
         ({"false_alarm": 1.5}, "--false-alarm"),
         ({"modes": ["greedy", "nosuch"]}, "nosuch"),
         ({"sampling": {"top_p": 2.0}}, "top_p"),
+        ({"seed": -1}, "a seed must be"),
     ],
 )
 def test_bad_settings(wrong: dict[str, Any], word: str) -> None:

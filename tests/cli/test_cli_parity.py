@@ -24,7 +24,7 @@ FIELDS = {"drafter", "verifier", "mode", "prompts", "identical", "ties", "differ
 
 
 def parity(run: Any, target: str, *more: str) -> Any:
-    # Unseeded samples differ from run to run: no false alarms here.
+    # No false alarms here, whatever is drawn.
     sure = ("--false-alarm", "1e-6")
     return run("parity", "--target", target, "--max-new-tokens", "12", "--samples", "64", *sure, *more)
 
@@ -50,6 +50,9 @@ def test_all_that_fit_pass_and_the_json_is_the_contract(run: Any, target: str, t
         assert (check["p_value"] is None) == (check["mode"] != "sampled")
         if check["mode"] != "sampled":
             assert check["identical"] + check["ties"] == check["prompts"]
+        if check["mode"] == "seed":  # two prompts: each alone, then both twice in a batch
+            assert (check["verifier"], check["prompts"]) == ("coupled", 6)
+    assert modes["seed"] == modes["greedy"]
 
 
 def test_the_chosen_drafters_are_checked(run: Any, target: str, draft: str, tmp_path: Path) -> None:
@@ -88,7 +91,36 @@ def test_a_planted_error_fails(run: Any, target: str, draft: str, monkeypatch: p
 
     monkeypatch.setattr(ModelDrafter, "_finished", wrong)
     failed = parity(run, target, *arguments)
-    assert failed.code == 1 and "the sampled law differs" in failed.out
+    assert failed.code == 1 and "the sampled distribution differs" in failed.out
+
+
+def test_a_planted_error_of_seeded_text_fails(
+    run: Any, target: str, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft that turns the noise round which the target is about to use."""
+    arguments = ("--drafter", f"model:{draft},k=3", "--mode", "seed", "--mode", "greedy", "--temperature", "0.8")
+    assert parity(run, target, *arguments).code == 0
+    finished = ModelDrafter._finished
+
+    def wrong(self: ModelDrafter, tree: Any) -> TokenTree:
+        for numbers in tree.maker.noise._kept.values() if tree.maker.noise else ():
+            numbers.neg_()
+        return finished(self, tree)
+
+    monkeypatch.setattr(ModelDrafter, "_finished", wrong)
+    failed = parity(run, target, *arguments)
+    assert failed.code == 1
+    assert "with seed 0, alone, differs from token" in failed.out and "a real difference" in failed.out
+    checks = {check["mode"]: check for check in parity(run, target, "--json", *arguments).json["checks"]}
+    assert checks["seed"]["differences"] and not checks["greedy"]["differences"]
+    # A rule with coins of its own has no use for the noise.
+    assert parity(run, target, *arguments, "--verifier", "block").code == 0
+
+
+def test_the_table_keeps_its_columns_on_a_narrow_screen(run: Any, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    out = parity(run, target, "--drafter", "ngram").out
+    assert all(word in out for word in ("drafter", "verifier", "identical", "p-value", "sees", " ngram "))
 
 
 def test_what_was_checked_before_ctrl_c_is_printed(run: Any, target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,8 +251,8 @@ def test_verifiers_are_right_for_all_that_members_propose() -> None:
     iid = EnsembleDrafter([ModelDrafter(draft, k=2), NgramDrafter()])
     wor = EnsembleDrafter([ModelDrafter(draft, tree="2x1"), ModelDrafter(draft, k=2)])
     for group, right in (
-        (iid, ["match", "multi_round", "traversal"]),
-        (wor, ["match", "without_replacement", "traversal"]),
+        (iid, ["match", "coupled", "multi_round", "traversal"]),
+        (wor, ["match", "coupled", "without_replacement", "traversal"]),
     ):
         for row in registry.rows("verifier"):
             if not row.lossless or row.name == "greedy":

@@ -260,8 +260,10 @@ def test_the_callers_stop_still_counts() -> None:
 class ArgmaxWithSoftLaw(LayerSkipDrafter):
     """The published code's mistake: the likeliest token is drafted, and said to be drawn from the soft law."""
 
-    def _choose(self, tree: _Growing, ranking: Tensor, law: Tensor, width: int) -> list[int]:
-        return [int(law.argmax())]
+    def _candidates(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
+        law, _ = super()._candidates(tree, logits, parent, width)
+        assert law is not None
+        return law, [int(law.argmax())]
 
 
 @pytest.mark.parametrize("kind", [LayerSkipDrafter, ArgmaxWithSoftLaw])

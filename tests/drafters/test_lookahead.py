@@ -22,6 +22,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.masks import ancestor_matrix
 from foretoken.models.table import TableModel
+from foretoken.noise import Noise
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.trees.operations import first_nodes
 from foretoken.types import Budget, Context, Rng, Scores, TokenTree
@@ -299,11 +300,11 @@ def test_sampled_law(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("rule", right_verifiers(LookaheadDrafter().kind, is_tree=True, greedy=False))
 def test_probes_change_no_verdict(rule: str) -> None:
-    """The same coins decide the same with and without the window, and no probe is ever accepted."""
+    """The same coins, or the same noise, decide the same with and without the window; no probe is ever accepted."""
     target, prompt = a_target(4), [1, 3, 2]
-    maker = Sampler(SamplingParams(temperature=1.0))
+    params = SamplingParams(temperature=1.0)
     drafter = LookaheadDrafter(w=3, n=3, g=4)
-    context = Context(1, prompt, 3, maker, Rng(0))
+    context = Context(1, prompt, 3, Sampler(params), Rng(0))
     drafter.start(context)
     state: _Lookahead = context.state[drafter]
     state.rows = [[0, 1], [1, 2, 3]]
@@ -316,6 +317,7 @@ def test_probes_change_no_verdict(rule: str) -> None:
     accepted = 0
     for seed in range(200):
         verdicts = []
+        maker = Sampler(params, 3, Noise(seed) if verifier.races else None)
         for each in (tree, bare):
             laws = [target.law(prompt + [each.tokens[i] for i in each.path(node)[1:]]) for node in range(len(each))]
             scores = Scores(torch.stack(laws).log(), each, prompt, maker)

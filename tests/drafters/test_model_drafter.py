@@ -295,15 +295,18 @@ def test_a_richer_stop_sees_law_and_probability() -> None:
     assert all(size == 4 and 0 < chance < 1 for size, chance in seen)
 
 
-def test_the_confidence_controller_shortens_drafts() -> None:
+@pytest.mark.parametrize("seeded", [True, False], ids=["seeded", "unseeded"])
+def test_the_confidence_controller_shortens_drafts(seeded: bool) -> None:
     target, draft = tables()
-    request = Request(PROMPT, T1, 60, seed=0)
-    constant = serve(engine(target, ModelDrafter(draft, k=6)), [request])[0].stats
-    confident = serve(engine(target, ModelDrafter(draft, k=6), controller=ConfidenceController(0.4)), [request])[
-        0
-    ].stats
-    assert confident.num_draft_tokens / confident.num_drafts < constant.num_draft_tokens / constant.num_drafts
-    assert confident.acceptance_rate > constant.acceptance_rate
+    torch.manual_seed(0)
+    requests = [Request(PROMPT, T1, 60, seed=i if seeded else None) for i in range(20)]
+    lengths, rates = [], []
+    for controller in (None, ConfidenceController(0.4)):
+        stats = [run.stats for run in serve(engine(target, ModelDrafter(draft, k=6), controller=controller), requests)]
+        drafts = sum(each.num_draft_tokens for each in stats)
+        lengths.append(drafts / sum(each.num_drafts for each in stats))
+        rates.append(sum(each.num_accepted_tokens for each in stats) / drafts)
+    assert lengths[1] < lengths[0] and rates[1] > rates[0]
 
 
 # -- its own cache ---------------------------------------------------------------------------------------------------

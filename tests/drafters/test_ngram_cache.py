@@ -23,6 +23,7 @@ from foretoken.drafters.ngram_counts import CountTable, NgramCache, key_of
 from foretoken.engine.request import Request
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Rng
+from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.match import MatchVerifier
 from toys import FALSE_ALARM, engine, joint_law, llamas, outputs, sampled_p_value, tables
 
@@ -247,10 +248,12 @@ def test_sampled_law_with_a_shared_cache() -> None:
     assert sampled_p_value(speculative, modes, laws, prompt, 3, 400) > FALSE_ALARM
 
 
-def test_a_seed_fixes_the_output_with_match_whatever_was_shared() -> None:
+@pytest.mark.parametrize("rule", [None, MatchVerifier()], ids=["auto", "match"])
+def test_a_seed_fixes_the_output_whatever_was_shared(rule: Verifier | None) -> None:
     target, _ = tables()
     requests = [Request([0, 1, 2, 0, 1], SamplingParams(temperature=1.0), 12, seed=seed) for seed in range(6)]
-    plain = outputs(engine(target), requests)
+    plain = outputs(engine(target, verifier=rule), requests)
     for size in (1, 4):
-        speculative = engine(target, NgramCacheDrafter(k=3), MatchVerifier(), max_batch=size)
+        speculative = engine(target, NgramCacheDrafter(k=3), rule, max_batch=size)
         assert outputs(speculative, requests) == plain
+        assert outputs(speculative, requests[::-1]) == plain[::-1]  # by now it has learnt these texts

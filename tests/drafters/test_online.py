@@ -30,9 +30,9 @@ from foretoken.sampling import SamplingParams
 from foretoken.training.divergences import divergence
 from foretoken.training.lessons import Lesson, Mistake, stored_law
 from foretoken.training.online import LearnConfig, Learner
-from foretoken.types import Kind, Scores, TokenTree, Verdict
-from foretoken.verifiers.match import MatchVerifier
-from foretoken.verifiers.pairing import auto_verifier, inner_rule
+from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.verifiers.block import BlockVerifier
+from foretoken.verifiers.pairing import inner_rule
 from toys import MarkovTable, engine, llama, llamas, next_logits, outputs, serve, tables
 
 T1 = SamplingParams(temperature=1.0)
@@ -273,7 +273,7 @@ def test_the_law_of_a_draft_is_that_of_the_weights_it_was_drawn_with(monkeypatch
 
     monkeypatch.setattr(OnlineDrafter, "observe", checked)
     requests = [Request(prompt, T1, 8 + 8 * i, seed=i) for i, prompt in enumerate(PROMPTS)]
-    serve(engine(target, drafter, max_batch=4), requests)
+    serve(engine(target, drafter, BlockVerifier(), max_batch=4), requests)
     assert len(set(changed)) >= 3  # updates fell between rounds of running requests
 
 
@@ -413,12 +413,11 @@ def test_old_requests_fall_out() -> None:
 # -- seeds and verifiers ---------------------------------------------------------------------------------------------
 
 
-def test_with_point_drafts_a_seed_fixes_the_output_whatever_was_learnt() -> None:
+@pytest.mark.parametrize("draw", ["greedy", "iid"])
+def test_a_seed_fixes_the_output_whatever_was_learnt(draw: str) -> None:
     target, draft = llamas()
-    rule = auto_verifier(Kind.POINT, False, False, shared=True)
-    assert isinstance(rule, MatchVerifier)
     request = Request(PROMPTS[0], T1, 30, seed=7)
-    learning = OnlineDrafter(draft, k=3, draw="greedy", target=target, every=1, lr=1e-2, budget=1.0)
+    learning = OnlineDrafter(draft, k=3, draw=draw, target=target, every=1, lr=1e-2, budget=1.0)
     speculative = engine(target, learning)
     found = {tuple(outputs(speculative, [request])[0]) for _ in range(6)}
     assert learning.shares_state and learning.report()["updates"] == 6

@@ -275,8 +275,8 @@ def test_verifiers_are_right_for_every_member() -> None:
     mixed = RouterDrafter([ModelDrafter(draft, k=2), ModelDrafter(draft, tree="2x1"), NgramDrafter()])
     assert (mixed.kind, mixed.draws_trees) == (Kind.WITHOUT_REPLACEMENT, True)
     for router, right in (
-        (chains, ["match", "rejection", "block", "multi_round", "without_replacement", "traversal"]),
-        (mixed, ["match", "without_replacement", "traversal"]),
+        (chains, ["match", "rejection", "block", "coupled", "multi_round", "without_replacement", "traversal"]),
+        (mixed, ["match", "coupled", "without_replacement", "traversal"]),
     ):
         for row in registry.rows("verifier"):
             if not row.lossless or row.name == "greedy":

@@ -145,8 +145,9 @@ def test_drafts_that_the_target_never_says(options: dict[str, Any]) -> None:
     modes = {"T=1": T1}
     laws = {"T=1": joint_law(target, T1, [1, 3], 3)}
     assert sampled_p_value(engine(target, drafter), modes, laws, [1, 3], 3, 400) > FALSE_ALARM
-    (run,) = serve(engine(target, drafter), [Request([1, 3], T1, 20, seed=0)])
-    assert (run.stats.num_accepted_tokens, run.stats.num_drafts) == (0, 20)
+    for seed in (None, 0):
+        (run,) = serve(engine(target, drafter), [Request([1, 3], T1, 20, seed=seed)])
+        assert (run.stats.num_accepted_tokens, run.stats.num_drafts) == (0, 20)
 
 
 def test_a_draft_model_without_a_common_continuation() -> None:

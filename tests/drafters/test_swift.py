@@ -17,7 +17,6 @@ from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
 from foretoken.types import Budget, Kind, TokenTree
-from foretoken.verifiers.match import MatchVerifier
 from models.checkpoints import new_model, prompt_of
 from toys import FALSE_ALARM, engine, joint_law, llamas, outputs, sampled_p_value, serve, tables
 
@@ -224,13 +223,14 @@ def test_the_chain_comes_before_siblings() -> None:
 
 
 def test_a_seed_fixes_the_output_whatever_was_written_before() -> None:
+    """With a shared search, too: the set of skipped layers decides what is drafted, not what is written."""
     target = model()
     requests = [Request(prompt_of(6, seed=i), T1, 24, seed=i, ignore_eos=True) for i in range(3)]
     drafter = SwiftDrafter(target, window=4)
     assert drafter.shares_state
     first = outputs(engine(target, drafter), requests)
     assert drafter._shared.measured > 3
-    assert outputs(engine(target, drafter), requests[::-1]) == first[::-1]
+    assert outputs(engine(target, drafter), requests[::-1]) == first[::-1] == outputs(engine(target), requests[::-1])
 
 
 def test_the_law_with_a_shared_search() -> None:
@@ -240,7 +240,6 @@ def test_the_law_with_a_shared_search() -> None:
     drafter = SwiftDrafter(target, k=3, threshold=0.3, keep=0, window=2)
     speculative = engine(target, drafter, max_batch=4)
     assert sampled_p_value(speculative, {"T=1": T1}, laws, prompt, tokens, 500) > FALSE_ALARM
-    assert isinstance(next(v for v in speculative._automatic.values()), MatchVerifier)
     assert drafter._shared.measured > 20
 
 

@@ -105,14 +105,17 @@ def test_the_greedy_rule_refuses_sampled_requests_when_they_come() -> None:
     assert len(outputs(greedy, [Request(PROMPT, max_new_tokens=5)])[0]) == 5
 
 
+MATCH = registry.make("verifier", "match")
+
+
 def test_any_lossless_rule_serves_plain_decoding_and_empty_drafts() -> None:
     target, draft = tables()
     requests = [Request(PROMPT, T1, 6, seed=seed) for seed in range(3)]
-    plain = outputs(engine(target), requests)
+    plain = {races: outputs(engine(target, verifier=rule), requests) for races, rule in ((True, None), (False, MATCH))}
     for row in registry.rows("verifier"):
         if row.lossless and row.name != "greedy":
             rule = registry.make("verifier", row.name)
-            assert outputs(engine(target, verifier=rule), requests) == plain
+            assert outputs(engine(target, verifier=rule), requests) == plain[rule.races]
             if not rule.chains_only and Kind.IID in rule.kinds:
                 empty = engine(target, ModelDrafter(draft, tree="2x2", draw="iid"), rule)
                 assert len(outputs(empty, [Request(PROMPT, T1, 1, seed=0)])[0]) == 1
@@ -294,6 +297,7 @@ PLACES: list[tuple[type[Any], str]] = [
     (TableModel, "forward"),
     (TableModel, "commit"),
     (Scores, "p"),
+    (Scores, "choice"),
     (ConstantController, "budget"),
 ]
 
@@ -305,7 +309,9 @@ def test_an_interrupt_leaves_the_engine_usable(
 ) -> None:
     """Wherever it strikes: requests go on as if nothing had happened, or are gone; new ones are served."""
     target, draft = tables()
-    build = lambda: engine(target, ModelDrafter(draft, tree="2x2"), max_batch=3)  # noqa: E731
+    coupled = place != (Scores, "p")  # coupled requests make no distributions
+    rule = None if coupled else registry.make("verifier", "traversal")
+    build = lambda: engine(target, ModelDrafter(draft, tree="2x2"), rule, max_batch=3)  # noqa: E731
     requests = [Request(PROMPT, T1, 14 + i, seed=i) for i in range(4)]
     alone = outputs(build(), requests)
     struck = build()
@@ -326,8 +332,10 @@ def test_an_interrupt_leaves_the_engine_usable(
             done |= {run.id: run.output for run, emission in gained if emission.finish_reason is not None}
     assert interrupts == 1
     assert set(done) <= set(ids)
-    # What goes on has lost the uniforms of the broken round, no more: it is complete and of the right length.
+    # What goes on has lost the uniforms of the broken round, no more: it is complete and of the right length.  A text
+    # that its seed fixes has lost nothing.
     assert all(len(done[i]) == requests[ids.index(i)].max_new_tokens for i in done)
+    assert not coupled or all(done[i] == alone[ids.index(i)] for i in done)
     assert outputs(struck, requests) == alone
 
 
@@ -339,7 +347,7 @@ def test_greedy_requests_survive_an_interrupt_unchanged(monkeypatch: pytest.Monk
     ids = [struck.add(request) for request in requests]
     struck.step()
     with monkeypatch.context() as patch:
-        patch.setattr(Scores, "argmax", fused(Scores.argmax, Fuse(2)))
+        patch.setattr(Scores, "choice", fused(Scores.choice, Fuse(2)))
         with pytest.raises(KeyboardInterrupt):
             struck.step()
     done = {}

@@ -371,7 +371,23 @@ CASES: dict[str, list[Case]] = {
             "cost-aware": "cost_aware,node_cost=0.05,step_cost=0.02",
         }.items()
     ]
-    + [Case("drawn", lambda target, draft: feature_drafter(EagleDrafter, EagleNet, EagleConfig, target), network=True)],
+    + [
+        Case(
+            f"race-{grow.partition(',')[0]}",
+            lambda target, draft, g=grow: feature_drafter(  # type: ignore[misc]
+                EagleDrafter, EagleNet, EagleConfig, target, grow=g
+            ),
+            network=True,
+        )
+        for grow in ("eagle2", "opt_tree,threshold=0.1", "cost_aware,node_cost=0.05,step_cost=0.02")
+    ]
+    + [
+        Case(
+            "drawn",
+            lambda target, draft: feature_drafter(EagleDrafter, EagleNet, EagleConfig, target, width=1),
+            network=True,
+        )
+    ],
     "eagle3": [
         Case("own-head", lambda target, draft: eagle3(target, share_head=False), network=True),
         Case("target-head", lambda target, draft: eagle3(target, share_head=True), network=True),

@@ -25,8 +25,8 @@ AUTO = "auto"
 class Pair:
     """A drafter case and the verifier that follows it (``auto`` lets the engine choose).
 
-    ``seeded`` says whether a seed fixes a sampled output whatever else is served.  When drafts depend on other
-    requests, that takes a rule whose draws do not look at the drafts, and drafts that take no draws themselves.
+    ``seeded`` says whether a seed fixes a sampled output whatever else is served.  Coupled sampling, which ``auto``
+    gives it, always does; with a rule that has draws of its own, drafts must not depend on other requests.
     """
 
     drafter: str
@@ -77,7 +77,7 @@ def pairs(greedy: bool) -> list[Pair]:
 def is_seeded(drafter: Drafter, verifier: str = AUTO) -> bool:
     """Whether a seed fixes a sampled output whatever else is served."""
     points = all(kind is Kind.POINT for kind, _ in drafter.proposals)
-    return not drafter.shares_state or (points and verifier in (AUTO, "match"))
+    return verifier in (AUTO, "coupled") or not drafter.shares_state or (points and verifier == "match")
 
 
 def ban(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -104,4 +104,12 @@ SAMPLED_MODES = {
     "filters": SamplingParams(temperature=0.7, top_k=3, top_p=0.95, min_p=0.1),
     "penalties": SamplingParams(temperature=1.0, **PENALTIES),  # type: ignore[arg-type]
     "processor": SamplingParams(temperature=1.0, processors=(ban,)),
+}
+
+SEEDED_MODES = {
+    **SAMPLED_MODES,
+    "cold": SamplingParams(temperature=0.3),
+    "top-k": SamplingParams(temperature=1.5, top_k=5),
+    "nucleus": SamplingParams(temperature=1.0, top_p=0.8),
+    "bias": SamplingParams(temperature=1.0, logit_bias={3: 2.0, 7: -5.0}),
 }

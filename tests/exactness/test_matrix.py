@@ -55,7 +55,7 @@ def test_the_matrix_covers_every_lossless_verifier() -> None:
 
 def test_only_drafts_that_other_requests_change_are_not_tested_with_seeds() -> None:
     assert {pair.drafter for pair in SAMPLED_PAIRS if not pair.seeded} == {"online"}
-    assert any(pair.drafter == "online" and pair.seeded for pair in AUTO_PAIRS)
+    assert all(pair.seeded for pair in AUTO_PAIRS)
 
 
 # -- greedy ----------------------------------------------------------------------------------------------------------
@@ -155,18 +155,3 @@ def test_the_first_samples_are_the_same_alone(pair: Pair) -> None:
         for size in (4, 1)
     )
     assert together == alone
-
-
-@each([pair for pair in AUTO_PAIRS if pair.seeded])
-def test_networks_sample_the_same_in_any_batch(pair: Pair) -> None:
-    """Ragged prompts, 24 tokens, four modes, a seed each: the batch size changes nothing."""
-    target, draft = llamas()
-    requests = [
-        Request(prompt, params, 24, seed=seed)
-        for seed, (prompt, params) in enumerate(zip(PROMPTS, SAMPLED_MODES.values(), strict=True))
-    ]
-    together, alone = (
-        outputs(engine(target, pair.case.build(target, draft), max_batch=size), requests) for size in (4, 1)
-    )
-    assert together == alone
-    assert len({tuple(tokens) for tokens in together}) == len(requests)

@@ -105,16 +105,28 @@ def outcomes(
 
 
 class LawsAsLogits:
-    """A sampling pipeline for scores whose logits are already laws."""
+    """A sampling pipeline for scores whose logits are already laws.
+
+    Args:
+        fixed: whether these are one-hot, so that every prefix has one token that follows it.
+    """
 
     greedy = False
+    noise = None
+    prompt_length = 0
     context_free = True
     recipe = "as they are"
+
+    def __init__(self, fixed: bool = False) -> None:
+        self.fixed = fixed
 
     def law(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
         return logits
 
     def laws(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+        return logits
+
+    def ranking(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
         return logits
 
 
@@ -141,7 +153,7 @@ class Tables:
     ) -> None:
         self.size = size
         self._seed, self._closeness = seed, closeness
-        self._zeros, self._target_zeros, self._one_hot = zeros, target_zeros, one_hot
+        self._zeros, self._target_zeros, self.one_hot = zeros, target_zeros, one_hot
         self.p: Callable[[tuple[int, ...]], Tensor] = cache(self._p)
         self.q: Callable[[tuple[int, ...]], Tensor] = cache(self._q)
 
@@ -157,7 +169,7 @@ class Tables:
 
     def _p(self, prefix: tuple[int, ...]) -> Tensor:
         law = self._random(0, prefix, self._target_zeros)
-        return torch.nn.functional.one_hot(law.argmax(), self.size).double() if self._one_hot else law
+        return torch.nn.functional.one_hot(law.argmax(), self.size).double() if self.one_hot else law
 
     def _q(self, prefix: tuple[int, ...]) -> Tensor:
         return self._closeness * self.p(prefix) + (1 - self._closeness) * self._random(1, prefix, self._zeros)
@@ -180,7 +192,9 @@ def prefixes(tree: TokenTree) -> list[tuple[int, ...]]:
 
 def scores_of(tree: TokenTree, tables: Tables) -> Scores:
     """The target's view of a tree."""
-    return Scores(torch.stack([tables.p(prefix) for prefix in prefixes(tree)]), tree, (0,), LawsAsLogits())
+    return Scores(
+        torch.stack([tables.p(prefix) for prefix in prefixes(tree)]), tree, (0,), LawsAsLogits(tables.one_hot)
+    )
 
 
 Draw = Callable[[Tensor, int, Coins], list[int]]

@@ -67,11 +67,12 @@ class Drawn(Drafter):
         return TokenTree(tokens, parents, self.kind, torch.stack(laws), law_of)
 
 
-def right_rule(coins: Coins, shared: bool = True) -> Rule:
+def right_rule(coins: Coins) -> Rule:
     """The library's own choice, with these coins."""
 
     def verify(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
-        return auto_verifier(tree.kind, not tree.is_chain, scores.maker.greedy, shared).decide(tree, scores, coins)
+        maker = scores.maker
+        return auto_verifier(tree.kind, not tree.is_chain, maker.greedy, maker.fixed).decide(tree, scores, coins)
 
     return verify
 

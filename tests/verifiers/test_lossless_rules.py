@@ -19,7 +19,8 @@ from foretoken.verifiers.rejection import RejectionVerifier
 
 CHAINS = [(1,), (1, 1), (1, 1, 1)]
 TREES = [(2,), (3,), (2, 1), (2, 2), (3, 1), (1, 2)]
-SAMPLING = [r.name for r in registry.rows("verifier") if r.lossless and r.name != "greedy"]
+SAMPLING = [r.name for r in registry.rows("verifier") if r.lossless and r.name not in ("greedy", "coupled")]
+"""The race of ``coupled`` tosses no coins that could be enumerated: see ``test_coupled.py``."""
 TINY = 1e-12
 
 
@@ -161,9 +162,9 @@ def test_stopping_after_an_unlikely_token_is_right(name: str) -> None:
     assert bias(registry.make("verifier", name).decide, tables, trees, 3) < TINY
 
 
-@pytest.mark.parametrize("name", [*SAMPLING, "greedy"])
+@pytest.mark.parametrize("name", [*SAMPLING, "greedy", "coupled"])
 def test_empty_draft_is_plain_decoding(name: str) -> None:
-    tables = Tables(4, one_hot=name == "greedy")
+    tables = Tables(4, one_hot=name not in SAMPLING)
     tree = TokenTree.root_only(0)
     assert bias(registry.make("verifier", name).decide, tables, [(tree, 1.0)], 0) < TINY
 

@@ -74,23 +74,27 @@ def test_right_verifiers() -> None:
     assert right_verifiers(Kind.POINT, True, False) == [
         "match",
         "point",
+        "coupled",
         "multi_round",
         "without_replacement",
         "traversal",
     ]
-    assert right_verifiers(Kind.WITHOUT_REPLACEMENT, True, False) == ["match", "without_replacement", "traversal"]
-    assert right_verifiers(Kind.IID, True, False) == ["match", "multi_round", "kseq", "traversal"]
+    drawn = right_verifiers(Kind.WITHOUT_REPLACEMENT, True, False)
+    assert drawn == ["match", "coupled", "without_replacement", "traversal"]
+    assert right_verifiers(Kind.IID, True, False) == ["match", "coupled", "multi_round", "kseq", "traversal"]
     assert "greedy" in right_verifiers(Kind.POINT, True, True)
 
 
 @pytest.mark.parametrize("kind", list(Kind))
 @pytest.mark.parametrize("is_tree", [False, True])
-@pytest.mark.parametrize("greedy", [False, True])
-def test_auto_is_always_right(kind: Kind, is_tree: bool, greedy: bool) -> None:
-    verifier = auto_verifier(kind, is_tree, greedy)
+@pytest.mark.parametrize(("greedy", "fixed"), [(True, True), (False, True), (False, False)])
+def test_auto_is_always_right(kind: Kind, is_tree: bool, greedy: bool, fixed: bool) -> None:
+    verifier = auto_verifier(kind, is_tree, greedy, fixed)
     check_pair(kind, is_tree, verifier, "some_drafter", allow_lossy=False, greedy=greedy)
     if greedy:
         assert verifier.name == "greedy"
+    elif fixed:
+        assert verifier.name == "coupled"
     elif kind is Kind.POINT:
         assert verifier.name == "point"
     else:

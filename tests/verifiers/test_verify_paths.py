@@ -7,6 +7,7 @@ import torch
 from enumeration import Tables, grow, scores_of
 
 from foretoken import registry
+from foretoken.noise import Noise
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Kind, Rng, Scores, TokenTree
 from foretoken.verifiers.base import Coins, SiblingLaws, Verifier, draw, draw_by_blocks
@@ -26,8 +27,13 @@ def rule(name: str) -> Verifier:
     return registry.make("verifier", name)  # type: ignore[no-any-return]
 
 
-def random_scores(seed: int, kind: Kind, shape: tuple[int, ...], params: SamplingParams, size: int = 40) -> Scores:
-    """A random target near a random draft model, as a model of float32 logits would give them."""
+def random_scores(
+    seed: int, kind: Kind, shape: tuple[int, ...], params: SamplingParams, size: int = 40, races: bool = False
+) -> Scores:
+    """A random target near a random draft model, as a model of float32 logits would give them.
+
+    The request has noise where the rule ``races``.
+    """
     generator = torch.Generator().manual_seed(seed)
     tables = Tables(size)
     tables.q = lambda prefix: torch.softmax(torch.randn(size, generator=generator), -1)
@@ -38,7 +44,7 @@ def random_scores(seed: int, kind: Kind, shape: tuple[int, ...], params: Samplin
         logits[parents] += 1.5 * tree.q[torch.tensor(tree.law_of[1:])].log()
     else:
         logits[parents, torch.tensor(tree.tokens[1:])] += 3.0
-    return Scores(logits, tree, (0,), Sampler(params, prompt_length=1))
+    return Scores(logits, tree, (0,), Sampler(params, 1, Noise(seed) if races else None))
 
 
 def kinds_of(name: str) -> list[tuple[str, Kind]]:
@@ -53,7 +59,7 @@ def test_verify_equals_the_plain_rule(name: str, kind: Kind, params: SamplingPar
     accepted = 0
     for seed in range(25 if has_twin else 4):
         for shape in ((1, 1, 1, 1),) if verifier.chains_only else ((1, 1, 1, 1), (3, 2)):
-            scores = random_scores(seed, kind, shape, params)
+            scores = random_scores(seed, kind, shape, params, races=verifier.races)
             plain = verifier.decide(scores.tree, scores, Coins(Rng(seed)))
             assert verifier.verify(scores.tree, scores, Rng(seed)) == plain
             accepted += len(plain.path)
@@ -81,7 +87,8 @@ def test_large_vocabularies_make_laws_one_by_one() -> None:
 def test_nothing_is_mutated(name: str, kind: Kind) -> None:
     verifier = rule(name)
     for seed in range(5):
-        scores = random_scores(seed, kind, (1, 1, 1) if verifier.chains_only else (3, 2), PARAMS[0])
+        shape = (1, 1, 1) if verifier.chains_only else (3, 2)
+        scores = random_scores(seed, kind, shape, PARAMS[0], races=verifier.races)
         laws = [scores.p(node) for node in range(len(scores.tree))]
         before = [law.clone() for law in laws]
         q = None if scores.tree.q is None else scores.tree.q.clone()
@@ -136,7 +143,7 @@ def test_bonus_means_that_the_path_reached_a_leaf() -> None:
         for seed in range(20):
             kind = next(kind for kind in Kind if kind in rule(name).kinds)
             shape = (1, 1) if rule(name).chains_only else (2, 1)
-            scores = random_scores(seed, kind, shape, PARAMS[0])
+            scores = random_scores(seed, kind, shape, PARAMS[0], races=rule(name).races)
             verdict = rule(name).verify(scores.tree, scores, Rng(seed))
             last = verdict.path[-1] if verdict.path else 0
             assert verdict.next_is_bonus == (not scores.tree.children[last])
@@ -144,7 +151,7 @@ def test_bonus_means_that_the_path_reached_a_leaf() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in ALL if name not in ("greedy", "typical", "top_k", "distance", "min_block")]
+    "name", [name for name in ALL if name not in ("greedy", "coupled", "typical", "top_k", "distance", "min_block")]
 )
 def test_plain_decoding_uses_one_uniform_per_token(name: str) -> None:
     tree, tables, rng = TokenTree.root_only(0), Tables(5), Rng(3)

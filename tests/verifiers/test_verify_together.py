@@ -27,11 +27,11 @@ MIXED = [
 """Requests that sample alike, and others that do not."""
 
 
-def batch_of(seed: int, kind: Kind, chains: bool, size: int = 40) -> list[Scores]:
-    """Chains, trees where the rule takes them, and requests without a draft."""
+def batch_of(seed: int, kind: Kind, chains: bool, size: int = 40, races: bool = False) -> list[Scores]:
+    """Chains, trees where the rule takes them, and requests without a draft; with noise where the rule ``races``."""
     shapes = cycle([(1, 1, 1), (1,) if chains else (3, 2), (1, 1)])
     found = [
-        random_scores(seed + i, kind, shape, params, size)
+        random_scores(seed + i, kind, shape, params, size, races)
         for i, (params, shape) in enumerate(zip(MIXED, shapes, strict=False))
     ]
     root = TokenTree.root_only(0)
@@ -43,7 +43,7 @@ def test_verdicts_of_a_batch_are_those_of_its_requests(name: str, kind: Kind) ->
     verifier = rule(name)
     accepted = 0
     for seed in range(0, 300, 15):
-        many = batch_of(seed, kind, verifier.chains_only)
+        many = batch_of(seed, kind, verifier.chains_only, races=verifier.races)
         if verifier.greedy_only:
             many = [one for one in many if one.maker.greedy] * 3
         one_by_one = [Scores(one.logits, one.tree, one.prefix, one.maker) for one in many]

@@ -55,7 +55,7 @@ def _speed(cell: Mapping[str, Any]) -> str:
 def _rest(overall: Mapping[str, Any]) -> str:
     length, predicted, same = (overall[name] for name in ("mean_acceptance_length", "predicted_speedup", "identical"))
     shown = ("" if value is None else f"{value:.2f}" for value in (length, predicted))
-    return " | ".join([*shown, "sampled" if same is None else "yes" if same else "no"])
+    return " | ".join([*shown, "not compared" if same is None else "yes" if same else "no"])
 
 
 def _notes(summary: Mapping[str, Any]) -> Iterator[str]:
@@ -63,9 +63,9 @@ def _notes(summary: Mapping[str, Any]) -> Iterator[str]:
         if found["ties"] or found["differences"]:
             total = found["identical"] + found["ties"] + found["differences"]
             yield (
-                f"- `{found['arm']}`, {found['category']}, batch {found['batch']}: {found['identical']} of {total} "
-                f"greedy outputs equal plain decoding's, {found['ties']} differ by a numerical tie, "
-                f"{found['differences']} really"
+                f"- `{found['arm']}`, {found['category']}, temperature {found['temperature']:g}, batch "
+                f"{found['batch']}: {found['identical']} of {total} outputs equal plain decoding's, {found['ties']} "
+                f"differ by a numerical tie, {found['differences']} really"
             )
     for skipped in summary["skipped"]:
         yield f"- left out: {skipped}"

@@ -1,7 +1,8 @@
-"""Where two greedy outputs part, and whether rounding explains it."""
+"""Where two outputs of one request part, and whether rounding explains it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,8 @@ RELATIVE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1
 A forward over 1 row and one over n rows sum in another order.  Through a stack of layers their logits differ by a few
 units in the last place: 2**-8 in bfloat16, 2**-11 in float16, 2**-24 in float32.
 """
+LARGEST_EXPONENT = 700.0
+"""exp of more overflows."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class Difference:
 
     Attributes:
         position: index among the new tokens.
-        logit_gap: how far the less likely of the two tokens is below the best logit there, in the target's own logits;
-            ``None`` when one output simply ends there.
+        logit_gap: how far the less likely of the two tokens is from being the one that follows there, in the target's
+            own logits; ``None`` when one output simply ends there, or has a token that the filters exclude.
         tolerance: the largest gap that counts as a numerical tie.
     """
 
@@ -45,32 +48,85 @@ def first_difference(
     prompt: Sequence[int],
     one: Sequence[int],
     other: Sequence[int],
-    params: SamplingParams | None = None,
+    sampler: Sampler | None = None,
 ) -> Difference | None:
-    """Compare two greedy outputs token by token; ``None`` when they are the same.
+    """Compare two outputs of one request token by token; ``None`` when they are the same.
 
-    The target scores the common prefix once more, one row at the end, as plain decoding does.  ``params`` are the
-    penalties and biases that both outputs were made with: the gap is one between logits that have gone through them.
+    After every prefix one token is right: the one of largest :meth:`~foretoken.sampling.Sampler.ranking`, which is the
+    processed logits of a greedy request, and log p + noise of a seeded one.  The target scores the common prefix once
+    more, one row at the end, as plain decoding does.
+
+    Args:
+        target: the model that both outputs are of.
+        prompt: token ids.
+        one, other: new token ids.
+        sampler: of the request; by default a greedy one without penalties.
+
+    Raises:
+        ValueError: the sampler leaves the next token to chance.
     """
+    sampler = sampler or Sampler(SamplingParams(), len(prompt))
+    if not sampler.fixed:
+        raise ValueError("sampled outputs can be compared token by token only with the noise of their seed")
     if list(one) == list(other):
         return None
     shorter = min(len(one), len(other))
     position = next((i for i in range(shorter) if one[i] != other[i]), shorter)
-    logits = next_logits(target, [*prompt, *one[:position]])
+    prefix = [*prompt, *one[:position]]
+    logits = next_logits(target, prefix)
     tolerance = tie_tolerance(logits)
     if position == shorter:
         return Difference(position, None, tolerance)
-    wide = _processed(logits.double(), [*prompt, *one[:position]], len(prompt), params)
-    gap = float(wide.max() - torch.minimum(wide[one[position]], wide[other[position]]))
-    return Difference(position, gap, tolerance)
+    gap = _logit_gap(sampler, logits.double(), prefix, (one[position], other[position]), tolerance)
+    return Difference(position, gap if math.isfinite(gap) else None, tolerance)
 
 
-def _processed(logits: Tensor, prefix: Sequence[int], prompt_length: int, params: SamplingParams | None) -> Tensor:
-    """Logits [V] after penalties and biases, up to a constant: the logarithm of their law at temperature 1."""
-    if params is None:
-        return logits
-    unfiltered = replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
-    return Sampler(unfiltered, prompt_length).law(logits, prefix).log()
+def _logit_gap(
+    sampler: Sampler, logits: Tensor, prefix: Sequence[int], tokens: tuple[int, int], tolerance: float
+) -> float:
+    """The distance of the further of two tokens to the largest of the ranking, in logits [V].
+
+    Rounding may also move a token over the border of a filter.  So a token is in the race if it may have been kept, and
+    has to beat only those that were kept in any case.
+    """
+    params = sampler.params
+    ranking = _ranking(sampler, replace(params, top_k=0, top_p=1.0, min_p=0.0), logits, prefix)
+    may, must = _kept(sampler, logits, prefix, tolerance)
+    best = ranking.where(must, -math.inf).max()
+    gap = float(best - ranking.where(may, -math.inf)[list(tokens)].min())
+    # log p is the logits over the temperature.
+    return max(0.0, gap) * (1.0 if sampler.greedy else params.temperature)
+
+
+def _ranking(sampler: Sampler, params: SamplingParams, logits: Tensor, prefix: Sequence[int]) -> Tensor:
+    """[V] the ranking after ``prefix`` with other parameters and the same noise."""
+    return Sampler(params, sampler.prompt_length, sampler.noise).ranking(logits[None], [len(prefix)], [prefix])[0]
+
+
+def _kept(sampler: Sampler, logits: Tensor, prefix: Sequence[int], tolerance: float) -> tuple[Tensor, Tensor]:
+    """[V] which tokens the filters may keep, and which they must, if gaps between logits are off by ``tolerance``.
+
+    Every filter keeps the tokens of the largest logits.  How many top-p and min-p keep depends on ratios of
+    probabilities, which are off by a factor; two tokens beside the border may also change places.
+    """
+    params = sampler.params
+    scores = _ranking(sampler, replace(params, temperature=0.0), logits, prefix)
+    if sampler.greedy:
+        return torch.isfinite(scores), torch.isfinite(scores)
+    factor = math.exp(min(tolerance / params.temperature, LARGEST_EXPONENT))
+    most, least = (
+        torch.isfinite(_ranking(sampler, _moved(params, by), logits, prefix)) for by in (factor, 1.0 / factor)
+    )
+    may = scores >= scores[most].min() - tolerance
+    must = least & (scores > scores.where(~least, -math.inf).max() + tolerance)
+    return may, must
+
+
+def _moved(params: SamplingParams, factor: float) -> SamplingParams:
+    """The filters after ratios of probabilities changed by a factor: above 1 they keep more tokens, below 1 fewer."""
+    odds = params.top_p * factor
+    top_p = odds / (1.0 - params.top_p + odds)
+    return replace(params, top_p=max(top_p, math.ulp(0.0)), min_p=min(1.0, params.min_p / factor))
 
 
 @torch.inference_mode()

@@ -1,20 +1,22 @@
 """Parity: speculative against plain decoding on a given target, greedy and sampled.
 
 Greedy outputs are compared token by token with plain decoding through the same loop and with
-``transformers.generate``; the first difference is a numerical tie or a real one.  Sampled outputs are tested against
-the target's exact law, and their seeds must hold.
+``transformers.generate``, sampled ones of a seed with plain decoding of that seed; the first difference is a numerical
+tie or a real one.  Sampled outputs without a seed are tested against the target's exact distribution.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from foretoken.bench.parity_checks import (
     Reference,
     Subject,
+    always_drafting,
     check_batch,
     check_greedy,
     check_seed,
@@ -27,7 +29,6 @@ from foretoken.bench.parity_law import check_sampled
 from foretoken.bench.parity_prompts import read_prompts as read_prompts
 from foretoken.bench.parity_report import MODES, Check, Report
 from foretoken.bench.parity_report import Settings as Settings
-from foretoken.controllers.constant import ConstantController
 from foretoken.drafters.base import Drafter
 from foretoken.llm import Llm, load
 from foretoken.loading import build_drafter, default_drafter
@@ -115,7 +116,13 @@ def _reference(
         found = [transformers_output(target, prompt, settings) for prompt in encoded]
         outside = [output for output in found if output is not None] or None
     stops = stop_cases(plain, encoded, expected, settings) if "stop" in settings.modes else []
-    return Reference(target, encoded, settings, expected, outside, stops), plain
+    reference = Reference(target, encoded, settings, expected, outside, stops)
+    if "seed" in settings.modes:
+        options |= settings.sampling
+        pairs = zip(2 * encoded, reference.seeds, strict=True)
+        seeded = [plain.generate(prompt, seed=seed, **options).token_ids for prompt, seed in pairs]
+        reference = replace(reference, seeded=seeded)
+    return reference, plain
 
 
 def _checked(subject: Subject, mode: str, limit: float) -> Check | None:
@@ -158,17 +165,8 @@ def _fitting(target: LanguageModel, tokenizer: Any, settings: Settings) -> tuple
 def _subject(spec: str | Drafter, reference: Reference, tokenizer: Any) -> Subject:
     settings = reference.settings
     chosen = _llm(spec, reference.target, tokenizer, settings)
-    steady = chosen
     # auto may decide to draft nothing, and then nothing would be checked.
-    if settings.controller == "auto":
-        steady = Llm(
-            reference.target,
-            chosen.drafter,
-            chosen.engine.verifier,
-            ConstantController(),
-            tokenizer,
-            allow_lossy=settings.allow_lossy,
-        )
+    steady = always_drafting(chosen, settings.allow_lossy) if settings.controller == "auto" else chosen
     name = spec if isinstance(spec, str) else spec.spec or spec.name
     return Subject(name, steady, chosen, reference)
 

@@ -1,4 +1,4 @@
-"""The greedy checks of parity, and the one of seeds: outputs that must be the same token by token."""
+"""The checks of parity that compare outputs token by token: greedy ones, and sampled ones of the same seed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,13 @@ import torch
 
 from foretoken.bench.difference import first_difference, next_logits
 from foretoken.bench.parity_report import Check, Settings
+from foretoken.controllers.constant import ConstantController
 from foretoken.llm import Llm, Output
 from foretoken.models.base import LanguageModel
-from foretoken.sampling import SamplingParams
-from foretoken.types import Kind
+from foretoken.noise import SEEDS, Noise
+from foretoken.sampling import Sampler, SamplingParams
+from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.pairing import auto_verifier
-
-SEEDED_TOKENS = 16
-"""Tokens of every output whose seed is checked."""
-MOVED = {torch.float64: 1e-3, torch.float32: 0.05}
-MOVED_IN_HALF = 0.25
-"""Share of sampled tokens that rounding may move when other requests are beside them, by the logits' dtype.
-
-Logits of bfloat16 near 16 are 0.06 apart, which moves every border between two tokens' shares of a law: on the
-built-in target one token in five to ten is another one.  A draft model may be coarser than its target.
-"""
-RARE = 1e-4
-"""More than that share is a difference when chance would do it less often than this."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +47,7 @@ class Reference:
         plain: greedy outputs of plain decoding.
         outside: greedy outputs of ``model.generate``; ``None`` when the target is no Transformers model.
         stops: outputs that end early.
+        seeded: sampled outputs of plain decoding, of every prompt twice, with the seeds of :attr:`seeds`.
     """
 
     target: LanguageModel
@@ -65,6 +56,12 @@ class Reference:
     plain: list[list[int]]
     outside: list[list[int]] | None
     stops: list[StopCase]
+    seeded: Sequence[list[int]] = ()
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds of two sampled outputs per prompt: of every prompt once, then again."""
+        return [(self.settings.seed + i) % SEEDS for i in range(2 * len(self.prompts))]
 
     @property
     def predictions(self) -> list[list[int]]:
@@ -99,17 +96,25 @@ class Subject:
     def check(self, mode: str) -> Check:
         """An empty check of a mode."""
         greedy = mode not in ("sampled", "seed")
-        return Check(self.spec, verifier_name(self.steady, greedy), mode, len(self.reference.prompts))
+        name = verifier_name(self.steady, greedy, seeded=mode == "seed")
+        return Check(self.spec, name, mode, len(self.reference.prompts))
 
 
-def verifier_name(llm: Llm, greedy: bool) -> str:
+def always_drafting(llm: Llm, allow_lossy: bool) -> Llm:
+    """The same with drafts in every round, whatever they cost."""
+    return Llm(
+        llm.target, llm.drafter, llm.engine.verifier, ConstantController(), llm.tokenizer, allow_lossy=allow_lossy
+    )
+
+
+def verifier_name(llm: Llm, greedy: bool, seeded: bool) -> str:
     """The rule that follows the drafter."""
     if llm.engine.verifier is not None:
         return llm.engine.verifier.name
     drafter = llm.drafter
     if drafter is None:
         return "none"
-    return auto_verifier(drafter.kind, drafter.draws_trees, greedy, drafter.shares_state).name
+    return auto_verifier(drafter.kind, drafter.draws_trees, greedy, fixed=seeded).name
 
 
 # -- what everything is compared with --------------------------------------------------------------------------------
@@ -222,82 +227,94 @@ def _compared(subject: Subject, mode: str, expected: Sequence[list[int]], output
 
 def _compare(check: Check, r: Reference, prompt: int, want: list[int], output: Output, options: dict[str, Any]) -> None:
     """Count one greedy output as the same, a tie or different."""
-    check.drafted += output.stats.num_draft_tokens
     params = SamplingParams(**{k: v for k, v in options.items() if k == "logit_bias" or k.endswith("_penalty")})
-    found = first_difference(r.target, r.prompts[prompt], want, output.token_ids, params)
+    _judge(check, r, prompt, want, output, Sampler(params, len(r.prompts[prompt])), f"prompt {prompt}")
+
+
+def _judge(
+    check: Check, r: Reference, prompt: int, want: list[int], output: Output, sampler: Sampler, what: str
+) -> None:
+    """Count one output whose tokens the sampler fixes as the same, a tie or different."""
+    check.drafted += output.stats.num_draft_tokens
+    found = first_difference(r.target, r.prompts[prompt], want, output.token_ids, sampler)
     if found is None:
         check.identical += 1
         return
     check.ties += found.is_tie
     check.differences += not found.is_tie
-    gap = "one output ends there" if found.logit_gap is None else f"logit gap {found.logit_gap:.3g}"
+    ended = found.position == min(len(want), len(output.token_ids))
+    no_gap = "one output ends there" if ended else "one token there is impossible"
+    gap = no_gap if found.logit_gap is None else f"logit gap {found.logit_gap:.3g}"
     kind = "a tie" if found.is_tie else f"a real difference (a tie is at most {found.tolerance:.3g})"
-    check.notes.append(f"prompt {prompt} differs from token {found.position} on: {gap}, {kind}")
+    check.notes.append(f"{what} differs from token {found.position} on: {gap}, {kind}")
 
 
 # -- seeds -----------------------------------------------------------------------------------------------------------
 
 
 def check_seed(subject: Subject) -> Check | None:
-    """Seeded sampled outputs of a batch, of the same batch again, and alone; ``None`` where a seed is not to fix them.
+    """Seeded sampled outputs: plain decoding's with the same seeds, by coupled sampling.
 
-    The same batch computes the same numbers, so its outputs must be the same (unless the drafter learnt meanwhile).
+    A rule that draws with coins of its own, where one was named, gives other outputs.  Of it only the same batch served
+    again is compared; ``None`` for one that is right at temperature 0 only.
     """
+    verifier = subject.chosen.engine.verifier
+    if verifier is None or verifier.races:
+        return _check_coupled(subject)
+    return None if verifier.greedy_only else _check_again(subject, verifier)
+
+
+def _check_coupled(subject: Subject) -> Check:
+    """Every prompt alone with drafts in every round, and all twice in one batch with the controller asked for."""
     r = subject.reference
-    if not keeps_seeds(subject.chosen):
-        return None
     check = subject.check("seed")
-    prompts, guesses = 2 * r.prompts, 2 * r.predictions
-    seeds = [r.settings.seed + i for i in range(len(prompts))]
-    room = min(r.target.context_length - len(prompt) for prompt in prompts)
-    options = {**r.settings.sampling, "max_new_tokens": min(SEEDED_TOKENS, room)}
-    twice = [subject.chosen.generate(prompts, seed=seeds, prediction=guesses, **options) for _ in range(2)]
-    alone = [
-        subject.chosen.generate(prompt, seed=seed, prediction=guess, **options)
-        for prompt, seed, guess in zip(prompts, seeds, guesses, strict=True)
+    count = len(r.prompts)
+    options = _sampled(r)
+    jobs = list(zip(2 * r.prompts, r.seeds, 2 * r.predictions, strict=True))
+    outputs = [
+        subject.steady.generate(ids, seed=seed, prediction=guess, **options) for ids, seed, guess in jobs[:count]
     ]
-    check.prompts = 2 * len(prompts)
-    check.drafted = sum(output.stats.num_draft_tokens for output in twice[0])
-    drafter = subject.chosen.drafter
-    learns = drafter is not None and drafter.shares_state
-    first, again, single = ([output.token_ids for output in outputs] for outputs in (*twice, alone))
-    rate = MOVED.get(_dtype(r), MOVED_IN_HALF)
-    _judge_seeds(check, "the same batch again", first, again, rate if learns else 0.0)
-    _judge_seeds(check, "alone and in a batch", first, single, rate)
+    outputs += subject.chosen.generate(2 * r.prompts, seed=r.seeds, prediction=2 * r.predictions, **options)
+    check.prompts = len(outputs)
+    params = SamplingParams(**r.settings.sampling)
+    for i, output in enumerate(outputs):
+        place, where = (i, "alone") if i < count else (i - count, "in a batch")
+        ids, seed, _ = jobs[place]
+        sampler = Sampler(params, len(ids), Noise(seed))
+        what = f"prompt {place % count} with seed {seed}, {where},"
+        _judge(check, r, place % count, r.seeded[place], output, sampler, what)
     return check
 
 
-def _dtype(r: Reference) -> torch.dtype:
-    return next_logits(r.target, r.prompts[0]).dtype
+def _check_again(subject: Subject, verifier: Verifier) -> Check | None:
+    """A batch and the same batch again: the same computation, so that not even rounding may change a token.
 
-
-def keeps_seeds(llm: Llm) -> bool:
-    """Whether a seed is meant to fix sampled output whatever else is served (see ``shares_state``, ``keeps_seeds``)."""
-    drafter, controller, verifier = llm.drafter, llm.engine.controller, llm.engine.verifier
-    if drafter is None or controller is None or not controller.keeps_seeds:
-        return False
-    points = all(kind is Kind.POINT for kind, _ in drafter.proposals)
-    return not drafter.shares_state or (points and (verifier is None or verifier.name == "match"))
-
-
-def _judge_seeds(check: Check, what: str, ones: list[list[int]], others: list[list[int]], rate: float) -> None:
-    """Outputs may part where rounding moved a draw over a border: far more than ``rate`` a token is a difference."""
-    parted, compared = [], 0
-    for i, (one, other) in enumerate(zip(ones, others, strict=True)):
-        shorter = min(len(one), len(other))
-        place = next((k for k in range(shorter) if one[k] != other[k]), shorter)
-        compared += min(place + 1, shorter)
-        if one == other:
+    ``None`` for a drafter that learns from the first run: its drafts, and so the rule's draws, are others then.
+    """
+    r = subject.reference
+    drafter = subject.chosen.drafter
+    if drafter is None or drafter.shares_state:
+        return None
+    check = subject.check("seed")
+    # A controller that looks at the clock may plan other drafts the second time.
+    llm = always_drafting(subject.chosen, r.settings.allow_lossy)
+    first, again = (
+        llm.generate(2 * r.prompts, seed=r.seeds, prediction=2 * r.predictions, **_sampled(r)) for _ in range(2)
+    )
+    check.prompts = len(again)
+    for i, (one, other) in enumerate(zip(first, again, strict=True)):
+        check.drafted += other.stats.num_draft_tokens
+        if one.token_ids == other.token_ids:
             check.identical += 1
-        else:
-            parted.append(f"seeded output {i} parts at token {place}")
-    real = binomial_tail(len(parted), compared, rate) < RARE
-    check.differences += len(parted) if real else 0
-    check.ties += 0 if real else len(parted)
-    kind = "a real difference: rounding does not do that" if real else "a tie: rounding can move a draw"
-    check.notes += [f"{what}: {text}, {kind}" for text in parted]
+            continue
+        check.differences += 1
+        check.notes.append(
+            f"prompt {i % len(r.prompts)} with seed {r.seeds[i]}: the same batch again gives another text, "
+            f"a real difference ({verifier.name} draws from the seed alone)"
+        )
+    return check
 
 
-def binomial_tail(least: int, trials: int, chance: float) -> float:
-    """Chance of at least ``least`` successes in ``trials`` of ``chance`` each."""
-    return sum(math.comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(least, trials + 1))
+def _sampled(r: Reference) -> dict[str, Any]:
+    """Options of the seeded outputs."""
+    return {**r.settings.sampling, "max_new_tokens": r.settings.max_new_tokens}

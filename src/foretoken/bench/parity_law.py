@@ -1,4 +1,4 @@
-"""The sampled check of parity: do drafted and verified tokens follow the target's own law?"""
+"""The sampled check of parity: do tokens that were drawn without a seed follow the target's own distribution?"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from foretoken.bench.parity_checks import Reference, Subject
 from foretoken.bench.parity_report import Check
 from foretoken.llm import Llm
 from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.noise import SEEDS
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Rng
 
@@ -32,9 +33,9 @@ class Evidence:
     """What is collected of sampled tokens.
 
     Attributes:
-        places: every token's place in its law (see :func:`foretoken.bench.law.uniform_place`).
+        places: every token's place in its distribution (see :func:`foretoken.bench.law.uniform_place`).
         followers: for every beginning (prompt, first tokens) of ``LEAST`` outputs at least, what came next.
-        laws: the target's law [V] after each of these beginnings.
+        laws: the target's distribution [V] after each of these beginnings.
     """
 
     places: list[float] = field(default_factory=list)
@@ -73,49 +74,47 @@ def check_sampled(subject: Subject, limit: float) -> Check | None:
     check.sees = min(smallest_seen(draws, freedom, limit / len(tests)) for _, freedom, draws in tests)
     if check.p_value < limit:
         check.differences = 1
-        check.notes.append(f"the sampled law differs: p = {check.p_value:.2g} (limit {limit:.2g})")
+        check.notes.append(f"the sampled distribution differs: p = {check.p_value:.2g} (limit {limit:.2g})")
     return check
 
 
 def _sample(subject: Subject, check: Check) -> list[list[list[int]]]:
-    """Sampled outputs of every prompt.
+    """Sampled outputs of every prompt, as users get them who give no seed.
 
-    A half with drafts in every round; of the other, with the controller that was asked for, a half without seeds.
+    A half with drafts in every round, the other with the controller that was asked for.
     """
     r = subject.reference
-    count = len(r.prompts)
     outputs: list[list[list[int]]] = [[] for _ in r.prompts]
-    jobs = [(i % count, (i // count) % 4, r.settings.seed + i) for i in range(r.settings.samples)]
-    for group in range(4):
-        llm = subject.steady if group < 2 else subject.chosen
-        mine = [(prompt, None if group == 3 else seed) for prompt, part, seed in jobs if part == group]
-        for start in range(0, len(mine), BATCH):
-            _serve(llm, r, mine[start : start + BATCH], outputs, check)
+    jobs = [divmod(i, len(r.prompts)) for i in range(r.settings.samples)]
+    # A seed would ask for coupled sampling.  Without one a request takes its randomness from torch's own generator on
+    # the CPU, which gets a state of ours meanwhile, so that the same command gives the same report.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(r.settings.seed)
+        for half, llm in enumerate((subject.steady, subject.chosen)):
+            mine = [prompt for turn, prompt in jobs if turn % 2 == half]
+            for start in range(0, len(mine), BATCH):
+                _serve(llm, r, mine[start : start + BATCH], outputs, check)
     return outputs
 
 
-def _serve(
-    llm: Llm, r: Reference, batch: Sequence[tuple[int, int | None]], outputs: list[list[list[int]]], check: Check
-) -> None:
-    """One batch of (prompt, seed); what comes out is added to its prompt's ``outputs``."""
+def _serve(llm: Llm, r: Reference, batch: Sequence[int], outputs: list[list[list[int]]], check: Check) -> None:
+    """One batch of prompts; what comes out is added to its prompt's ``outputs``."""
     room = min(r.target.context_length - len(prompt) for prompt in r.prompts)
-    prompts = [r.prompts[prompt] for prompt, _ in batch]
     made = llm.generate(
-        prompts,
-        seed=[seed for _, seed in batch],
-        prediction=[r.predictions[prompt] for prompt, _ in batch],
+        [r.prompts[prompt] for prompt in batch],
+        prediction=[r.predictions[prompt] for prompt in batch],
         max_new_tokens=min(LAW_TOKENS, room),
         **r.settings.sampling,
     )
-    for (prompt, _), output in zip(batch, made, strict=True):
+    for prompt, output in zip(batch, made, strict=True):
         outputs[prompt].append(output.token_ids)
         check.drafted += output.stats.num_draft_tokens
 
 
 @torch.inference_mode()
 def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
-    """Compare every token with the target's own law after what came before it."""
-    coins = Rng(r.settings.seed + 1_000_003)  # not the stream of any sample
+    """Compare every token with the target's own distribution after what came before it."""
+    coins = Rng((r.settings.seed + 1_000_003) % SEEDS)  # not the stream of any sample
     makers = [Sampler(SamplingParams(**r.settings.sampling), len(prompt)) for prompt in r.prompts]
     begin = Counter((i, tuple(o[:n])) for i, made in enumerate(outputs) for o in made for n in range(len(o)))
     found = Evidence()

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from foretoken.noise import check_seed
 from foretoken.sampling import SamplingParams
 from foretoken.verifiers.base import Verifier
 
 MODES = ("greedy", "transformers", "batch", "stop", "sampled", "seed")
 """The checks in the order in which they run."""
 FALSE_ALARM = 1e-3
-"""Chance that a whole report fails although every law is right (shared by its sampled checks)."""
+"""Chance that a whole report fails although every distribution is right (shared by its sampled checks)."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,10 @@ class Settings:
         target_source: what the target was loaded from (decides what a drafter without a path means).
         verifier, controller, profile, device, allow_lossy: as in :func:`foretoken.llm.load`.
         max_new_tokens: length of greedy outputs.
-        sampling: temperature, top_k, top_p, min_p of the law test; a repetition_penalty holds for greedy outputs too.
-        samples: sampled outputs per drafter; 0 leaves the test out.
-        false_alarm: chance that the report fails although every law is right.
-        seed: of the first sample; the others count up.
+        sampling: temperature, top_k, top_p, min_p of sampled outputs; a repetition_penalty holds for greedy ones too.
+        samples: outputs per drafter for the test of the distribution; 0 leaves it out.
+        false_alarm: chance that the report fails although every distribution is right.
+        seed: of the first seeded output, the others count up; it fixes what is drawn without a seed too.
         modes: which of :data:`MODES` are checked.
 
     Raises:
@@ -49,6 +50,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         SamplingParams(**self.sampling)
+        check_seed(self.seed)
         if self.samples < 0:
             raise ValueError(f"--samples must be at least 0, not {self.samples}")
         if not 0 < self.false_alarm < 1:
@@ -71,12 +73,12 @@ class Check:
         drafter: its spec.
         verifier: the rule's name.
         mode: one of :data:`MODES`.
-        prompts: outputs compared; prompts of the law test.
+        prompts: outputs compared; prompts of the test of the distribution.
         identical: of them, how many are the same token by token.
         ties: first differences that rounding explains.
-        differences: first differences that it does not, a failed law test, or a check that broke off.
-        p_value: of the law test.
-        sees: the smallest total variation that the law test finds with a probability of 0.9 at least.
+        differences: first differences that it does not, a failed test of the distribution, or a check that broke off.
+        p_value: of the test of the distribution.
+        sees: the smallest total variation that this test finds with a probability of 0.9 at least.
         drafted: draft tokens that the target checked.
         notes: what differs, in words.
     """

@@ -42,6 +42,8 @@ class UnitResult:
         draft_s, target_s, verify_s: of the seconds; ``None`` as above.
         rounds: per round [nodes, depth, draft seconds].
         trace: the rounds of the first request, where it was traced.
+        seeds: per prompt, where seed and prompt alone fix a sampled output; ``None`` for greedy outputs, other engines,
+            and rules that draw with coins of their own.
     """
 
     arm: str
@@ -64,6 +66,12 @@ class UnitResult:
     verify_s: float | None = None
     rounds: list[list[float]] = field(default_factory=list)
     trace: list[dict[str, Any]] | None = None
+    seeds: list[int] | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the outputs must be plain decoding's."""
+        return self.temperature == 0 or self.seeds is not None
 
     @property
     def key(self) -> Key:
@@ -132,6 +140,11 @@ def acceptance_length(results: Sequence[UnitResult]) -> float | None:
     return sum(decoded for _, decoded in told) / rounds if rounds else None
 
 
+def comparable(arm: Sequence[UnitResult], plain: Sequence[UnitResult]) -> bool:
+    """Whether an arm's outputs must be plain decoding's, token by token: both are greedy, or coupled by their seeds."""
+    return all(a.fixed and p.fixed and a.seeds == p.seeds for a, p in zip(arm, plain, strict=True))
+
+
 def cell(
     arm: Sequence[UnitResult], plain: Sequence[UnitResult], category: str, predicted: float | None, num_prompts: int
 ) -> dict[str, Any]:
@@ -141,7 +154,7 @@ def cell(
     ours = all(r.draft_s is not None for r in arm)
     draft_s, target_s = (sum(getattr(r, name) or 0.0 for r in arm) for name in ("draft_s", "target_s"))
     drafted, base = sum(r.drafted for r in arm), rate(plain)
-    same = all(a.outputs == p.outputs for a, p in zip(arm, plain, strict=True))
+    same = all(a.outputs == p.outputs for a, p in zip(arm, plain, strict=True)) if comparable(arm, plain) else None
     return {
         "arm": first.arm,
         "category": category,
@@ -154,7 +167,7 @@ def cell(
         "speedup_ci95": speedup_ci95(arm, plain),
         "mean_acceptance_length": acceptance_length(arm),
         "acceptance_rate": (sum(r.accepted for r in arm) / drafted if drafted else 0.0) if ours else None,
-        "identical": same if first.temperature == 0 else None,
+        "identical": same,
         "draft_s": draft_s if ours else None,
         "target_s": target_s if ours else None,
         "overhead_s": max(0.0, spent - draft_s - target_s) if ours else None,

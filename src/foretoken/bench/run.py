@@ -16,6 +16,7 @@ from foretoken.bench.serving import MAX_BATCH, ServedArm, Shared, Unit, make_ser
 from foretoken.bench.specs import PLAIN
 from foretoken.bench.summary import BenchResult, Tally, dtype_of, machine
 from foretoken.controllers.costs import TargetCost
+from foretoken.noise import SEEDS, check_seed
 
 WARM_UP = "The quick brown fox jumps over the lazy dog while the small grey cat looks on and says nothing."
 """Decoded by every arm before anything is timed; no prompt of ours, so that nothing is learned from it."""
@@ -48,6 +49,7 @@ class BenchSettings:
     def __post_init__(self) -> None:
         if not self.temperatures or not self.batches:
             raise ValueError("a benchmark needs at least one temperature and one batch size")
+        check_seed(self.seed)
         if self.repeat < 1:
             raise ValueError(f"repeat must be at least 1, not {self.repeat}")
         for batch in self.batches:
@@ -130,7 +132,7 @@ class Bench:
         for category, group in self.ids.items():
             for number, start in enumerate(range(0, len(group), batch)):
                 prompts = [(start + i) % len(group) for i in range(batch)]
-                seeds = [self.settings.seed + start + i for i in range(batch)]
+                seeds = [(self.settings.seed + start + i) % SEEDS for i in range(batch)]
                 ids = [group[i] for i in prompts]
                 yield Unit(category, number, prompts, ids, seeds, self.shared.max_new_tokens)
 

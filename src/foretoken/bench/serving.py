@@ -151,6 +151,12 @@ class OwnArm:
         llm.engine.on_round = self.recorder
         return llm
 
+    @property
+    def coupled(self) -> bool:
+        """Whether seeds fix sampled outputs whatever drafts, as those of plain decoding."""
+        verifier = self.llm.engine.verifier
+        return verifier is None or verifier.races
+
     def can(self, setting: Setting) -> bool:
         """Every setting."""
         return True
@@ -194,6 +200,7 @@ class OwnArm:
             verify_s=recorder.verify_s,
             rounds=[[r.nodes, r.depth, round(r.draft_s, 9)] for r in recorder.rounds],
             trace=recorder.trace(self.shared.tokenizer) if tracing else None,
+            seeds=list(unit.seeds) if setting[0] > 0 and self.coupled else None,
         )
 
     def _serve(self, unit: Unit, temperature: float) -> tuple[list[Running], float]:

@@ -16,6 +16,7 @@ from foretoken.bench.results import (
     UnitResult,
     anchored,
     cell,
+    comparable,
     dumps,
     positions,
     prediction,
@@ -24,6 +25,8 @@ from foretoken.bench.results import (
     time_split,
 )
 from foretoken.bench.specs import PLAIN
+from foretoken.noise import Noise
+from foretoken.sampling import Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from foretoken.bench.run import Bench
@@ -99,7 +102,7 @@ class Tally:
             "positions": {name: found for name, results in by_arm.items() if (found := positions(results))},
             "rounds": {name: split for name, split in splits.items() if split is not None},
             "overall": [self._cell(arm, setting, None) for arm, setting in pairs],
-            "equality": [self._equality(arm, s, c) for c in self.bench.ids for arm, s in pairs if s[0] == 0],
+            "equality": list(filter(None, (self._equality(arm, s, c) for c in self.bench.ids for arm, s in pairs))),
             "prefill": [self._prefill(arm, setting) for arm, setting in pairs],
             "skipped": [
                 f"{arm.name} at batch {size}: it serves one request at a time"
@@ -130,12 +133,22 @@ class Tally:
                     "rounds": found.trace,
                 }
 
-    def _equality(self, arm: str, setting: Setting, category: str) -> dict[str, Any]:
-        """How many greedy outputs equal plain decoding's, and which of the others rounding explains."""
+    def _equality(self, arm: str, setting: Setting, category: str) -> dict[str, Any] | None:
+        """How many outputs equal plain decoding's, and which of the others rounding explains.
+
+        ``None`` where they need not be equal: sampled, and not coupled with plain decoding's.
+        """
+        plain, own = self._of(PLAIN, setting, category), self._of(arm, setting, category)
+        if not comparable(own, plain):
+            return None
         counts = {"identical": 0, "ties": 0, "differences": 0}
-        for one, other in zip(self._of(PLAIN, setting, category), self._of(arm, setting, category), strict=True):
-            for prompt, want, got in zip(one.prompts, one.outputs, other.outputs, strict=True):
-                found = first_difference(self.bench.shared.target, self.bench.ids[category][prompt], want, got)
+        for one, other in zip(plain, own, strict=True):
+            for i, (want, got) in enumerate(zip(one.outputs, other.outputs, strict=True)):
+                prompt = self.bench.ids[category][one.prompts[i]]
+                noise = None if one.seeds is None else Noise(one.seeds[i])
+                params = SamplingParams(setting[0], **self.bench.shared.filters)
+                sampler = Sampler(params, len(prompt), noise)
+                found = first_difference(self.bench.shared.target, prompt, want, got, sampler)
                 counts["identical" if found is None else "ties" if found.is_tie else "differences"] += 1
         return {"arm": arm, "category": category, "temperature": setting[0], "batch": setting[1], **counts}
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _NAMES = ", ".join(row.name for row in rows("drafter"))
 _DIFFERENCE, _INTERRUPTED = 1, 130
+_WIDEST = 110
+"""Columns of the table, however narrow the terminal is; a longer spec is folded."""
 
 
 @with_common(omit=("drafter",), max_new_tokens=32)
@@ -39,9 +41,11 @@ def parity_command(
         list[str] | None,
         typer.Option(help="Check only this: transformers, greedy, batch, stop, sampled, seed. May be repeated."),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Sampled outputs per drafter for the law test; 0 leaves it out.")] = 128,
+    samples: Annotated[
+        int, typer.Option(help="Outputs per drafter for the test of the distribution; 0 leaves it out.")
+    ] = 128,
     false_alarm: Annotated[
-        float, typer.Option(help="Chance that the whole report fails although every law is right.")
+        float, typer.Option(help="Chance that the whole report fails although every distribution is right.")
     ] = 1e-3,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages tokens seen before.")] = 1.0,
     as_json: Json = False,
@@ -50,7 +54,8 @@ def parity_command(
 ) -> None:
     """Compare speculative decoding with plain decoding on a target, greedy and sampled.
 
-    Exit code 1 when there is a difference that rounding does not explain.  Ctrl-C prints what was checked so far.
+    Greedy outputs, and sampled ones of a seed, must be plain decoding's token by token.  Exit code 1 when
+    there is a difference that rounding does not explain.  Ctrl-C prints what was checked so far.
     """
     common.check()
     for spec in drafter or ():
@@ -133,25 +138,27 @@ def _print(report: Report, settings: Settings) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for check in report.checks:
         table.add_row(*_cells(check), style="red" if check.differences else "")
-    console.print(table)
+    # In less room Rich leaves the drafters' names out; a narrow terminal may break the lines instead.
+    table.width = min(_WIDEST, console.measure(table, options=console.options.update(width=_WIDEST)).maximum)
+    console.print(table, crop=False)
     for skipped in report.skipped:
         console.print(f"skipped {skipped}", style="dim", soft_wrap=True)
     for check in report.checks:
         for note in check.notes:
             console.print(f"{check.drafter}, {check.mode}: {note}", soft_wrap=True)
-    _print_law(console, report, settings)
+    _print_power(console, report, settings)
     _print_verdict(console, report)
 
 
-def _print_law(console: Console, report: Report, settings: Settings) -> None:
-    """What the law tests would have found."""
+def _print_power(console: Console, report: Report, settings: Settings) -> None:
+    """What the tests of the distribution would have found."""
     sees = [check.sees for check in report.checks if check.sees is not None]
     if not sees:
         return
     span = f"{min(sees):.2f}" if f"{min(sees):.2f}" == f"{max(sees):.2f}" else f"{min(sees):.2f} to {max(sees):.2f}"
     console.print(
-        f"law tests: {settings.samples} outputs each; one that is right fails with a chance of "
-        f"{settings.false_alarm / len(sees):.2g} (all together {settings.false_alarm:.2g}), one whose law is off by a "
+        f"distribution tests: {settings.samples} outputs each; one that is right fails with a chance of "
+        f"{settings.false_alarm / len(sees):.2g} (all together {settings.false_alarm:.2g}), one that is off by a "
         f"total variation of {span} or more is found with a chance of 0.9",
         soft_wrap=True,
     )

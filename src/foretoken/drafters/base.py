@@ -21,8 +21,10 @@ class Drafter(ABC):
         taps: names of target hidden states that the drafter needs (see :mod:`foretoken.models.base`).
         max_depth: longest draft that it makes by default; controllers start from it.
         max_nodes: most draft nodes that it makes by default.
-        shares_state: whether a request's drafts depend on other requests.  The target's law is kept all the same, but
-            only a verifier whose draws do not look at the drafts (``match``) then lets a seed alone fix the output.
+        shares_state: whether a request's drafts depend on other requests.
+        prefers_noise: whether its drafts for sampled requests are accepted more often when they are coupled than under
+            any other rule; requests without a seed are then coupled, too.  So it is, as measured, where the best that a
+            distribution offers is proposed as it is (heads, dynamic trees), and not where tokens are drawn from it.
         counts_predictions: whether its draft tokens are the caller's prediction (for the statistics).
         rewinds: whether its per-request state survives that the text is cut back; only such a drafter can work inside
             another one, where rejected drafts take text away again.
@@ -35,6 +37,7 @@ class Drafter(ABC):
     max_depth: int = 8
     max_nodes: int = 64
     shares_state: bool = False
+    prefers_noise: bool = False
     counts_predictions: ClassVar[bool] = False
     rewinds: ClassVar[bool] = False
     runs_target: bool = False

@@ -38,6 +38,7 @@ class BpdDrafter(Drafter):
 
     name = "bpd"
     taps = ("last",)
+    prefers_noise = True
 
     def __init__(self, heads: BpdHeads, parts: TargetParts, k: int | None = None) -> None:
         trained = heads.config.k

@@ -34,6 +34,7 @@ class HeadsDrafter(Drafter):
     """
 
     taps = ("last",)
+    prefers_noise = True
     net_config: ClassVar[type[Any]]
     net_class: ClassVar[type[Any]]
 

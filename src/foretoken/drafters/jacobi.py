@@ -37,6 +37,7 @@ class JacobiDrafter(Drafter):
     """
 
     name = "jacobi"
+    prefers_noise = True
 
     def __init__(self, m: int = 8, init: str = "repeat") -> None:
         if m < 1:

@@ -54,6 +54,7 @@ class SwiftDrafter(OwnLayersDrafter):
     """
 
     name = "swift"
+    prefers_noise = True
 
     def __init__(
         self,

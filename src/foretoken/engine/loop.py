@@ -171,16 +171,29 @@ class Engine:
 
     def _joined(self, request_id: int, request: Request) -> Running:
         tokens = list(request.prompt)
-        # A seed fixes the text by noise that draft and target share, unless a rule with draws of its own was asked for.
-        races = request.seed is not None if self.verifier is None else self.verifier.races
-        seed = random_seed() if request.seed is None else request.seed
-        sampler = Sampler(request.params, len(tokens), Noise(seed) if races else None)
-        context = Context(request_id, tokens, len(tokens), sampler, Rng(seed), prediction=request.prediction)
+        seed = self._seed(request)
+        noise = Noise(seed) if seed is not None and self._races(request) else None
+        sampler = Sampler(request.params, len(tokens), noise)
+        context = Context(request_id, tokens, len(tokens), sampler, Rng(seed or 0), prediction=request.prediction)
         context.max_length = len(tokens) + request.max_new_tokens
         sequence = context.sequence = self.target.open()
-        run = Running(request, context, sequence, self._stopper(request), seed=None if sampler.greedy else seed)
+        run = Running(request, context, sequence, self._stopper(request), seed=seed)
         self.running.append(run)
         return run
+
+    @staticmethod
+    def _seed(request: Request) -> int | None:
+        """Given, or drawn; none for a greedy request."""
+        if request.params.temperature == 0:
+            return None
+        return random_seed() if request.seed is None else request.seed
+
+    def _races(self, request: Request) -> bool:
+        """Whether draft and target share noise: then the seed fixes the text.  By default where a seed was given, or
+        where it is accepted most; a verifier with draws of its own that was asked for has no use for it."""
+        if self.verifier is not None:
+            return self.verifier.races
+        return request.seed is not None or (self.drafter is not None and self.drafter.prefers_noise)
 
     def _stopper(self, request: Request) -> Stopper:
         eos = frozenset() if request.ignore_eos else self.target.eos_token_ids

@@ -146,7 +146,8 @@ def speedups(run: Run) -> Markup | None:
     more = [tag("details", tag("summary", other), panels(bars)) for other, bars in shown[1:]]
     how = (
         "How many times as fast as plain decoding (the dashed line). Whiskers: 95 % confidence interval. "
-        "= same: the output equals plain decoding's token by token; ≈ ties: but for numerical ties."
+        "= same: the output equals plain decoding's token by token (with the same seeds, where tokens are sampled); "
+        "≈ ties: but for numerical ties."
     )
     return section("speedup", f"Speed-up ({name})", how, panels(charts), *more)
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from foretoken.bench.report.figures import Speedup, equality, overall
-from foretoken.bench.report.read import PLAIN, Run, Setting, number
+from foretoken.bench.report.read import PLAIN, Run, Setting, number, setting_of
 
 FEW = 0.3
 """Fewer accepted tokens per round than this is called few."""
@@ -147,17 +147,17 @@ def per_token(cells: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 
 def _outputs(run: Run) -> Sequence[Remark]:
-    found = [equality(cell) for cell in run.cells]
-    compared = [badge for badge in found if badge]
-    if not compared:
+    found = [(cell, badge) for cell in run.cells if (badge := equality(cell))]
+    if not found:
         return []
-    differs, ties = compared.count("differs"), compared.count("ties")
+    badges = [badge for _, badge in found]
+    differs, ties = badges.count("differs"), badges.count("ties")
+    sampled = sum(setting_of(cell)[0] > 0 for cell, _ in found)
+    compared = f"{len(found)} compared cells" + (
+        f" ({sampled} of them sampled, with the same seeds)" if sampled else ""
+    )
     if differs:
-        return [Remark(f"Output differs from plain decoding's in {differs} of {len(compared)} compared cells.", "bad")]
+        return [Remark(f"Output differs from plain decoding's in {differs} of {compared}.", "bad")]
     if ties:
-        return [
-            Remark(
-                f"Output equals plain decoding's but for numerical ties in {ties} of {len(compared)} compared cells."
-            )
-        ]
-    return [Remark(f"Output equals plain decoding's in all {len(compared)} compared cells.", "good")]
+        return [Remark(f"Output equals plain decoding's but for numerical ties in {ties} of {compared}.")]
+    return [Remark(f"Output equals plain decoding's in all {compared}.", "good")]
