@@ -26,6 +26,7 @@ from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.swift import SwiftDrafter
 from foretoken.engine.request import Request
 from foretoken.models.base import LanguageModel
+from foretoken.noise import Noise
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Limits, Rng, Scores, StepRecord, TokenTree, Verdict
 from foretoken.verifiers.pairing import auto_verifier
@@ -273,7 +274,7 @@ def test_drafts_are_as_long_as_the_draft_is_sure(name: str, temperature: float) 
     for chances, length in [((0.965, *(0.005,) * 7), 4), ((0.125,) * 8, 1)]:
         target, draft = fixed_tables(chances, chances)
         controller = made(f"{name},threshold=0.6" if name == "adaedl" else name)
-        request = Request([1], SamplingParams(temperature=temperature), max_new_tokens=40, seed=3)
+        request = Request([1], SamplingParams(temperature=temperature), max_new_tokens=40)
         (run,) = serve(engine(target, ModelDrafter(draft, k=4), None, controller), [request])
         drafted, rounds = run.stats.num_draft_tokens, run.stats.num_drafts
         assert (drafted, rounds) == (length * rounds, 40 // (length + 1))  # p = q: all of it stands
@@ -291,7 +292,7 @@ class Watching:
 
 
 def shown(
-    target: LanguageModel, drafter: Drafter, tokens: list[int], params: SamplingParams
+    target: LanguageModel, drafter: Drafter, tokens: list[int], params: SamplingParams, seed: int | None = None
 ) -> list[tuple[Tensor | None, float]]:
     """What a drafter shows a stop rule in its first round."""
     watching = Watching()
@@ -301,7 +302,7 @@ def shown(
             return watching
 
     serving = engine(target, drafter, None, Once())
-    serving.add(Request(tokens, params, max_new_tokens=20, seed=0))
+    serving.add(Request(tokens, params, max_new_tokens=20, seed=seed))
     serving.step()
     return watching.seen
 
@@ -316,6 +317,16 @@ def test_a_draft_model_shows_the_law_of_the_request(draw: str) -> None:
         assert found is not None
         torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
         assert min(abs(chance - other) for other in expected.tolist()) < 1e-6
+
+
+def test_a_request_with_noise_shows_how_sure_the_race_is() -> None:
+    """q times 1 / E, made to sum to one: as the softmax of the logits is shown for a greedy request."""
+    target, draft = tables()
+    found, chance = shown(target, ModelDrafter(draft, k=1), [0, 1], SamplingParams(temperature=1.0), seed=6)[0]
+    weights = draft.law([0, 1]).double() / Noise(6).exponentials(0, 4)
+    assert found is not None
+    torch.testing.assert_close(found, weights / weights.sum(), atol=1e-6, rtol=0)
+    assert chance == pytest.approx(float((weights / weights.sum()).max()), abs=1e-6)
 
 
 def by_auto(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:

@@ -131,11 +131,10 @@ def test_auto_learns_how_long_stretches_are_though_others_write_in_them() -> Non
     assert copying.stays == pytest.approx(0.75, abs=0.04)
 
 
-@pytest.mark.parametrize(("seeded", "bare"), [(True, 3.0), (False, 2.375)])
-def test_how_long_stretches_of_others_are_does_not_reach_a_seeded_request(seeded: bool, bare: float) -> None:
+def test_how_long_stretches_of_others_are_is_known_of_a_new_request() -> None:
     controller = AutoController()
     controller.attach(Limits("router", 8, 64, members=(Limits("model", 8, 8), Limits("copy", 8, 8))))
-    request = replace(a_request(), reproducible=seeded)
+    request = a_request()
     known = controller.general[request.maker.greedy][1]
     known.covered, known.bare, known.ended, known.stayed = 4.0, 3.0, 3.0, 5.0  # as by hand above
     controller.budgets([request])
@@ -143,15 +142,15 @@ def test_how_long_stretches_of_others_are_does_not_reach_a_seeded_request(seeded
     request.tokens.extend([0] * 3)
     controller.observe(request, StepRecord(0, 3, 2, 2, 1, 0.1, 1.0, 0.0, 1.1, 1, 3, 0, 2))
     controller.finish(request)
-    assert controller.state(request).hazards[1].in_rounds()[2:] == pytest.approx((3.0 - bare, bare))
+    assert controller.state(request).hazards[1].in_rounds()[2:] == pytest.approx((0.625, 2.375))
 
 
 # -- the first tokens of an output -------------------------------------------------------------------------------------
 
 
-def draft(controller: AutoController, written: int, stood: int, number: int, seeded: bool = False) -> Hazards:
+def draft(controller: AutoController, written: int, stood: int, number: int) -> Hazards:
     """What is known of a request after one round of two tokens."""
-    request = replace(a_request(1 + written, number), reproducible=seeded)
+    request = a_request(1 + written, number)
     controller.budgets([request])
     controller.state(request).plan = [MODEL]
     request.tokens.extend([0] * (1 + stood))
@@ -175,17 +174,6 @@ def test_drafts_of_the_first_tokens_say_little_of_the_rest() -> None:
     before = known.drafts
     draft(controller, SETTLED - 1, 0, 80)
     assert known.drafts < before
-
-
-def test_what_is_known_of_others_does_not_decide_what_is_learned_of_a_seeded_request() -> None:
-    found = []
-    for others in (0, 100):
-        controller = AutoController()
-        controller.attach(Limits("model", 8, 8))
-        for number in range(others):
-            draft(controller, 50, 2, number)
-        found.append(draft(controller, 0, 1, 1000, seeded=True).in_rounds())
-    assert found[0] == found[1] and found[0][0] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(("written", "tries"), [(0, False), (SETTLED, True), (16, True), (17, False)])

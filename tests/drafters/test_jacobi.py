@@ -15,6 +15,8 @@ from foretoken.engine.request import Request
 from foretoken.models.table import TableModel
 from foretoken.sampling import SamplingParams
 from foretoken.types import Budget, Context, TokenTree
+from foretoken.verifiers.base import Verifier
+from foretoken.verifiers.point import PointVerifier
 from toys import FALSE_ALARM, MarkovTable, engine, joint_law, llamas, outputs, sampled_p_value, serve, tables
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3], [0, 0, 31, 0]]
@@ -122,8 +124,9 @@ def test_the_default_budget_holds_the_window() -> None:
     assert (JacobiDrafter(m=70).max_depth, JacobiDrafter(m=70).max_nodes) == (70, 70)
 
 
+@pytest.mark.parametrize("rule", [None, PointVerifier()], ids=["auto", "point"])
 @pytest.mark.parametrize("init", ["repeat", "prompt"])
-def test_sampled_law(init: str) -> None:
+def test_sampled_law(init: str, rule: Verifier | None) -> None:
     target, _ = tables()
     modes = {
         "T=1": SamplingParams(temperature=1.0),
@@ -131,7 +134,7 @@ def test_sampled_law(init: str) -> None:
     }
     prompt = [0, 1, 2, 3, 0]
     laws = {mode: joint_law(target, params, prompt, 4) for mode, params in modes.items()}
-    speculative = engine(target, JacobiDrafter(m=3, init=init), max_batch=8)
+    speculative = engine(target, JacobiDrafter(m=3, init=init), rule, max_batch=8)
     assert sampled_p_value(speculative, modes, laws, prompt, 4, 400) > FALSE_ALARM
 
 

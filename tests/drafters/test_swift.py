@@ -17,6 +17,8 @@ from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
 from foretoken.types import Budget, Kind, TokenTree
+from foretoken.verifiers.base import Verifier
+from foretoken.verifiers.point import PointVerifier
 from models.checkpoints import new_model, prompt_of
 from toys import FALSE_ALARM, engine, joint_law, llamas, outputs, sampled_p_value, serve, tables
 
@@ -233,12 +235,13 @@ def test_a_seed_fixes_the_output_whatever_was_written_before() -> None:
     assert outputs(engine(target, drafter), requests[::-1]) == first[::-1] == outputs(engine(target), requests[::-1])
 
 
-def test_the_law_with_a_shared_search() -> None:
+@pytest.mark.parametrize("rule", [None, PointVerifier()], ids=["auto", "point"])
+def test_the_law_with_a_shared_search(rule: Verifier | None) -> None:
     target, _ = llamas(vocab=4)
     prompt, tokens = [0, 1, 2, 3, 0, 1], 4
     laws = {"T=1": joint_law(target, T1, prompt, tokens)}
     drafter = SwiftDrafter(target, k=3, threshold=0.3, keep=0, window=2)
-    speculative = engine(target, drafter, max_batch=4)
+    speculative = engine(target, drafter, rule, max_batch=4)
     assert sampled_p_value(speculative, {"T=1": T1}, laws, prompt, tokens, 500) > FALSE_ALARM
     assert drafter._shared.measured > 20
 

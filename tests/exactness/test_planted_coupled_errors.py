@@ -42,8 +42,8 @@ PROMPTS = ([0, 1, 2, 3, 0, 1], [2], [3, 3, 1])
 LENGTH = 24
 TOKENS = 2
 TEXTS = 800
-CAUGHT_TEXTS = 6
-"""A planted error counts as caught by equality when half of the texts differ.  One would do."""
+CAUGHT_TEXTS = 3
+"""A planted error counts as caught by equality when so many of the twelve texts differ.  One would do."""
 T1 = SamplingParams(temperature=1.0)
 FILTERS = SamplingParams(temperature=0.8, top_k=2)
 Models = tuple[LanguageModel, LanguageModel]
