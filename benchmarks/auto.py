@@ -9,8 +9,8 @@ mean is shown; the others serve them once.  Then all arms decode the same batche
 round by round, always the one that has written least: on a shared machine two arms of plain decoding are then within
 1 % of each other, where they differ by 8 % when they take turns batch by batch.  A batch's time is taken without its
 prefill; ratios are medians over batches and runs of tokens per second.  The best fixed configuration is picked by
-every other run and compared in the others.  ``--json`` keeps the rates of every arm, by batch and run.  Sampled
-requests have no seed: with one, the controller would not use what it measures (docs/methods/auto.md).
+every other run and compared in the others.  ``--json`` keeps the rates of every arm, by batch and run.  ``--seeded``
+gives every prompt a seed of its own: sampled requests are then coupled, and all arms write the same texts.
 
     python benchmarks/auto.py [--data ../shared/data] [--new-tokens 96] [--batch 1 4 8] [--only code prose] [--json OUT]
 """
@@ -66,12 +66,14 @@ class Arm:
     rates: list[list[float]] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
     rounds: int = 0
+    seeded: bool = False
 
     def serve(self, batch: list[list[int]], place: int, asked: dict[str, Any], counted: bool) -> Iterator[int]:
         """Decode a batch: after every round the tokens that there are. What is not counted is thrown away."""
         engine = self.llm.engine
-        for prompt in batch:
-            engine.add(self.llm.request(prompt, **asked))
+        for number, prompt in enumerate(batch):
+            seed = {"seed": 8 * place + number} if self.seeded else {}
+            engine.add(self.llm.request(prompt, **asked, **seed))
         tokens, seconds, known = 0, 0.0, set[int]()
         lengths = []
         while engine.busy:
@@ -122,7 +124,7 @@ def cell(arms: list[Arm], prompts: list[list[int]], size: int, asked: dict[str, 
         for arm in arms:
             arm.llm.engine.max_batch = size
     for arm in arms:
-        arm.rates, arm.lengths = [[] for _ in batches], []
+        arm.rates, arm.lengths, arm.seeded = [[] for _ in batches], [], options.seeded
     for arm in arms:
         while arm.rounds < (options.warm_up if arm.name == "auto" else 1):
             for place, batch in enumerate(batches):
@@ -174,6 +176,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--starts", type=int, default=2, help="controllers that find out for themselves; their mean")
     parser.add_argument("--queue", action="store_true", help="batches whose places are always taken")
+    parser.add_argument("--seeded", action="store_true", help="a seed for every prompt")
     parser.add_argument("--copies", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()

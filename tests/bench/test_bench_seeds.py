@@ -187,4 +187,4 @@ def test_a_numerical_tie_is_told_from_a_difference(temperature: float, tmp_path:
     (told,) = [e for e in found.summary["equality"] if e["arm"] == arm]
     assert (told["identical"], told["ties"], told["differences"]) == (0, 1, 0)
     assert claims(found)[arm, temperature] == {False}
-    assert "but for numerical ties in 1 of 1 compared cells (1 of them sampled" in words_of(found, tmp_path)
+    assert "but for numerical ties in 1 of 1 compared cells (all sampled" in words_of(found, tmp_path)

@@ -24,6 +24,7 @@ from foretoken.noise import Noise, random_seed
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, draw, walk_down
+from foretoken.verifiers.block import BlockVerifier
 from foretoken.verifiers.coupled import CoupledVerifier
 from foretoken.verifiers.point import PointVerifier
 from foretoken.verifiers.rejection import RejectionVerifier
@@ -251,6 +252,31 @@ def test_drawn_outputs_cannot_be_compared() -> None:
     sampler = Sampler(SamplingParams(temperature=1.0), 1)
     with pytest.raises(ValueError, match="noise of their seed"):
         first_difference(models()[0], [0], [1], [1], sampler)
+
+
+class PrefersNoise(Planted):
+    prefers_noise = True
+
+
+@pytest.mark.parametrize(("drafter", "rule"), [(Planted, "block"), (PrefersNoise, "coupled")])
+def test_the_report_names_the_rule_that_was_used(
+    monkeypatch: pytest.MonkeyPatch, drafter: type[Planted], rule: str
+) -> None:
+    """Without a seed it is the drafter's best one."""
+    used = set()
+    for cls in (BlockVerifier, CoupledVerifier):
+
+        def noted(
+            self: Verifier, tree: TokenTree, scores: Scores, coins: Coins, real: Any = cls.decide_fast
+        ) -> Verdict:
+            if len(tree) > 1:
+                used.add(self.name)
+            made: Verdict = real(self, tree, scores, coins)
+            return made
+
+        monkeypatch.setattr(cls, "decide_fast", noted)
+    assert [check.verifier for check in parity(drafter(), modes=["sampled"], samples=64).checks] == [rule] == list(used)
+    assert seeds_only(drafter()).verifier == "coupled"
 
 
 # -- without a seed --------------------------------------------------------------------------------------------------

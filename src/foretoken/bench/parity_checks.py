@@ -114,7 +114,8 @@ def verifier_name(llm: Llm, greedy: bool, seeded: bool) -> str:
     drafter = llm.drafter
     if drafter is None:
         return "none"
-    return auto_verifier(drafter.kind, drafter.draws_trees, greedy, fixed=seeded).name
+    coupled = seeded or drafter.prefers_noise
+    return auto_verifier(drafter.kind, drafter.draws_trees, greedy, coupled).name
 
 
 # -- what everything is compared with --------------------------------------------------------------------------------

@@ -195,9 +195,9 @@ def _print(console: Console, result: BenchResult, out: Path | None) -> None:
     ties = sum(found["ties"] for found in result.summary["equality"])
     differences = sum(found["differences"] for found in result.summary["equality"])
     if ties:
-        console.print(f"{ties} outputs differ from plain decoding's by a numerical tie", soft_wrap=True)
+        console.print(f"outputs that differ from plain decoding's by a numerical tie: {ties}", soft_wrap=True)
     if differences:
-        console.print(f"{differences} outputs really differ from plain decoding's", style="red", soft_wrap=True)
+        console.print(f"outputs that really differ from plain decoding's: {differences}", style="red", soft_wrap=True)
     for skipped in result.summary["skipped"]:
         console.print(f"left out: {skipped}", style="dim", soft_wrap=True)
     if cut := result.summary["settings"]["cut_prompts"]:

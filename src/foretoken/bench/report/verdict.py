@@ -153,9 +153,8 @@ def _outputs(run: Run) -> Sequence[Remark]:
     badges = [badge for _, badge in found]
     differs, ties = badges.count("differs"), badges.count("ties")
     sampled = sum(setting_of(cell)[0] > 0 for cell, _ in found)
-    compared = f"{len(found)} compared cells" + (
-        f" ({sampled} of them sampled, with the same seeds)" if sampled else ""
-    )
+    share = "all" if sampled == len(found) else f"{sampled} of them"
+    compared = f"{len(found)} compared cells" + (f" ({share} sampled, with the same seeds)" if sampled else "")
     if differs:
         return [Remark(f"Output differs from plain decoding's in {differs} of {compared}.", "bad")]
     if ties:
