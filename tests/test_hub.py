@@ -217,6 +217,26 @@ def test_seeds(model: Any) -> None:
     assert sample() == first != sample()
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "repetition_penalty": 1.2}])
+def test_a_seed_gives_the_same_text_with_every_drafter(model: Any, draft: Any, options: dict[str, Any]) -> None:
+    def sample(drafter: Any) -> list[list[int]]:
+        out = model.generate(
+            THREE, attention_mask=MASK, do_sample=True, max_new_tokens=12, custom_generate=ft.custom_generate, seed=8,
+            drafter=drafter, **options,
+        )  # fmt: skip
+        rows: list[list[int]] = out.tolist()
+        return rows
+
+    plain = sample(None)
+    assert all(sample(drafter) == plain for drafter in ("ngram", draft, "early_exit,layer=1", ["ngram", "jacobi"]))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, [1, 2], [1, 2, -3]])
+def test_bad_seeds(model: Any, seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"a seed must be an integer|2 seeds for 3 rows"):
+        model.generate(THREE, attention_mask=MASK, do_sample=True, custom_generate=ft.custom_generate, seed=seed)
+
+
 def test_rows_of_one_prompt_are_different_samples(model: Any) -> None:
     # Of a twelfth of the seeds the text ends at once: none of these four.
     out = model.generate(

@@ -56,6 +56,12 @@ def check(result: Any, *words: str) -> None:
         (("generate", "x", "--top-p", "1.5"), ("top_p", "(0, 1]")),
         (("generate", "x", "--top-k", "-1"), ("top_k",)),
         (("generate", "x", "--min-p", "2"), ("min_p", "[0, 1]")),
+        (("generate", "x", "--seed", "-1"), ("seed", "0 to 2**64 - 1", "-1")),
+        (("generate", "x", "--seed", str(2**64)), ("seed", "0 to 2**64 - 1")),
+        (("chat", "--seed", "-1"), ("seed", "0 to 2**64 - 1")),
+        (("parity", "--seed", "-1"), ("seed", "0 to 2**64 - 1")),
+        (("bench", "--seed", "-1"), ("seed", "0 to 2**64 - 1")),
+        (("tune", "--seed", "-1", "--out", "x.json"), ("seed", "0 to 2**64 - 1")),
         (("parity", "--prompts", "no/such/prompts.txt"), ("no/such/prompts.txt",)),
     ],
 )

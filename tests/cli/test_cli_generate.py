@@ -116,6 +116,35 @@ def test_a_profile_fills_what_is_left_at_auto(run: Any, target: str, draft: str,
 # -- comparison ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("drafter", ["model:{draft},k=3", "ngram"])
+def test_compare_at_temperature_1_says_the_same_with_a_seed(run: Any, target: str, draft: str, drafter: str) -> None:
+    common = ("generate", PROMPT, "--target", target, "--max-new-tokens", "24", "--compare", "--temperature", "1",
+              "--seed", "3", "--drafter", drafter.format(draft=draft), "--repeat", "1")  # fmt: skip
+    assert "output identical: yes" in run(*common).out
+    with_own_draws = run(*common, "--verifier", "match")
+    assert "only coupled sampling, --verifier auto, keeps the text of a seed" in with_own_draws.out
+    assert run(*common, "--verifier", "match", "--json").json["first_difference"]["logit_gap"] is None
+
+
+def test_the_seed_of_an_output_is_told(run: Any, target: str) -> None:
+    common = (
+        "generate",
+        PROMPT,
+        "--target",
+        target,
+        "--max-new-tokens",
+        "12",
+        "--temperature",
+        "1",
+        "--verifier",
+        "coupled",
+    )
+    first = run(*common, "--json").json
+    assert run(*common, "--seed", str(first["seed"]), "--json").json["token_ids"] == first["token_ids"]
+    assert "seed 3" in run(*common, "--seed", "3").err
+    assert "seed" not in run("generate", PROMPT, "--target", target, "--json").json
+
+
 def test_compare_json(run: Any, target: str, draft: str) -> None:
     result = run(
         "generate", PROMPT, "--target", target, "--drafter", f"model:{draft},k=3", "--max-new-tokens", "12",

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.difference import Difference, first_difference
+from foretoken.noise import Noise
+from foretoken.sampling import Sampler, SamplingParams
 
 if TYPE_CHECKING:
+    from foretoken.engine.request import Request
     from foretoken.llm import Llm, Output, Prompt
 
 
@@ -42,11 +45,16 @@ class Arm:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both arms, and whether they said the same."""
+    """Both arms, and whether they said the same.
+
+    Attributes:
+        comparable: whether they were meant to: greedy outputs, and those that a seed fixes.
+    """
 
     plain: Arm
     speculative: Arm
     difference: Difference | None
+    comparable: bool = True
 
     @property
     def speedup(self) -> float:
@@ -67,7 +75,8 @@ class Comparison:
             "speculative": self.speculative.public(),
             "speedup": self.speedup,
             "identical": self.identical,
-            "first_difference": found and {"position": found.position, "logit_gap": found.logit_gap},
+            "first_difference": found
+            and {"position": found.position, "logit_gap": found.logit_gap if self.comparable else None},
         }
 
 
@@ -81,7 +90,8 @@ def compare(
     """Decode ``prompt`` both ways, ``repeat`` times each after one warm-up.
 
     The arms take turns at going first, so that a change in the machine's load hits both.  Sampled runs need
-    ``options["seed"]``, or no two of them say the same.
+    ``options["seed"]``, or no two of them say the same; unless a verifier with draws of its own was asked for, both
+    arms then say the same.
 
     Raises:
         ValueError: ``repeat`` below 1, or bad options.
@@ -96,5 +106,17 @@ def compare(
         if on_run is not None:
             on_run(turn)
     one, other = Arm.of(outputs[False][1:]), Arm.of(outputs[True][1:])
-    found = first_difference(llm.target, llm.encode(prompt), one.output.token_ids, other.output.token_ids)
-    return Comparison(one, other, found)
+    request = llm.request(prompt, **options)
+    tokens = one.output.token_ids, other.output.token_ids
+    return Comparison(one, other, *_difference(llm, request, *tokens))
+
+
+def _difference(llm: Llm, request: Request, one: list[int], other: list[int]) -> tuple[Difference | None, bool]:
+    """Where the outputs of one request part, and whether they were meant to be the same."""
+    greedy, verifier = request.params.temperature == 0, llm.engine.verifier
+    coupled = not greedy and request.seed is not None and (verifier is None or verifier.races)
+    noise = Noise(request.seed) if coupled and request.seed is not None else None
+    comparable = greedy or coupled
+    # Two draws of one distribution have no token that would be right: only where they part can be told.
+    sampler = Sampler(request.params if comparable else SamplingParams(), len(request.prompt), noise)
+    return first_difference(llm.target, request.prompt, one, other, sampler), comparable

@@ -60,13 +60,13 @@ def generate_command(
                 "text": output.text,
                 "token_ids": output.token_ids,
                 "finish_reason": output.finish_reason,
-                "seed": output.seed,
+                **({} if output.seed is None else {"seed": output.seed}),
                 "stats": output.stats.as_dict(),
             }
     if as_json:
         print_json({**report, **_inflated(llm)})
     elif compare:
-        _print_comparison(llm, text, result, common.temperature > 0, explain)
+        _print_comparison(llm, text, result, explain)
     elif explain:
         _print_prompt(text)
         print_explained(screen(), output, llm.tokenizer)
@@ -182,7 +182,7 @@ def _compare(llm: Llm, text: str, options: dict[str, Any], repeat: int) -> Compa
         return compare(llm, text, options, repeat, lambda done: say(f"run {min(done + 1, repeat)} of {repeat}"))
 
 
-def _print_comparison(llm: Llm, text: str, result: Comparison, sampled: bool, explain: bool) -> None:
+def _print_comparison(llm: Llm, text: str, result: Comparison, explain: bool) -> None:
     console = screen()
     console.rule("plain", align="left")
     console.print(text, style="dim", end="", soft_wrap=True)
@@ -198,7 +198,7 @@ def _print_comparison(llm: Llm, text: str, result: Comparison, sampled: bool, ex
     console.print(f"speculative  {_speed(result.speculative)}")
     stats = result.speculative.output.stats
     console.print(f"speed-up     {result.speedup:.2f}x", style="bold")
-    console.print(f"output identical: {_identity(result, sampled)}", style="bold", soft_wrap=True)
+    console.print(f"output identical: {_identity(result)}", style="bold", soft_wrap=True)
     console.print(f"mean acceptance length {stats.mean_acceptance_length:.2f} tokens per round")
     counts = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens"
     console.print(f"acceptance rate {stats.acceptance_rate:.0%} ({counts})")
@@ -210,12 +210,12 @@ def _speed(arm: Arm) -> str:
     return f"{arm.tokens_per_s:8.1f} tokens/s, {arm.output.stats.num_new_tokens} tokens {spread}".rstrip()
 
 
-def _identity(result: Comparison, sampled: bool) -> str:
+def _identity(result: Comparison) -> str:
     found = result.difference
     if found is None:
         return "yes"
-    if sampled:
-        return f"no (from token {found.position} on; sampled outputs share the law, not the text)"
+    if not result.comparable:
+        return f"no (from token {found.position} on; only coupled sampling, --verifier auto, keeps the text of a seed)"
     gap = "one output ends there" if found.logit_gap is None else f"logit gap {found.logit_gap:.3g}"
     kind = "numerical tie" if found.is_tie else "a real difference, please report it"
     return f"no (from token {found.position} on: {gap}, {kind})"

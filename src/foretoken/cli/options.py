@@ -77,6 +77,10 @@ class Common:
             find("verifier", parse_spec(self.verifier).name)
         if self.controller != "auto":
             find("controller", parse_spec(self.controller).name)
+        if self.seed is not None:
+            from foretoken.noise import check_seed
+
+            check_seed(self.seed)
 
     def load(self, drafter: str | None = None) -> Llm:
         """Load the target and everything around it; ``drafter`` replaces the option.
@@ -86,12 +90,9 @@ class Common:
         """
         self.check()
         from foretoken.llm import load
-        from foretoken.noise import check_seed
         from foretoken.sampling import SamplingParams
 
         SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
-        if self.seed is not None:
-            check_seed(self.seed)
         chosen = drafter or self.drafter
         llm = load(
             self.target,

@@ -72,6 +72,7 @@ def _job(common: Common, names: str, prompts: Path | None, new_tokens: int, most
     from foretoken.loading import load_tokenizer
     from foretoken.sampling import SamplingParams
 
+    common.check()
     SamplingParams(common.temperature)
     chosen = parse_names(names) if names else []
     loaded = load_prompts(prompts)
