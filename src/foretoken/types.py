@@ -27,6 +27,11 @@ LARGE = 32768
 """Vocabulary from which on, on a CPU, an operation on laws takes so long that it does not matter how many there are."""
 
 
+def is_large(logits: Tensor) -> bool:
+    """Whether an operation on logits [.., V] takes so long that as few rows as possible should see it."""
+    return logits.device.type == "cpu" and logits.shape[-1] > LARGE
+
+
 class NonFiniteLogitsError(ValueError):
     """The model produced NaN or only -inf: there is no law to draw from."""
 
@@ -266,7 +271,7 @@ class Scores:
 
     def choice(self, node: int) -> int:
         """The token that a fixed request takes after ``node``: the argmax at temperature 0, else the race's winner."""
-        if self.chosen is None and self.maker.context_free and (self.maker.greedy or self.logits.shape[-1] <= LARGE):
+        if self.chosen is None and self.maker.context_free and (self.maker.greedy or not is_large(self.logits)):
             # Probes stand at no position of the text, but they are few, and one call is cheaper than two.
             ranking = self.logits if self.maker.greedy else self.maker.ranking(self.logits, self.lengths, None)
             self.chosen, finite = argmaxes(ranking)

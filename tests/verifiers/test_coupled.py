@@ -18,7 +18,6 @@ from foretoken.engine.request import Request
 from foretoken.noise import Noise
 from foretoken.sampling import LogitsProcessor, Sampler, SamplingParams
 from foretoken.types import Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
-from foretoken.verifiers import together
 from foretoken.verifiers.base import Coins, Verifier
 from foretoken.verifiers.block import BlockVerifier
 from foretoken.verifiers.coupled import CoupledVerifier
@@ -283,7 +282,6 @@ class Flat(Noise):
 def test_ties_go_to_the_lower_id(large: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
         monkeypatch.setattr(types_module, "LARGE", 2)
-        monkeypatch.setattr(together, "LARGE", 2)
     rows = torch.tensor([[0.125, 0.25, 0.125, 0.25, 0.25], [0.2] * 5, [0.0, 0.0, 0.5, 0.5, 0.0]], dtype=dtype).log()
     for row, winner in zip(rows, (1, 0, 2), strict=True):
         two = [root_scores(row, 0, Flat(0)) for _ in range(2)]
@@ -402,7 +400,6 @@ def test_a_batch_decides_as_its_requests_do(large: bool, monkeypatch: pytest.Mon
         with monkeypatch.context() as patch:
             if large:
                 patch.setattr(types_module, "LARGE", 2)
-                patch.setattr(together, "LARGE", 2)
             verifiers, scores = zip(*mixed(seed), strict=True)
             rngs = [Rng(i) for i in range(len(scores))]
             assert verify_together(verifiers, scores, rngs) == alone

@@ -251,7 +251,8 @@ class CascadeDrafter(Drafter):
     def _review(self, chain: Chain, tree: TokenTree, row: Rows) -> None:
         """One inner verdict: every token of it has the model's law after the node before it."""
         text = chain.inside.text
-        scores = Scores(widened(row.logits, self.vocab_size), tree, text.tokens, text.maker)
+        # The text grows below, and siblings are looked for in these scores later.
+        scores = Scores(widened(row.logits, self.vocab_size), tree, tuple(text.tokens), text.maker)
         verdict = self._rule(tree, scores, text.rng)
         nodes = [0, *verdict.path]
         tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]

@@ -26,7 +26,7 @@ from foretoken.trees.base import Shape
 from foretoken.trees.counts import Counts, Levels, Places, Ranks
 from foretoken.trees.expansion import parse_widths as parse_widths
 from foretoken.trees.shapes import Choice, read_tree
-from foretoken.types import LARGE, Budget, Context, Kind, TokenTree
+from foretoken.types import Budget, Context, Kind, TokenTree, is_large
 
 Draw = Literal["iid", "without_replacement", "greedy"]
 
@@ -199,7 +199,7 @@ class ModelDrafter(Drafter):
         One by one that takes longer to call than to run, and a draft model's round is short.  (An argmax is one call:
         several at once were no faster.)
         """
-        if not self._draws_as_usual or (logits and logits[0].device.type == "cpu" and self.vocab_size > LARGE):
+        if not self._draws_as_usual or (logits and is_large(logits[0])):
             return
         alike: dict[tuple[Hashable, bool], list[int]] = {}
         for index, (tree, row) in enumerate(zip(trees, logits, strict=True)):

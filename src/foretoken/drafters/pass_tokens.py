@@ -164,7 +164,10 @@ class PassTokensDrafter(Drafter):
             prefix = () if maker.context_free else [*context.tokens, *drafts]
             if maker.noise is not None and not likeliest:
                 length = len(context.tokens) + len(drafts)
-                law = torch.softmax(ranked(maker, row[None], [length], [prefix])[0], -1)
+                ranking = ranked(maker, row[None], [length], [prefix])[0]
+                if not bool(ranking.max() > -torch.inf):
+                    break  # the request allows nothing here
+                law = torch.softmax(ranking, -1)
             else:
                 law = maker.law(row, prefix)
             if maker.fixed or likeliest:

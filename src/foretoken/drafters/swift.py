@@ -149,7 +149,10 @@ class SwiftDrafter(OwnLayersDrafter):
         """The best token is the next of the chain; the law is kept for siblings."""
         prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
         if tree.maker.noise is not None:
-            ranking = law = torch.softmax(ranked(tree.maker, logits[None], [tree.length(parent)], [prefix])[0], -1)
+            raced = ranked(tree.maker, logits[None], [tree.length(parent)], [prefix])[0]
+            if not bool(raced.max() > -torch.inf):
+                return  # the request allows nothing here
+            ranking = law = torch.softmax(raced, -1)
         else:
             law = tree.maker.law(logits, prefix)
             # A one-hot law names the best token, penalties included, but ranks no others.

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foretoken.types import LARGE, Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict, is_large
 
 
 class Coins:
@@ -101,7 +101,7 @@ def draw(law: Tensor, u: float) -> int:
 
 def draw_all(wanted: Sequence[tuple[Tensor, float]]) -> list[int]:
     """:func:`draw` for several laws or weights [V] of one size and their uniforms."""
-    if len(wanted) < 2 or (wanted[0][0].device.type == "cpu" and len(wanted[0][0]) > LARGE):
+    if len(wanted) < 2 or is_large(wanted[0][0]):
         return [draw(law, u) for law, u in wanted]
     laws = torch.stack([law for law, _ in wanted])
     cdf = _cdf(laws)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from foretoken.types import LARGE, Kind, Scores, TokenTree, Verdict
+from foretoken.types import Kind, Scores, TokenTree, Verdict, is_large
 from foretoken.verifiers.base import (
     Coins,
     Verifier,
@@ -97,7 +97,7 @@ def pass_chance(rest: float, budget: float) -> float:
 def all_at_once(tree: TokenTree, scores: Scores) -> bool:
     """Whether the laws of a chain are made by one call: on a CPU, six at once cost three single ones for V = 8192, and
     six for 150k."""
-    return can_go_at_once(tree, scores) and (scores.logits.device.type != "cpu" or scores.logits.shape[-1] <= LARGE)
+    return can_go_at_once(tree, scores) and not is_large(scores.logits)
 
 
 def _laws_and_budgets(

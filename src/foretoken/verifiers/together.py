@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.sampling import fixed_tokens
-from foretoken.types import LARGE, Rng, Scores, TokenTree, Verdict
+from foretoken.types import Rng, Scores, TokenTree, Verdict, is_large
 from foretoken.verifiers.base import Coins, Verifier, draw_all
 
 
@@ -71,7 +71,7 @@ def make_laws(verifiers: Sequence[Verifier], all_scores: Sequence[Scores]) -> No
         recipe = scores.maker.recipe
         if recipe is None or scores.maker.fixed:
             continue
-        if scores.logits.device.type != "cpu" or scores.logits.shape[-1] <= LARGE:
+        if not is_large(scores.logits):
             alike.setdefault(recipe, []).append((scores, len(scores.tree) if verifier.needs_all(scores) else 1))
     for group in alike.values():
         counts = [count for _, count in group]
@@ -85,7 +85,7 @@ def make_choices(all_scores: Sequence[Scores]) -> None:
     """Look up the tokens after all nodes of requests with noise, of all that sample alike by one call."""
     alike: dict[Hashable, list[Scores]] = {}
     for scores in all_scores:
-        if scores.maker.noise is not None and scores.maker.context_free and scores.logits.shape[-1] <= LARGE:
+        if scores.maker.noise is not None and scores.maker.context_free and not is_large(scores.logits):
             alike.setdefault(scores.maker.recipe, []).append(scores)
     for group in alike.values():
         makers, logits = [scores.maker for scores in group], [scores.logits for scores in group]
