@@ -23,8 +23,8 @@ class Drafter(ABC):
         max_nodes: most draft nodes that it makes by default.
         shares_state: whether a request's drafts depend on other requests.
         prefers_noise: whether its drafts for sampled requests are accepted more often when they are coupled than under
-            any other rule; requests without a seed are then coupled, too.  So it is, as measured, where the best that a
-            distribution offers is proposed as it is (heads, dynamic trees), and not where tokens are drawn from it.
+            any other rule; requests without a seed are then coupled, too.  So it is, as measured, where the best tokens
+            of a distribution are proposed as they are (heads), and not where tokens are drawn from it.
         counts_predictions: whether its draft tokens are the caller's prediction (for the statistics).
         rewinds: whether its per-request state survives that the text is cut back; only such a drafter can work inside
             another one, where rejected drafts take text away again.

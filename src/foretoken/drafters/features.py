@@ -82,7 +82,6 @@ class FeatureDrafter(FeatureReader, Drafter):
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
         super().__init__(model)
         self.width, self.draw = width, draw
-        self.prefers_noise = width > 1 and draw != "greedy"  # a tree, where there would be a chain
         self.growth = growth_of(grow)
         self.max_depth, self.max_nodes = depth, nodes
         self.vocab_size = model.vocab_size
