@@ -344,7 +344,8 @@ def load(
         dtype: ``float32``, ``float64``, ``bfloat16``, ``float16``; the checkpoint's by default.
         device: where the models run.
         allow_lossy: permit verifiers that change the target's law.
-        exact: ``"distribution"`` or ``"bitwise"`` (attention sums that do not depend on slot order).
+        exact: ``"distribution"`` or ``"bitwise"`` (slower; sums do not depend on how many tokens are scored together:
+            a bfloat16 target then gives the same tokens with and without speculation).
         profile: a JSON file with ``drafter``, ``verifier`` and ``controller`` specs for what is left at ``"auto"``, and
             with the costs that ``foretoken tune`` measured.
         inflate: for benchmarks, make the target one of this size (``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, or a number

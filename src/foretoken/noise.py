@@ -10,7 +10,8 @@ The numbers come from a counter-based generator: asking in another order, or twi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,17 @@ def samples_of(seed: int | None, count: int) -> list[int | None]:
 def random_seed() -> int:
     """A seed from torch's own generator, so that ``torch.manual_seed`` fixes what was asked for without a seed."""
     return int(torch.randint(2**63 - 1, ()))
+
+
+@contextmanager
+def unseeded_from(seed: int) -> Iterator[None]:
+    """Inside, requests without a seed of their own are the same in every run: what measures them can be repeated.
+
+    torch's own generator is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 class Noise:

@@ -130,8 +130,8 @@ class Sampler:
         """[N, V] what the token that follows is the largest of (the lowest id on ties), from logits [N, V].
 
         Greedy: the processed logits.  With noise: log p(v) - log E_t(v), up to a constant per row, in float64; so the
-        token has the law p.  Without either: log p(v), up to a constant.  The second largest and so on are what would
-        follow if those before them were impossible: candidates, when the logits are a draft model's.
+        token has the distribution p.  Without either: log p(v), up to a constant.  The second largest and so on are
+        what would follow if those before them were impossible: candidates, when the logits are a draft model's.
 
         Args:
             logits: one row per prefix.
@@ -145,14 +145,14 @@ class Sampler:
         if self.greedy:
             best_of(scores)
             return scores
-        return self.with_noise(self._log_laws(scores), lengths)
+        return self.with_noise(self._log_probs(scores), lengths)
 
-    def with_noise(self, log_laws: Tensor, lengths: Sequence[int]) -> Tensor:
-        """``log_laws`` [N, V] plus the noise of the positions behind ``lengths``; as they are without noise."""
+    def with_noise(self, log_probs: Tensor, lengths: Sequence[int]) -> Tensor:
+        """``log_probs`` [N, V] plus the noise of the positions behind ``lengths``; as they are without noise."""
         if self.noise is None:
-            return log_laws
-        rows = self.noise_rows(lengths, log_laws)
-        return (rows[0][None] if len(rows) == 1 else torch.stack(rows)) + log_laws
+            return log_probs
+        rows = self.noise_rows(lengths, log_probs)
+        return (rows[0][None] if len(rows) == 1 else torch.stack(rows)) + log_probs
 
     def noise_rows(self, lengths: Sequence[int], like: Tensor) -> list[Tensor]:
         """The noise [V] of the positions behind ``lengths``, for the vocabulary and the device of ``like`` [.., V]."""
@@ -197,13 +197,13 @@ class Sampler:
         laws = torch.softmax(self._tempered(scores), -1)
         return self._filtered(laws) if self._filters else laws
 
-    def _log_laws(self, scores: Tensor) -> Tensor:
+    def _log_probs(self, scores: Tensor) -> Tensor:
         """Processed scores [N, V] -> log-probabilities [N, V], up to a constant per row; -inf for the impossible."""
         return self._finish(scores).log_() if self._filters else self._tempered(scores)
 
-    def log_laws(self, logits: Tensor) -> Tensor:
+    def log_probs(self, logits: Tensor) -> Tensor:
         """The same from logits [N, V], for a pipeline that is context-free."""
-        return self._log_laws(self._all_processed(logits, None))
+        return self._log_probs(self._all_processed(logits, None))
 
     def _tempered(self, scores: Tensor) -> Tensor:
         best = best_of(scores)
@@ -235,13 +235,13 @@ def fixed_tokens(
     """The tokens that several requests with noise take, by one call: what each one's ``ranking`` is the largest of.
 
     Args:
-        makers: of requests of one recipe, so that the first one's laws are everyone's.
+        makers: of requests of one recipe, so that the first one's probabilities are everyone's.
         logits: [N_i, V] per request.
         lengths: N_i per request, as for :meth:`Sampler.ranking`.
     """
-    log_laws = makers[0].log_laws(torch.cat(list(logits)))
-    noise = [row for maker, each in zip(makers, lengths, strict=True) for row in maker.noise_rows(each, log_laws)]
-    tokens = iter(argmaxes(torch.stack(noise).add_(log_laws))[0])
+    log_probs = makers[0].log_probs(torch.cat(list(logits)))
+    noise = [row for maker, each in zip(makers, lengths, strict=True) for row in maker.noise_rows(each, log_probs)]
+    tokens = iter(argmaxes(torch.stack(noise).add_(log_probs))[0])
     return [list(islice(tokens, len(each))) for each in lengths]
 
 

@@ -24,7 +24,7 @@ NON_FINITE = "the model's logits are NaN or all -inf: check the checkpoint, or l
 
 
 LARGE = 32768
-"""Vocabulary from which on, on a CPU, an operation on laws takes so long that it does not matter how many there are."""
+"""Vocabulary from which on, on a CPU, an operation on a row of it takes so long that calls should see few rows."""
 
 
 def is_large(logits: Tensor) -> bool:
@@ -183,8 +183,8 @@ class LawMaker(Protocol):
     def ranking(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
         """[N, V] what the token that follows is the largest of, where it is ``fixed``."""
 
-    def log_laws(self, logits: Tensor) -> Tensor:
-        """[N, V] log-probabilities, up to a constant per row, where the law depends on the logits alone."""
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """[N, V] log-probabilities, up to a constant per row, where they depend on the logits alone."""
 
     def noise_rows(self, lengths: Sequence[int], like: Tensor) -> list[Tensor]:
         """The noise [V] of the tokens that follow texts of such lengths."""
@@ -264,6 +264,12 @@ class Scores:
         """Tokens before the one that follows each node: the position in the text of that token."""
         return [len(self.prefix) + depth for depth in self.tree.depths]
 
+    @property
+    def races_at_once(self) -> bool:
+        """Whether looking up the tokens after all nodes is cheaper than after each that the walk reaches: unless rows
+        are long, or many are probes, which the walk never reaches."""
+        return not self.tree.probes and not is_large(self.logits)
+
     def ranking(self, node: int) -> Tensor:
         """[V] what the token after ``node`` is the largest of, on that node's own prefix, if the request is fixed."""
         prefixes = None if self.maker.context_free else [self.node_prefix(node)]
@@ -271,8 +277,7 @@ class Scores:
 
     def choice(self, node: int) -> int:
         """The token that a fixed request takes after ``node``: the argmax at temperature 0, else the race's winner."""
-        if self.chosen is None and self.maker.context_free and (self.maker.greedy or not is_large(self.logits)):
-            # Probes stand at no position of the text, but they are few, and one call is cheaper than two.
+        if self.chosen is None and self.maker.context_free and (self.maker.greedy or self.races_at_once):
             ranking = self.logits if self.maker.greedy else self.maker.ranking(self.logits, self.lengths, None)
             self.chosen, finite = argmaxes(ranking)
             if not finite:

@@ -254,8 +254,7 @@ def test_a_lenient_review_prefers_the_best_token() -> None:
 
 def test_whether_drafts_depend_on_other_requests() -> None:
     shared, own = RecyclingDrafter(nodes=4), RecyclingDrafter(nodes=4, share=False)
-    assert not cascade(shared).shares_state  # deterministic guesses do not move the draws
-    assert cascade(shared, lenience=4.0).shares_state
+    assert cascade(shared).shares_state and cascade(shared, lenience=4.0).shares_state
     assert not cascade(own, lenience=4.0).shares_state
     assert not cascade(ModelDrafter(tables()[0])).shares_state
 

@@ -220,7 +220,7 @@ def test_an_unfiltered_draft_changes_no_text(build: Build, monkeypatch: pytest.M
 def test_an_unfiltered_target_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both arms agree on the wrong texts: the distribution tells."""
     target, draft = tables()
-    monkeypatch.setattr(Sampler, "_log_laws", Sampler._tempered)
+    monkeypatch.setattr(Sampler, "_log_probs", Sampler._tempered)
     for build in (None, chain):
         speculative = engine(target, build(draft) if build else None)
         assert differences(speculative, engine(target), FILTERS) == 0
@@ -230,7 +230,7 @@ def test_an_unfiltered_target_is_caught(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_unfiltered_race_in_the_batched_call_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one request the target filters, of several it does not: their texts depend on the company."""
     target, draft = tables()
-    monkeypatch.setattr(Sampler, "log_laws", lambda self, logits: self._tempered(logits))
+    monkeypatch.setattr(Sampler, "log_probs", lambda self, logits: self._tempered(logits))
     alone = outputs(engine(target, max_batch=1), requests(FILTERS))
     together = outputs(engine(target, chain(draft), max_batch=8), requests(FILTERS))
     assert sum(one != other for one, other in zip(alone, together, strict=True)) >= CAUGHT_TEXTS
@@ -238,7 +238,7 @@ def test_an_unfiltered_race_in_the_batched_call_alone_is_caught(monkeypatch: pyt
 
 def test_temperature_forgotten_in_the_race_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = tables()
-    monkeypatch.setattr(Sampler, "_log_laws", lambda self, scores: scores)
+    monkeypatch.setattr(Sampler, "_log_probs", lambda self, scores: scores)
     speculative = engine(target, chain(draft))
     assert differences(speculative, engine(target), SamplingParams(temperature=0.4)) == 0
     assert pair_chance(speculative, target, SamplingParams(temperature=0.4)) < CAUGHT

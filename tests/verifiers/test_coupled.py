@@ -413,13 +413,13 @@ def test_a_batch_decides_as_its_requests_do(large: bool, monkeypatch: pytest.Mon
 
 def test_the_races_of_a_batch_are_run_by_one_call_per_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    log_laws = Sampler.log_laws
+    log_probs = Sampler.log_probs
 
     def counted(self: Sampler, logits: Tensor) -> Tensor:
         calls.append(len(logits))
-        return log_laws(self, logits)
+        return log_probs(self, logits)
 
-    monkeypatch.setattr(Sampler, "log_laws", counted)
+    monkeypatch.setattr(Sampler, "log_probs", counted)
     recipes = cycle([T1, RECIPES[1]])
     scores = [random_scores(seed, next(recipes), Noise(seed), nodes=3 + seed) for seed in range(6)]
     verify_together([RULE] * 6, scores, [Rng(0)] * 6)

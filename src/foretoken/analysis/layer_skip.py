@@ -19,6 +19,7 @@ from foretoken.drafters.skip_sets import SkipSet, fingerprint, save_skips
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import assemble
 from foretoken.models.base import LanguageModel
+from foretoken.noise import unseeded_from
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -72,10 +73,9 @@ class Workload:
         if skips is not None:
             drafter = LayerSkipDrafter(self.target, skips.options["attention"], skips.options["mlp"], self.k)
         llm = assemble(self.target, drafter, "auto", "constant", None)
-        options = {"temperature": self.temperature, "seed": self.seed, "ignore_eos": True}
-        return Speed.over(
-            [llm.generate(list(p), max_new_tokens=self.new_tokens, **options).stats for p in self.prompts]
-        )
+        options = {"max_new_tokens": self.new_tokens, "temperature": self.temperature, "ignore_eos": True}
+        with unseeded_from(self.seed):
+            return Speed.over([llm.generate(list(p), **options).stats for p in self.prompts])
 
     def settings(self) -> dict[str, Any]:
         """What must not change between the parts of one search."""

@@ -18,6 +18,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import Llm, assemble
 from foretoken.models.base import LanguageModel
+from foretoken.noise import unseeded_from
 from foretoken.types import Budget, Context, StepRecord
 
 TRIMMED = 0.05
@@ -33,7 +34,8 @@ class Workload:
         prompts: token ids of every prompt.
         new_tokens: generated per prompt, ends of text ignored.
         temperature: 0 is greedy.
-        seed: fixes sampled outputs.
+        seed: what sampled outputs are drawn from.  Requests have none of their own, for they would then be coupled
+            (:mod:`foretoken.noise`), and other drafts be the best ones.
     """
 
     target: LanguageModel
@@ -46,8 +48,9 @@ class Workload:
         """Decode every prompt once with a constant budget; the rounds that had room for the whole budget."""
         recorder = Recorder(depth, nodes, self.new_tokens)
         llm = Llm(self.target, drafter, None, recorder, None)
-        for prompt in self.prompts:
-            llm.generate(list(prompt), **self.options)
+        with unseeded_from(self.seed):
+            for prompt in self.prompts:
+                llm.generate(list(prompt), **self.options)
         return recorder.rounds
 
     def speed(self, drafter: Drafter | None, controller: str | Controller, costs: RoundCosts | None = None) -> float:
@@ -56,8 +59,9 @@ class Workload:
         if costs is not None and llm.engine.controller is not None:
             llm.engine.controller.start_from(costs)
         total = SpecStats()
-        for prompt in self.prompts:
-            total.merge(llm.generate(list(prompt), **self.options).stats)
+        with unseeded_from(self.seed):
+            for prompt in self.prompts:
+                total.merge(llm.generate(list(prompt), **self.options).stats)
         return total.tokens_per_s
 
     @property
@@ -66,7 +70,6 @@ class Workload:
         return {
             "max_new_tokens": self.new_tokens,
             "temperature": self.temperature,
-            "seed": self.seed,
             "ignore_eos": True,
         }
 

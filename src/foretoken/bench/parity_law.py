@@ -15,7 +15,7 @@ from foretoken.bench.parity_checks import Reference, Subject
 from foretoken.bench.parity_report import Check
 from foretoken.llm import Llm
 from foretoken.models.base import Feed, LanguageModel, SequenceState
-from foretoken.noise import SEEDS
+from foretoken.noise import SEEDS, unseeded_from
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Rng
 
@@ -88,8 +88,7 @@ def _sample(subject: Subject, check: Check) -> list[list[list[int]]]:
     jobs = [divmod(i, len(r.prompts)) for i in range(r.settings.samples)]
     # A seed would ask for coupled sampling.  Without one a request takes its randomness from torch's own generator on
     # the CPU, which gets a state of ours meanwhile, so that the same command gives the same report.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(r.settings.seed)
+    with unseeded_from(r.settings.seed):
         for half, llm in enumerate((subject.steady, subject.chosen)):
             mine = [prompt for turn, prompt in jobs if turn % 2 == half]
             for start in range(0, len(mine), BATCH):

@@ -111,9 +111,7 @@ class CascadeDrafter(Drafter):
         self.early, self.lenience = early, lenience
         self._check_options()
         self._rule: Rule = rule if lenience == 1.0 else self._review_leniently
-        # Deterministic guesses change the time only, unless they may stand leniently.
-        moved = inner.shares_state and (lenience > 1.0 or inner.kind is not Kind.POINT)
-        self.shares_state = moved or (late is not None and late.shares_state)
+        self.shares_state = inner.shares_state or (late is not None and late.shares_state)
 
     def _check_options(self) -> None:
         name, late, early = self.name, self.late, self.early

@@ -40,7 +40,7 @@ class _Growing:
     sequence: SequenceState
     maker: Sampler
     tokens: list[int]
-    draws: bool  # whether tokens are drawn from laws, which are kept; else the best ones are taken
+    draws: bool  # whether tokens are drawn, and what they are drawn from is kept; else the best ones are taken
     races: bool  # whether the best ones are those of a race on the request's noise
     text: Sequence[int]  # the committed tokens in the draft model's own ids
     counts: Counts  # children per place of the tree

@@ -23,7 +23,7 @@ class CoupledVerifier(Verifier):
     races = True
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The race itself, on the law of every visited node; no coin is tossed.
+        """The race itself, on the distribution of every visited node; no coin is tossed.
 
         Raises:
             ValueError: the request samples, and has no noise.
@@ -42,7 +42,7 @@ class CoupledVerifier(Verifier):
         return walk_down(tree, choose)
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The same by logarithms, without laws, and for all nodes at once (:meth:`foretoken.types.Scores.choice`)."""
+        """The same by logarithms, not normalised, and for all nodes at once (:meth:`foretoken.types.Scores.choice`)."""
         if not scores.maker.fixed:
             return self.decide(tree, scores, coins)
 

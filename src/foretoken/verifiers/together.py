@@ -85,7 +85,7 @@ def make_choices(all_scores: Sequence[Scores]) -> None:
     """Look up the tokens after all nodes of requests with noise, of all that sample alike by one call."""
     alike: dict[Hashable, list[Scores]] = {}
     for scores in all_scores:
-        if scores.maker.noise is not None and scores.maker.context_free and not is_large(scores.logits):
+        if scores.maker.noise is not None and scores.maker.context_free and scores.races_at_once:
             alike.setdefault(scores.maker.recipe, []).append(scores)
     for group in alike.values():
         makers, logits = [scores.maker for scores in group], [scores.logits for scores in group]
