@@ -39,6 +39,7 @@ DRAFTERS: dict[str, Callable[[MarkovTable], Drafter]] = {
     "wor-tree": lambda draft: ModelDrafter(draft, tree="3x2", draw="without_replacement"),
     "greedy-tree": lambda draft: ModelDrafter(draft, tree="2x2", draw="greedy"),
 }
+each_seed = pytest.mark.parametrize("seed", [None, 1], ids=["drawn", "coupled"])
 each_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 
 
@@ -82,20 +83,22 @@ def test_duplicate_siblings_under_every_rule(verifier: str) -> None:
     assert law_holds(target, ModelDrafter(draft, tree="3x2", draw="iid"), rule, tokens=3)
 
 
-def test_nothing_is_accepted_from_a_disjoint_draft() -> None:
+@each_seed
+def test_nothing_is_accepted_from_a_disjoint_draft(seed: int | None) -> None:
     target, draft = fixed_tables([0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.3, 0.7])
     for build in DRAFTERS.values():
-        (run,) = serve(engine(target, build(draft)), [Request(PROMPT, T1["T=1"], 30, seed=0)])
+        (run,) = serve(engine(target, build(draft)), [Request(PROMPT, T1["T=1"], 30, seed=seed)])
         assert (run.stats.num_accepted_tokens, run.stats.num_drafts) == (0, 30)
 
 
+@each_seed
 @pytest.mark.parametrize("drafter", ["chain", "iid-tree", "wor-tree"])
-def test_the_target_accepts_its_own_draws(drafter: str) -> None:
+def test_the_target_accepts_its_own_draws(drafter: str, seed: int | None) -> None:
     """q = p: the first child of every node stands, so every path goes to a leaf."""
     target, _ = tables()
     drafts = DRAFTERS[drafter](target)
     depth = drafts.max_depth
-    (run,) = serve(engine(target, drafts), [Request(PROMPT, T1["T=1"], 10 * (depth + 1), seed=1)])
+    (run,) = serve(engine(target, drafts), [Request(PROMPT, T1["T=1"], 10 * (depth + 1), seed=seed)])
     assert run.stats.num_drafts == 10
     assert run.stats.num_accepted_tokens == 10 * depth
     assert run.origins == (["accepted"] * depth + ["bonus"]) * 10

@@ -17,6 +17,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading import check_vocabularies
 from foretoken.models.table import TableModel
+from foretoken.noise import unseeded_from
 from foretoken.sampling import SamplingParams
 from foretoken.types import TokenTree
 
@@ -64,12 +65,13 @@ def test_the_law_is_the_targets(target_width: int, draft_width: int, draw: str) 
     for count, engine in zip(
         counts, (Engine(target, drafter, None, ConstantController()), Engine(target)), strict=True
     ):
-        for seed in range(1500):
-            engine.add(Request([0, target_width - 1], SamplingParams(temperature=1.0), 3, seed=7 * seed))
-        while engine.busy:
-            for run, emission in engine.step():
-                if emission.finish_reason:
-                    count[tuple(run.output)] += 1
+        for _ in range(1500):  # without seeds: drafts are drawn
+            engine.add(Request([0, target_width - 1], SamplingParams(temperature=1.0), 3))
+        with unseeded_from(7):
+            while engine.busy:
+                for run, emission in engine.step():
+                    if emission.finish_reason:
+                        count[tuple(run.output)] += 1
     outputs = sorted(set(counts[0]) | set(counts[1]))
     if target_width > draft_width:
         assert any(max(tokens) >= draft_width for tokens in counts[0])
@@ -87,7 +89,7 @@ def test_draft_laws_have_the_targets_width(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(
             engine, "_feed", lambda run, tree, feed=feed, trees=trees: trees.append(tree) or feed(run, tree)
         )
-        engine.add(Request([0, 1], SamplingParams(temperature=1.0), 20, seed=0))
+        engine.add(Request([0, 1], SamplingParams(temperature=1.0), 20))  # with a seed nothing would be drawn
         while engine.busy:
             engine.step()
         drawn = [tree.q for tree in trees if tree.q is not None]
