@@ -243,3 +243,12 @@ def test_what_is_kept_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None
         for position in range(6):
             gumbels(noise, position, 50)
     assert made == list(range(6))
+
+
+def test_what_is_text_is_forgotten_and_comes_again_the_same() -> None:
+    noise = Noise(5)
+    before = [noise.gumbels(position, 10, torch.device("cpu")).clone() for position in range(6)]
+    noise.forget(4)
+    assert sorted(position for position, _, _ in noise._kept) == [4, 5]
+    for position, numbers in enumerate(before):
+        assert torch.equal(noise.gumbels(position, 10, torch.device("cpu")), numbers)

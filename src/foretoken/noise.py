@@ -21,7 +21,7 @@ from torch import Tensor
 SEEDS = 2**64
 """Seeds are integers from 0 to one below this."""
 KEPT_NUMBERS, KEPT_POSITIONS = 2**18, 16
-"""What is kept per request: 2 MiB, or 16 positions if that is more.  A round asks again for what it drafted with."""
+"""Most that is kept per request: 2 MiB, or 16 positions if that is more: a round verifies with what it drafted with."""
 
 
 def check_seed(seed: Any) -> None:
@@ -105,7 +105,8 @@ class Noise:
     def gumbels(self, position: int, size: int, device: torch.device) -> Tensor:
         """[size] ``-log E``, what is added to log-probabilities before the largest is taken; float64 (float32 on mps).
 
-        One vector serves the draft and every node of a depth, so those of the last positions are kept.
+        One vector serves the draft and every node of a depth, so they are kept: until :meth:`forget`, or until there
+        are too many.
         """
         key = (position, size, device)
         found = self._kept.get(key)
@@ -119,3 +120,8 @@ class Noise:
                 del self._kept[min(self._kept, key=lambda kept: kept[0])]  # text by now
             self._kept[key] = found
         return found
+
+    def forget(self, position: int) -> None:
+        """Positions before this one are text now: their noise is not asked for again."""
+        for key in [kept for kept in self._kept if kept[0] < position]:
+            del self._kept[key]

@@ -345,6 +345,8 @@ class Engine:
         context = run.context
         context.hidden_start = len(context.tokens) - 1
         context.tokens.extend(tokens[:kept])
+        if context.maker.noise is not None:
+            context.maker.noise.forget(len(context.tokens) - context.prompt_length)
         context.hidden = {name: rows[path] for name, rows in scores.taps.items()}
         run.origins.extend(origins)
         run.finish_reason = reason
