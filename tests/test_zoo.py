@@ -41,7 +41,7 @@ def test_target_is_clearly_better_than_its_draft() -> None:
 
 
 def test_built_in_pair_speculates_and_keeps_the_output() -> None:
-    llm = ft.load(dtype="float32")
+    llm = ft.load(dtype="float32", controller="constant")  # the default one may decode plainly on a busy machine
     for prompt in (CODE, PROSE):
         out = llm.generate(prompt, max_new_tokens=48)
         assert out.token_ids == llm.plain.generate(prompt, max_new_tokens=48).token_ids

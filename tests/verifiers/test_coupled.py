@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -89,6 +90,11 @@ def random_scores(seed: int, params: SamplingParams, noise: Noise | None, vocab:
     logits = torch.stack([target.p(prefix) for prefix in prefixes(tree)]).log()
     prefix = [*PROMPT, *generator.integers(0, vocab, int(generator.integers(0, 6))).tolist(), tree.tokens[0]]
     return Scores(logits, tree, prefix, Sampler(params, len(PROMPT), noise))
+
+
+def without_probes(scores: Scores) -> Scores:
+    """The same with every probe a candidate: the walk may reach all nodes."""
+    return Scores(scores.logits, replace(scores.tree, probes=()), scores.prefix, scores.maker)
 
 
 def fresh(scores: Scores) -> Scores:
@@ -422,8 +428,12 @@ def test_the_races_of_a_batch_are_run_by_one_call_per_recipe(monkeypatch: pytest
     monkeypatch.setattr(Sampler, "log_probs", counted)
     recipes = cycle([T1, RECIPES[1]])
     scores = [random_scores(seed, next(recipes), Noise(seed), nodes=3 + seed) for seed in range(6)]
-    verify_together([RULE] * 6, scores, [Rng(0)] * 6)
+    verify_together([RULE] * 6, [without_probes(one) for one in scores], [Rng(0)] * 6)
     assert sorted(calls) == [3 + 5 + 7, 4 + 6 + 8]
+    calls.clear()
+    probing = [one for one in scores if one.tree.probes]  # there only the nodes that walks reach are raced
+    verify_together([RULE] * len(probing), probing, [Rng(0)] * len(probing))
+    assert len(probing) > 1 and not calls
 
 
 # -- large vocabularies, other precisions ----------------------------------------------------------------------------
@@ -453,7 +463,7 @@ def test_large_vocabularies_race_lazily_and_the_same(params: SamplingParams, mon
         assert raced == [1, 1]  # the two nodes that the walk visits
         both = [fresh(scores), fresh(scores)]
         assert verify_together([RULE] * 2, both, [Rng(0)] * 2) == [verdict] * 2
-    small = random_scores(0, T1, Noise(0))
+    small = without_probes(random_scores(0, T1, Noise(0)))
     raced.clear()
     fast(small)
     assert raced == [len(small.tree)]
