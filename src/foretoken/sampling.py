@@ -151,8 +151,9 @@ class Sampler:
         """``log_probs`` [N, V] plus the noise of the positions behind ``lengths``; as they are without noise."""
         if self.noise is None:
             return log_probs
-        rows = self.noise_rows(lengths, log_probs)
-        return (rows[0][None] if len(rows) == 1 else torch.stack(rows)) + log_probs
+        level = len(set(lengths)) == 1  # one position: one vector serves all rows
+        rows = self.noise_rows(lengths[:1] if level else lengths, log_probs)
+        return (rows[0][None] if level else torch.stack(rows)) + log_probs
 
     def noise_rows(self, lengths: Sequence[int], like: Tensor) -> list[Tensor]:
         """The noise [V] of the positions behind ``lengths``, for the vocabulary and the device of ``like`` [.., V]."""

@@ -266,9 +266,9 @@ class Scores:
 
     @property
     def races_at_once(self) -> bool:
-        """Whether looking up the tokens after all nodes is cheaper than after each that the walk reaches: unless rows
-        are long, or many are probes, which the walk never reaches."""
-        return not self.tree.probes and not is_large(self.logits)
+        """Whether looking up the tokens after all nodes is cheaper than after each that the walk reaches: for a chain,
+        unless rows are long.  Of a branching tree most nodes are never reached."""
+        return self.tree.is_chain and not is_large(self.logits)
 
     def ranking(self, node: int) -> Tensor:
         """[V] what the token after ``node`` is the largest of, on that node's own prefix, if the request is fixed."""

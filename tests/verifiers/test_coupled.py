@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -92,9 +91,10 @@ def random_scores(seed: int, params: SamplingParams, noise: Noise | None, vocab:
     return Scores(logits, tree, prefix, Sampler(params, len(PROMPT), noise))
 
 
-def without_probes(scores: Scores) -> Scores:
-    """The same with every probe a candidate: the walk may reach all nodes."""
-    return Scores(scores.logits, replace(scores.tree, probes=()), scores.prefix, scores.maker)
+def chained(scores: Scores) -> Scores:
+    """The same rows for a chain of the same tokens: the walk may reach all nodes."""
+    root, *drafts = scores.tree.tokens
+    return Scores(scores.logits, TokenTree.chain(root, drafts), scores.prefix, scores.maker)
 
 
 def fresh(scores: Scores) -> Scores:
@@ -428,12 +428,11 @@ def test_the_races_of_a_batch_are_run_by_one_call_per_recipe(monkeypatch: pytest
     monkeypatch.setattr(Sampler, "log_probs", counted)
     recipes = cycle([T1, RECIPES[1]])
     scores = [random_scores(seed, next(recipes), Noise(seed), nodes=3 + seed) for seed in range(6)]
-    verify_together([RULE] * 6, [without_probes(one) for one in scores], [Rng(0)] * 6)
+    verify_together([RULE] * 6, [chained(one) for one in scores], [Rng(0)] * 6)
     assert sorted(calls) == [3 + 5 + 7, 4 + 6 + 8]
     calls.clear()
-    probing = [one for one in scores if one.tree.probes]  # there only the nodes that walks reach are raced
-    verify_together([RULE] * len(probing), probing, [Rng(0)] * len(probing))
-    assert len(probing) > 1 and not calls
+    verify_together([RULE] * 6, scores, [Rng(0)] * 6)  # of trees only the nodes that walks reach are raced
+    assert not calls and not any(one.tree.is_chain for one in scores)
 
 
 # -- large vocabularies, other precisions ----------------------------------------------------------------------------
@@ -463,7 +462,7 @@ def test_large_vocabularies_race_lazily_and_the_same(params: SamplingParams, mon
         assert raced == [1, 1]  # the two nodes that the walk visits
         both = [fresh(scores), fresh(scores)]
         assert verify_together([RULE] * 2, both, [Rng(0)] * 2) == [verdict] * 2
-    small = without_probes(random_scores(0, T1, Noise(0)))
+    small = chained(random_scores(0, T1, Noise(0)))
     raced.clear()
     fast(small)
     assert raced == [len(small.tree)]

@@ -54,7 +54,7 @@ def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int]
         if context.maker.noise is not None:
             rows_of.setdefault(id(context), []).append(row)
     if rows_of:
-        logits = logits.to(torch.float64, copy=True)
+        logits = logits.to(torch.float32, copy=True)  # near-ties of guesses do not matter
     for rows in rows_of.values():
         context = contexts[rows[0]]
         text = context.tokens  # without the drafts before, which are not all known: penalties are nearly right
