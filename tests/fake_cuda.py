@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 CUDA = torch.device("cuda", 0)
-COPIES = {"copy_", "_copy_from", "_to_copy", "to", "type_as", "copy"}
+COPIES = {"copy_", "_copy_from", "_to_copy", "to", "type_as", "copy", "_has_compatible_shallow_copy_type"}
 """Operations whose tensors may be on two devices."""
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 """Operations whose second argument may be CPU tensors when the first is on CUDA."""
@@ -155,6 +155,8 @@ class _Functions(TorchFunctionMode):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
         if func in READS and isinstance(args[0], FakeCuda):
             return func(args[0].on_cpu)
+        if func is Tensor.detach and isinstance(args[0], FakeCuda):
+            return FakeCuda(args[0].on_cpu)
         if func is Tensor.__getitem__ and isinstance(args[0], FakeCuda):
             return _item(*args)
         if func is Tensor.__setitem__ and isinstance(args[0], FakeCuda):

@@ -50,7 +50,9 @@ def models(device: str, **options: bool) -> tuple[LanguageModel, LanguageModel]:
     return found[0], found[1]
 
 
-def texts(device: str, build: Build | None, verifier: str | None = None, seeded: bool = True, **options: bool) -> object:
+def texts(
+    device: str, build: Build | None, verifier: str | None = None, seeded: bool = True, **options: bool
+) -> object:
     """Tokens of four requests, one per mode, two at a time."""
     with fake_cuda() if device == "cuda" else nullcontext(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -28,7 +28,7 @@ class BpdDrafter(Drafter):
     are one call, and the heads are the only other work of a round.
 
     Args:
-        heads: the trained heads.
+        heads: the trained heads; they move to the target's device.
         parts: what they borrow from the target.
         k: block size, head 1 (the target) counted; all trained heads by default.
 
@@ -45,7 +45,7 @@ class BpdDrafter(Drafter):
         k = trained if k is None else k
         if not 2 <= k <= trained:
             raise ValueError(f"bpd needs k from 2 to {trained} (so many heads were trained), not {k}")
-        self.heads, self.parts, self.k = heads.eval(), parts, k
+        self.heads, self.parts, self.k = heads.to(parts.device).eval(), parts, k
         self.max_depth = self.max_nodes = k - 1
 
     @classmethod

@@ -57,6 +57,7 @@ class Eagle3Drafter(FeatureDrafter):
     @classmethod
     def of(cls, net: Eagle3Net, parts: TargetParts, target: LanguageModel, **options: Any) -> Eagle3Drafter:
         """A drafter over a network as it is now: the projection is a copy."""
+        net = net.to(parts.device)
         return cls(FeatureModel(net, parts, target, draft_projection(net, parts)), **options)
 
     @torch.inference_mode()

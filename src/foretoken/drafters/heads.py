@@ -23,7 +23,8 @@ class HeadsDrafter(Drafter):
     """Point proposals: the candidates of a tree of ranks.
 
     Args:
-        heads: the trained heads, one entry of ``heads.blocks`` and of ``heads.projections`` (if any) for each.
+        heads: the trained heads, one entry of ``heads.blocks`` and of ``heads.projections`` (if any) for each; they
+            move to the target's device.
         parts: what they borrow from the target.
         nodes: draft nodes of the tree.
         accuracies: [K][R] measured chance that the head's candidate of this rank is right.
@@ -48,7 +49,7 @@ class HeadsDrafter(Drafter):
     ) -> None:
         if nodes < 1:
             raise ValueError(f"{self.name} needs nodes >= 1, not {nodes}")
-        self.heads, self.parts = heads.eval(), parts
+        self.heads, self.parts = heads.to(parts.device).eval(), parts
         count = len(heads.blocks)
         self._take(
             read_tree(tree, self.name, count) if tree else medusa_choices((accuracies or TYPICAL)[:count], nodes)

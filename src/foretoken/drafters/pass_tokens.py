@@ -53,7 +53,7 @@ class PassTokensDrafter(Drafter):
     """A chain of up to k guesses that were made by the call that verified the chain before.
 
     Args:
-        net: the learned rows.
+        net: the learned rows; they move to the target's device.
         target: the model that embeds them.
         k: how many of the look-ahead tokens are used; 0: all that were learned.
         draw: how drafts are made when the request samples: ``"iid"`` (each drawn from what its look-ahead token says)
@@ -76,7 +76,8 @@ class PassTokensDrafter(Drafter):
             raise ValueError(f"draw must be iid or greedy, not {draw!r}")
         if groups < 0:
             raise ValueError(f"pass_tokens needs groups >= 0, not {groups}")
-        self.net, self.draw = net.eval(), draw
+        device = getattr(target, "device", None)
+        self.net, self.draw = (net if device is None else net.to(device)).eval(), draw
         self.max_depth = self.max_nodes = k or learned
         self.groups = groups or self.max_depth + 1
         self.first = target.extra_embeddings(net.rows.detach())

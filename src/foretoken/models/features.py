@@ -26,14 +26,14 @@ class FeatureModel(HuggingFaceModel):
 
     Args:
         net: one of :mod:`foretoken.drafters.nets` over embeddings and features, with ``head_state``; it is run in
-            float32, which is the fastest for one small layer on CPU.
+            float32, which is the fastest for one small layer on CPU, and moves to the target's device.
         parts: the target's embedding and vocabulary projection.
         target: the model that is drafted for (its context length and end-of-text ids).
         project: logits [m, V] of states [m, D]; the target's projection by default.
     """
 
     def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
-        self.model = net.eval()
+        self.model = net.to(parts.device).eval()
         self.parts = parts
         self.project = project or parts.draft_logits
         self.capabilities = Capabilities(layer_windows=False)
