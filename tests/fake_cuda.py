@@ -155,8 +155,8 @@ class _Functions(TorchFunctionMode):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
         if func in READS and isinstance(args[0], FakeCuda):
             return func(args[0].on_cpu)
-        if func is Tensor.detach and isinstance(args[0], FakeCuda):
-            return FakeCuda(args[0].on_cpu)
+        if func in (Tensor.detach, Tensor.contiguous) and isinstance(args[0], FakeCuda):
+            return FakeCuda(func(args[0].on_cpu, *args[1:], **kwargs))
         if func is Tensor.__getitem__ and isinstance(args[0], FakeCuda):
             return _item(*args)
         if func is Tensor.__setitem__ and isinstance(args[0], FakeCuda):

@@ -342,7 +342,8 @@ def load(
         controller: a spec string, a controller, or ``"auto"``.
         tokenizer: a Transformers tokenizer; found beside the target by default.
         dtype: ``float32``, ``float64``, ``bfloat16``, ``float16``; the checkpoint's by default.
-        device: where the models run.
+        device: where the models run: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``"auto"`` for the first of cuda, mps and
+            cpu that there is.  By default the cpu, or where a handed-in model is; draft models go where the target is.
         allow_lossy: permit verifiers that change the target's law.
         exact: ``"distribution"`` or ``"bitwise"`` (slower; sums do not depend on how many tokens are scored together:
             a bfloat16 target then gives the same tokens with and without speculation).
@@ -356,7 +357,7 @@ def load(
 
     Raises:
         LoadError: a checkpoint is missing, damaged or pickled.
-        ValueError: an unknown name or option, a bad profile, or parts that do not fit each other.
+        ValueError: an unknown name, option or device, a bad profile, or parts that do not fit each other.
     """
     tuned = {} if profile is None else read_profile(profile)
     if tuned:
@@ -366,7 +367,8 @@ def load(
     model = load_model(target, dtype=dtype, device=device, exact=exact, inflate=inflate)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
-    built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=device)
+    beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be
+    built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside)
     llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy)
     if profile is not None:
         _start_from(llm, tuned, profile)

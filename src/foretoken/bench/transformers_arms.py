@@ -154,7 +154,8 @@ def load_draft(path: str, context: ArmContext, dtype: str = "float32") -> Any:
     if not path and str(context.target_source) != BUILTIN:
         raise ValueError("this arm needs a draft model for this target: add ,draft=PATH to its spec")
     source: str | Path = path or BUILTIN
-    loaded: Any = load_model(source, role="draft", dtype=dtype, device=context.device)
+    device = getattr(context.target, "device", None) if context.device is None else context.device
+    loaded: Any = load_model(source, role="draft", dtype=dtype, device=device)
     return unpacked(loaded.model)
 
 

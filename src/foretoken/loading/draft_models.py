@@ -29,7 +29,8 @@ def build_draft_model(
 ) -> LanguageModel:
     """The draft model of a ``model:PATH`` spec (or of another ``drafter`` with one), checked against the target.
 
-    Unless it is ``packed``, its weights stay where they can be trained.
+    It is loaded on ``device``, or on the target's where that is ``None``.  Unless it is ``packed``, its weights stay
+    where they can be trained.
 
     Raises:
         ValueError: no path and no built-in draft for this target, or another tokenizer.
@@ -50,6 +51,8 @@ def build_foreign_draft_model(
     name: str, path: str | None, target: LanguageModel, target_source: Any, tokenizer: Any | None, device: Any
 ) -> tuple[LanguageModel, Any]:
     """The draft model of a ``name:PATH`` spec and its own tokenizer, which may be another than the target's.
+
+    It is loaded on ``device``, or on the target's where that is ``None``.
 
     Raises:
         ValueError: no path and no built-in draft for this target, or a model without a tokenizer.
@@ -72,6 +75,7 @@ def _load_draft_model(path: str, target: LanguageModel, device: Any, packed: boo
     # A draft model's law may be anything: on a CPU small ones are fastest in bfloat16 where it has products of that and
     # they can be packed, and in float32 elsewhere (docs/log.md).  A few bits of packed ones depend on the batch, so
     # that only a target that is like that itself gets one.
+    device = getattr(target, "device", None) if device is None else device
     on_cpu = device is None or str(device) == "cpu"
     small = on_cpu and _is_small(path)
     alike = getattr(target, "dtype", None) == torch.bfloat16 and getattr(target, "exact", "") == "distribution"

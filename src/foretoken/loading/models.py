@@ -40,11 +40,12 @@ def load_model(
 
     A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  ``inflate``
     (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
-    :mod:`foretoken.models.inflation`.
+    :mod:`foretoken.models.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps and cpu that
+    there is; ``None``: the cpu); a model that is handed in stays where it is.
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
-        ValueError: unknown dtype, or a model that cannot be inflated to that size.
+        ValueError: unknown dtype, no such device, or a model that cannot be inflated to that size.
     """
     if inflate is not None:
         return _load_inflated(source, inflate, role, dtype, device, exact, lean)
@@ -158,17 +159,28 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:
-    """A device by name, tried out.
+    """A device by name, tried out; of ``"auto"`` the first of cuda, mps and cpu that there is.
 
     Raises:
-        ValueError: there is no such device on this machine.
+        ValueError: there is no such device on this machine; the message says what there is.
     """
     if device is None:
         return None
+    found = devices()
+    if device == "auto":
+        return torch.device(found[0])
     try:
         wanted = torch.device(device)
+        if wanted.type == "cuda" and f"cuda:{wanted.index or 0}" not in found:
+            raise ValueError(f"device {str(device)!r} is not on this machine: choose one of auto, {', '.join(found)}")
         torch.empty(0, device=wanted)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise ValueError(f"device {str(device)!r} cannot be used here: {reason}") from None
     return wanted
+
+
+def devices() -> list[str]:
+    """What this machine can run models on, the fastest first: ``cuda:0`` and so on, ``mps``, ``cpu``."""
+    found = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [*found, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
