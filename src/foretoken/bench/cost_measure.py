@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 
@@ -19,6 +18,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
 from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.clock import now
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Node counts that a target is measured at by default."""
@@ -109,11 +109,10 @@ def _call_s(target: LanguageModel, sequences: Sequence[SequenceState], text: Seq
     for i, sequence in enumerate(sequences):
         share = count // len(sequences) + (i < count % len(sequences))
         feeds.append(Feed(sequence, [text[j % len(text)] for j in range(share)]))
-    before, began = target.run_s, perf_counter()
+    device = getattr(target, "device", None)
+    before, began = target.run_s, now(device)
     target.forward(feeds)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return (target.run_s - before) or (perf_counter() - began)
+    return (target.run_s - before) or (now(device) - began)
 
 
 # -- the rest of a round ---------------------------------------------------------------------------------------------

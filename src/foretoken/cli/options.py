@@ -45,7 +45,9 @@ class Common:
         Path | None, typer.Option(help="JSON file with drafter, verifier and controller for what is left at auto.")
     ] = None
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, float64, bfloat16 or float16.")] = "auto"
-    device: Annotated[str, typer.Option(help="auto (the first of cuda, mps and cpu that is there), cpu, cuda, cuda:1, mps.")] = "auto"
+    device: Annotated[
+        str, typer.Option(help="auto (the first of cuda, mps and cpu that is there), cpu, cuda, cuda:1, mps.")
+    ] = "auto"
     inflate: Annotated[
         str | None, typer.Option(help="For measuring: the target's outputs at the cost of 300m, 1b, 3b, 7b parameters.")
     ] = None

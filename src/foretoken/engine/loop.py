@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.engine.request import Emission, Origin, Request, Running
 from foretoken.engine.stopping import Stopper
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.models.clock import now
 from foretoken.noise import Noise, check_seed, random_seed
 from foretoken.sampling import Sampler
 from foretoken.trees.operations import truncate
@@ -75,6 +75,7 @@ class Engine:
         self.running: list[Running] = []
         self._ids = self._rounds = 0
         self._books_s = 0.0
+        self._device = getattr(target, "device", None)  # whose work the times of a round wait for
         self._automatic: dict[tuple[Kind, bool, bool, bool], Verifier] = {}
         if drafter is not None:
             self._check_target(drafter)
@@ -200,12 +201,12 @@ class Engine:
         return Stopper(eos, request.stop, request.max_new_tokens, self.tokenizer)
 
     def _prefill(self, run: Running) -> None:
-        began = perf_counter()
+        began = now(self._device)
         # The last prompt token is the first root: the prefill needs no logits and no special first step.
         run.context.hidden = self.target.prefill(run.sequence, run.context.tokens[:-1], self.taps)
         if self.drafter is not None:
             self.drafter.start(run.context)
-        run.stats.prefill_s = run.stats.total_s = perf_counter() - began
+        run.stats.prefill_s = run.stats.total_s = now(self._device) - began
 
     def _leave(self, run: Running) -> None:
         self.running.remove(run)
@@ -255,33 +256,33 @@ class Engine:
         """One round of requests that are all between two rounds."""
         if not runs:
             return []
-        began = perf_counter()
+        began = now(self._device)
         trees = self._propose(runs)
-        drafted = perf_counter()
+        drafted = now(self._device)
         target_before, rows_before = self.target.run_s, self.target.run_rows
         rows = self.target.forward([self._feed(r, t) for r, t in zip(runs, trees, strict=True)], self.taps)
         target_s = self.target.run_s - target_before
-        scored = perf_counter()
+        scored = now(self._device)
         all_scores = [
             Scores(row.logits, tree, run.context.tokens, run.context.maker, row.taps)
             for run, tree, row in zip(runs, trees, rows, strict=True)
         ]
         verifiers = [self._verifier_for(tree, scores) for tree, scores in zip(trees, all_scores, strict=True)]
         verdicts = verify_together(verifiers, all_scores, [run.context.rng for run in runs])
-        verified = perf_counter()
+        verified = now(self._device)
         emissions = [
             (run, self._commit(run, tree, scores, verdict))
             for run, tree, scores, verdict in zip(runs, trees, all_scores, verdicts, strict=True)
         ]
         observed_s = self._observe(runs, trees, all_scores, verdicts)
-        taken = perf_counter()
+        taken = now(self._device)
         # What the books of the last round took is part of serving, and known only now.
         times = (drafted - began + observed_s, target_s, verified - scored, taken - began + self._books_s)
         self._rounds += 1
         counts = (len(runs), self.target.run_rows - rows_before or sum(map(len, trees)))
         for run, tree, verdict in zip(runs, trees, verdicts, strict=True):
             self._account(run, tree, verdict, counts, times)
-        self._books_s = perf_counter() - taken
+        self._books_s = now(self._device) - taken
         if self.on_round is not None:
             self.on_round(runs, trees, verdicts, times)
         for run, emission in emissions:
@@ -357,11 +358,11 @@ class Engine:
     ) -> float:
         if self.drafter is None:
             return 0.0
-        began = perf_counter()
+        began = now(self._device)
         for run, tree, score, verdict in zip(runs, trees, scores, verdicts, strict=True):
             if run.finish_reason is None:
                 self.drafter.observe(run.context, tree, score, verdict)
-        return perf_counter() - began
+        return now(self._device) - began
 
     def _account(
         self,

@@ -40,8 +40,8 @@ def load_model(
 
     A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  ``inflate``
     (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
-    :mod:`foretoken.models.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps and cpu that
-    there is; ``None``: the cpu); a model that is handed in stays where it is.
+    :mod:`foretoken.models.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps and cpu
+    that there is; ``None``: the cpu); a model that is handed in stays where it is.
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.

@@ -148,7 +148,7 @@ class LanguageModel(ABC):
         context_length: most tokens that a sequence may hold.
         eos_token_ids: tokens that end a text.
         capabilities: what the model offers.
-        run_s: seconds spent in the network so far (without masks and bookkeeping).
+        run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
         run_rows: rows of hidden states that it computed in this time, padding included.
     """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageM
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.capabilities import detect
+from foretoken.models.clock import now
 from foretoken.models.extra import check_rows, embedding_rows
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
 from foretoken.models.masks import RowPlan, additive_mask
@@ -306,9 +306,9 @@ class HuggingFaceModel(LanguageModel):
         counts = self._counts(rows, width)
         call = Call(ids, positions, masks, spans, taps, plan, states, counts)
         self.run_rows += ids.numel() if counts is None else sum(counts)
-        began = perf_counter()
+        began = now(self.device)
         logits, hidden = self._run(call)
-        self.run_s += perf_counter() - began
+        self.run_s += now(self.device) - began
         self.num_layer_runs += plan.count(self.num_layers)
         return [
             Rows(kept, {name: h[i, :end] for name, h in hidden.items()})

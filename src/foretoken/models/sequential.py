@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.capabilities import detect
+from foretoken.models.clock import now
 from foretoken.models.taps import check_taps, decoder_layers, recording
 from foretoken.models.traits import eos_ids
 
@@ -100,10 +100,10 @@ class SequentialModel(LanguageModel):
             raise CapabilityError(f"only one token at a time can be scored: {self.capabilities.missing['rollback']}")
         check_taps(taps, self._num_layers)
         wanted = count if feed.wanted is None else feed.wanted
-        began = perf_counter()
+        began = now(self.device)
         with recording(self.model, taps) as hidden:
             logits = self._run(sequence, feed.tokens)
-        self.run_s += perf_counter() - began
+        self.run_s += now(self.device) - began
         sequence.append(feed.tokens, chain)
         return Rows(logits[len(logits) - wanted :], {name: h[0, -count:] for name, h in hidden.items()})
 
