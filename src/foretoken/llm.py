@@ -343,7 +343,8 @@ def load(
         tokenizer: a Transformers tokenizer; found beside the target by default.
         dtype: ``float32``, ``float64``, ``bfloat16``, ``float16``; the checkpoint's by default.
         device: where the models run: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``"auto"`` for the first of cuda, mps
-            and cpu that there is.  By default the cpu, or where a handed-in model is; draft models go where the target is.
+            and cpu that there is.  By default the cpu, or where a handed-in model is; draft models go where the target
+            is.
         allow_lossy: permit verifiers that change the target's law.
         exact: ``"distribution"`` or ``"bitwise"`` (slower; sums do not depend on how many tokens are scored together:
             a bfloat16 target then gives the same tokens with and without speculation).
