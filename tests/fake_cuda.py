@@ -20,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from foretoken.models import masks
+
 CUDA = torch.device("cuda", 0)
 COPIES = {"copy_", "_copy_from", "_to_copy", "to", "type_as", "copy", "_has_compatible_shallow_copy_type"}
 """Operations whose tensors may be on two devices."""
@@ -251,3 +253,4 @@ def fake_cuda() -> Iterator[Device]:
             yield device
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swap)
+            masks._step.cache_clear()  # the one cache of tensors that outlives a model

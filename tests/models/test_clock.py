@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fake_cuda import fake_cuda
+from fake_cuda import FakeCuda, fake_cuda
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
@@ -80,3 +81,11 @@ def test_the_time_in_the_network_waits_at_both_ends(kind: type[HuggingFaceModel 
         before = cuda.synchronised
         model.forward([Feed(model.open(), [1, 2, 3])])
         assert cuda.synchronised - before == 2 and model.run_s > 0
+
+
+def test_no_tensor_of_the_stand_in_outlives_it() -> None:
+    """Tests that count live tensors would meet it."""
+    with fake_cuda():
+        started("cuda")
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is FakeCuda]
