@@ -11,6 +11,7 @@ Distributions are float64 arrays [..., V], or nested lists, that sum to 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,14 @@ def coupled_lower_bound(p: Any, q: Any) -> Array:
     return np.asarray(overlap / (2.0 - overlap))
 
 
+def _of_each_pair(chance: Callable[[Array, Array, int], float], p: Any, q: Any, k: int) -> Array:
+    _check_count(k)
+    p, q = _pair(p, q)
+    pairs = zip(p.reshape(-1, p.shape[-1]), q.reshape(-1, q.shape[-1]), strict=True)
+    found = np.array([chance(one, other, k) for one, other in pairs])
+    return np.asarray(found.reshape(p.shape[:-1]).clip(0.0, 1.0))
+
+
 def candidates_acceptance(p: Any, q: Any, k: int) -> Array:
     """Chance that the target's token is among the draft's k candidates: sum_v p(v) int exp(-t) P(N_v(t) < k) dt.
 
@@ -88,11 +97,7 @@ def candidates_acceptance(p: Any, q: Any, k: int) -> Array:
     Raises:
         ValueError: k < 1, different shapes, or something that is no distribution.
     """
-    _check_count(k)
-    p, q = _pair(p, q)
-    pairs = zip(p.reshape(-1, p.shape[-1]), q.reshape(-1, q.shape[-1]), strict=True)
-    found = np.array([_candidates_acceptance(one, other, k) for one, other in pairs])
-    return np.asarray(found.reshape(p.shape[:-1]).clip(0.0, 1.0))
+    return _of_each_pair(_candidates_acceptance, p, q, k)
 
 
 def _candidates_acceptance(p: Array, q: Array, k: int) -> float:
@@ -129,11 +134,7 @@ def recursive_rejection_acceptance(p: Any, q: Any, k: int) -> Array:
     Raises:
         ValueError: k < 1, different shapes, or something that is no distribution.
     """
-    _check_count(k)
-    p, q = _pair(p, q)
-    pairs = zip(p.reshape(-1, p.shape[-1]), q.reshape(-1, q.shape[-1]), strict=True)
-    found = np.array([_recursive_rejection_acceptance(one, other, k) for one, other in pairs])
-    return np.asarray(found.reshape(p.shape[:-1]).clip(0.0, 1.0))
+    return _of_each_pair(_recursive_rejection_acceptance, p, q, k)
 
 
 def _recursive_rejection_acceptance(p: Array, q: Array, k: int) -> float:
