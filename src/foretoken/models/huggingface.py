@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ SCRATCH_ROOM = 512
 """Slots beyond the context for scratch nodes."""
 
 
+class SecondWeights(Protocol):
+    """A network of the model's shape whose weights are others, see :meth:`HuggingFaceModel.add_weights`."""
+
+    def run(self, owner: HuggingFaceModel, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Logits [n, V] per feed and taps, with the keys and values in the cache of ``owner``."""
+
+
 class HuggingFaceModel(LanguageModel):
     """Runs a ``PreTrainedModel`` over committed prefixes plus scratch trees.
 
@@ -49,6 +57,7 @@ class HuggingFaceModel(LanguageModel):
     """
 
     _extra: tuple[Tensor, ...] = ()
+    _second: Mapping[str, SecondWeights] = MappingProxyType({})
 
     def __init__(self, model: Any, *, exact: str = "distribution", lean: bool = True) -> None:
         if exact not in ("distribution", "bitwise", "approximate"):
@@ -102,6 +111,12 @@ class HuggingFaceModel(LanguageModel):
     def extra_rows(self) -> Tensor | None:
         """[K, D] what ids from ``vocab_size`` on are embedded as; ``None`` as long as there are none."""
         return torch.cat(self._extra) if self._extra else None
+
+    def add_weights(self, name: str, make: Callable[[HuggingFaceModel], SecondWeights]) -> SecondWeights:
+        """A second set of weights that :meth:`forward_part` can run by this name; made where it is not there yet."""
+        if name not in self._second:
+            self._second = {**self._second, name: make(self)}
+        return self._second[name]
 
     def take_weights(self, source: torch.nn.Module) -> None:
         """Copy the weights of ``source``, a network of the same shape, over the present ones.
@@ -225,6 +240,8 @@ class HuggingFaceModel(LanguageModel):
             CapabilityError: a skipped sublayer is no module of its own.
         """
         self._check(feeds, taps)
+        if plan.weights and plan.weights not in self._second:
+            raise ValueError(f"this model has no second weights {plan.weights!r}: add them first")
         if plan not in self._checked_plans:  # a draft runs the same plan at every step
             plan.check(self.num_layers)
             check_sublayers(self.model, plan)
@@ -360,6 +377,8 @@ class HuggingFaceModel(LanguageModel):
 
     def _run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and taps on the lean forward, or on the public one where there is none."""
+        if call.plan.weights:
+            return self._second[call.plan.weights].run(self, call)
         run = self._lean.run if self._lean is not None else self._run_public
         return run(call)
 

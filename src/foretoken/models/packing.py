@@ -79,6 +79,11 @@ class Projection:
         """[n, out]."""
         return in_blocks(self._apply, x) if self.blocks else self._apply(x)
 
+    @property
+    def dense(self) -> Tensor:
+        """The weight [out, in] in the plain layout; of a packed one a copy."""
+        return self.weight if self.packed is None else self.packed.to_dense()
+
     def _apply(self, x: Tensor) -> Tensor:
         if self.packed is not None:
             if x.requires_grad:  # the packed product has no derivative
@@ -131,8 +136,7 @@ class PackedLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """[out, in] in the plain layout: a copy, made every time that it is asked for."""
-        packed = self.projection.packed
-        return self.projection.weight if packed is None else packed.to_dense()
+        return self.projection.dense
 
     @property
     def bias(self) -> Tensor | None:
