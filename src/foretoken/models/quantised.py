@@ -1,0 +1,318 @@
+"""Linear layers with weights in 8 or 4 bits on a CPU: how weights are stored, and the products that read them.
+
+int8: a row of W [out, in] is ``values * scale`` with ``scale = max |row| / 127``.  int4: every ``group`` weights of a row
+are ``(values - 8) * scale + zero`` with values 0 to 15 between their least and their greatest one (round to nearest).
+Scales are bfloat16, because PyTorch's packed products take them so.
+
+All products are row-independent: what else is in a call changes a row's result by rounding at most.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+GROUPS = (32, 64, 128)
+"""Weights that share an int4 scale."""
+ROWS4 = 16
+"""The packed int4 product takes outputs in blocks of this many."""
+AT_ONCE = 4096
+"""Rows of a weight that are quantised in one go: a large vocabulary's projection needs no second copy in float32."""
+MEASURED = 2048 * 4096
+"""Most weights that a product is timed on: more than a cache holds, little enough for some milliseconds."""
+GAIN4 = 1.25
+"""How much faster int4 must be than int8 to be worth its larger error."""
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """A weight in 8 bits.
+
+    Attributes:
+        values: [out, in] int8, from -127 to 127.
+        scale: [out] bfloat16.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Int8Weight:
+        """Quantise [out, in], row by row."""
+        scale = (torch.linalg.vector_norm(weight.detach(), torch.inf, dim=1).float() / 127).clamp_min(1e-30)
+        scale = scale.to(torch.bfloat16)
+        values = torch.empty(weight.shape, dtype=torch.int8)
+        for start in range(0, len(weight), AT_ONCE):
+            rows = slice(start, start + AT_ONCE)
+            wide = weight.detach()[rows].float() / scale[rows].float()[:, None]
+            values[rows] = wide.round_().clamp_(-127, 127)
+        return cls(values, scale)
+
+    def dequantised(self) -> Tensor:
+        """[out, in] float32."""
+        return self.values.float().mul_(self.scale.float()[:, None])
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """A weight in 4 bits.
+
+    Attributes:
+        values: [out, in] int32, from 0 to 15.
+        scale, zero: [out, in / group] bfloat16.
+        group: weights of a row that share a scale.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor
+    group: int
+
+    @classmethod
+    def of(cls, weight: Tensor, group: int) -> Int4Weight:
+        """Quantise [out, in] in groups of each row.
+
+        Raises:
+            ValueError: a shape that does not fit, see :func:`fits_int4`.
+        """
+        if not fits_int4(weight.shape, group):
+            raise ValueError(f"int4 needs [{ROWS4} a, {group} b] weights, not {list(weight.shape)}")
+        wide = weight.detach().float().unflatten(1, (-1, group))  # [out, in / group, group]
+        low, high = wide.amin(-1), wide.amax(-1)
+        scale = ((high - low) / 15).clamp_min(1e-30).to(torch.bfloat16)
+        zero = (low + 8 * scale.float()).to(torch.bfloat16)
+        values = (wide - zero.float()[..., None]).div_(scale.float()[..., None]).add_(8).round_().clamp_(0, 15)
+        return cls(values.flatten(1).to(torch.int32), scale, zero, group)
+
+    def dequantised(self) -> Tensor:
+        """[out, in] float32."""
+        wide = self.values.unflatten(1, (-1, self.group)).float().sub_(8)
+        return wide.mul_(self.scale.float()[..., None]).add_(self.zero.float()[..., None]).flatten(1)
+
+
+Quantised = Int8Weight | Int4Weight
+
+
+def fits_int4(shape: Any, group: int) -> bool:
+    """Whether [out, in] can be packed in int4 with this group."""
+    return shape[0] % ROWS4 == 0 and shape[1] % group == 0
+
+
+class QuantisedProduct(ABC):
+    """``x -> x W^T (+ bias)`` like :class:`foretoken.models.packing.Projection`, with a quantised W.
+
+    Args:
+        weight: the quantised weight.
+        bias: [out] or ``None``; added in float32.
+    """
+
+    name: str
+    bits: int
+
+    def __init__(self, shape: tuple[int, int], bias: Tensor | None) -> None:
+        self.shape = shape
+        self.bias = None if bias is None else bias.detach().float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] -> [n, out] in the dtype of ``x``."""
+        out = self.product(x)
+        return (out if self.bias is None else out + self.bias).to(x.dtype)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual + x W^T (+ bias)`` [n, out]."""
+        return residual + self(x)
+
+    @abstractmethod
+    def product(self, x: Tensor) -> Tensor:
+        """x [n, in] -> x W^T [n, out] in any float dtype."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory of the weight."""
+
+
+class Dequantised(QuantisedProduct):
+    """The readable twin: an ordinary product with the weights that the numbers stand for."""
+
+    name = "dequantised"
+
+    def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
+        super().__init__((len(weight.values), weight.values.shape[1]), bias)
+        self.bits = 8 if isinstance(weight, Int8Weight) else 4
+        self.weight = weight.dequantised()
+
+    def product(self, x: Tensor) -> Tensor:
+        """In float32."""
+        return F.linear(x.float(), self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        """Of float32."""
+        return self.weight.nbytes
+
+
+class Int8Product(QuantisedProduct):
+    """int8 weights, the input in bfloat16."""
+
+    name, bits = "int8 weights, bf16 input", 8
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
+        super().__init__((len(weight.values), weight.values.shape[1]), bias)
+        self.weight = weight
+
+    def product(self, x: Tensor) -> Tensor:
+        """bfloat16."""
+        return torch._weight_int8pack_mm(x.to(torch.bfloat16), self.weight.values, self.weight.scale)
+
+    @property
+    def nbytes(self) -> int:
+        """A byte a weight, two a row."""
+        return self.weight.values.nbytes + self.weight.scale.nbytes
+
+
+class Int4Product(QuantisedProduct):
+    """int4 weights, the input in bfloat16."""
+
+    name, bits = "int4 weights, bf16 input", 4
+
+    def __init__(self, weight: Int4Weight, bias: Tensor | None) -> None:
+        super().__init__((len(weight.values), weight.values.shape[1]), bias)
+        self.group = weight.group
+        self.packed = torch._convert_weight_to_int4pack_for_cpu(weight.values, 1)
+        self.scales = torch.stack([weight.scale.t(), weight.zero.t()], -1).contiguous()  # [in / group, out, 2]
+
+    def product(self, x: Tensor) -> Tensor:
+        """bfloat16."""
+        return torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self.packed, self.group, self.scales)
+
+    @property
+    def nbytes(self) -> int:
+        """Half a byte a weight, four a group."""
+        return self.packed.nbytes + self.scales.nbytes
+
+
+class IntegerProduct(QuantisedProduct):
+    """int8 weights, the input as two integers a number: FBGEMM's product, the fastest on CPUs without bfloat16.
+
+    PyTorch's operator rounds the input to 7 bits (with 8, sums of two products overflow 16 bits on CPUs without VNNI) by
+    the least and the greatest number of the *whole call*: too coarse, and a row's result would depend on the other
+    rows.  Here a row is scaled to [-63, 63] by its own greatest number and split into its whole part and 126 times the
+    rest, two rows of input for one: the weights are what takes time, and they are read once.  One more row holds -63.5
+    and 63.5, so that the operator's scale is 1 in all calls.  Integers are summed exactly: a row has the same bits in any
+    company, and the input has 14 bits.
+    """
+
+    name, bits = "int8 weights, integer input", 8
+
+    def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
+        super().__init__((len(weight.values), weight.values.shape[1]), bias)
+        scale = weight.scale.double()
+        with _quietly():
+            values = torch._make_per_channel_quantized_tensor(
+                weight.values, scale, torch.zeros_like(scale, dtype=torch.long), 0
+            )
+            self.packed = torch.ops.quantized.linear_prepack(values, None)
+        self.ends = torch.zeros(1, self.shape[1])
+        self.ends[0, 0], self.ends[0, -1] = 63.5, -63.5
+
+    def product(self, x: Tensor) -> Tensor:
+        """float32."""
+        n, wide = len(x), x.float()
+        size = torch.linalg.vector_norm(wide, torch.inf, dim=1, keepdim=True).clamp_min_(1e-30).div_(63)  # [n, 1]
+        scaled = wide / size
+        whole = scaled.round()
+        rows = torch.cat([whole, scaled.sub_(whole).mul_(126), self.ends])  # [2 n + 1, in]
+        out: Tensor = torch.ops.quantized.linear_dynamic(rows, self.packed, True)
+        return out[:n].add_(out[n:-1], alpha=1 / 126).mul_(size)
+
+    @property
+    def nbytes(self) -> int:
+        """A byte a weight, eight a row for its scale and its sum."""
+        return self.shape[0] * self.shape[1] + 8 * self.shape[0]
+
+
+@contextmanager
+def _quietly() -> Any:
+    """Without PyTorch's warnings that quantised tensors are deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@cache
+def available() -> dict[str, type[QuantisedProduct]]:
+    """The products that this build of PyTorch has, by name, tried out on a small weight."""
+    found: dict[str, type[QuantisedProduct]] = {}
+    weight, x = torch.linspace(-1, 1, 16 * 32).view(16, 32), torch.ones(1, 32)
+    makers: tuple[tuple[type[QuantisedProduct], Callable[[], Any]], ...] = (
+        (IntegerProduct, lambda: Int8Weight.of(weight)),
+        (Int8Product, lambda: Int8Weight.of(weight)),
+        (Int4Product, lambda: Int4Weight.of(weight, 32)),
+    )
+    for product, quantised in makers:
+        try:
+            product(quantised(), None)(x)  # type: ignore[call-arg]
+        except (RuntimeError, NotImplementedError, AttributeError):  # another platform, a build without FBGEMM
+            continue
+        found[product.name] = product
+    return found
+
+
+@cache
+def fastest_draft_product(
+    out: int, width: int, group: int, bits: str = "auto"
+) -> type[QuantisedProduct] | None:
+    """The product for draft steps with weights [out, width], by a short measurement with one row of input.
+
+    Args:
+        out, width: shape of the weight.
+        group: of int4.
+        bits: ``"8"``, ``"4"`` or ``"auto"``; int4 is taken for ``auto`` where it is 1.25 times as fast.
+
+    Returns:
+        ``None`` where no product takes this shape or nothing is available.
+    """
+    fitting = [
+        product
+        for product in available().values()
+        if bits in ("auto", str(product.bits))
+        and (product.bits == 8 or fits_int4((out, width), group))
+    ]
+    if len(fitting) < 2:
+        return fitting[0] if fitting else None
+    rows = max(ROWS4, min(out, MEASURED // width) // ROWS4 * ROWS4)
+    times = {product: _seconds(product, rows, width, group) for product in fitting}
+    return min(fitting, key=lambda product: times[product] * (GAIN4 if product.bits == 4 else 1.0))
+
+
+@torch.inference_mode()
+def _seconds(product: type[QuantisedProduct], out: int, width: int, group: int) -> float:
+    """The least time of some one-row products with a random weight."""
+    x = torch.ones(1, width)
+    made = make_product(product, torch.randn(out, width), None, group)
+    made(x)
+    times = []
+    for _ in range(7):
+        began = time.perf_counter()
+        made(x)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def make_product(
+    product: type[QuantisedProduct], weight: Tensor, bias: Tensor | None, group: int
+) -> QuantisedProduct:
+    """Quantise a weight [out, in] for a product."""
+    quantised = Int4Weight.of(weight, group) if product.bits == 4 else Int8Weight.of(weight)
+    return product(quantised, bias)  # type: ignore[call-arg, arg-type]
