@@ -1,8 +1,8 @@
 """Linear layers with weights in 8 or 4 bits on a CPU: how weights are stored, and the products that read them.
 
-int8: a row of W [out, in] is ``values * scale`` with ``scale = max |row| / 127``.  int4: every ``group`` weights of a row
-are ``(values - 8) * scale + zero`` with values 0 to 15 between their least and their greatest one (round to nearest).
-Scales are bfloat16, because PyTorch's packed products take them so.
+int8: a row of W [out, in] is ``values * scale`` with ``scale = max |row| / 127``.  int4: every ``group`` weights of a
+row are ``(values - 8) * scale + zero`` with values 0 to 15 between their least and their greatest one.  Scales are
+bfloat16, because PyTorch's packed products take them so.
 
 All products are row-independent: what else is in a call changes a row's result by rounding at most.
 """
@@ -205,12 +205,12 @@ class Int4Product(QuantisedProduct):
 class IntegerProduct(QuantisedProduct):
     """int8 weights, the input as two integers a number: FBGEMM's product, the fastest on CPUs without bfloat16.
 
-    PyTorch's operator rounds the input to 7 bits (with 8, sums of two products overflow 16 bits on CPUs without VNNI) by
-    the least and the greatest number of the *whole call*: too coarse, and a row's result would depend on the other
+    PyTorch's operator rounds the input to 7 bits (with 8, sums of two products overflow 16 bits on CPUs without VNNI)
+    by the least and the greatest number of the *whole call*: too coarse, and a row's result would depend on the other
     rows.  Here a row is scaled to [-63, 63] by its own greatest number and split into its whole part and 126 times the
     rest, two rows of input for one: the weights are what takes time, and they are read once.  One more row holds -63.5
-    and 63.5, so that the operator's scale is 1 in all calls.  Integers are summed exactly: a row has the same bits in any
-    company, and the input has 14 bits.
+    and 63.5, so that the operator's scale is 1 in all calls.  Integers are summed exactly: a row has the same bits in
+    any company, and the input has 14 bits.
     """
 
     name, bits = "int8 weights, integer input", 8
@@ -262,7 +262,7 @@ def available() -> dict[str, type[QuantisedProduct]]:
     )
     for product, quantised in makers:
         try:
-            product(quantised(), None)(x)  # type: ignore[call-arg]
+            product(quantised(), None)(x)
         except (RuntimeError, NotImplementedError, AttributeError):  # another platform, a build without FBGEMM
             continue
         found[product.name] = product
@@ -270,9 +270,7 @@ def available() -> dict[str, type[QuantisedProduct]]:
 
 
 @cache
-def fastest_draft_product(
-    out: int, width: int, group: int, bits: str = "auto"
-) -> type[QuantisedProduct] | None:
+def fastest_draft_product(out: int, width: int, group: int, bits: str = "auto") -> type[QuantisedProduct] | None:
     """The product for draft steps with weights [out, width], by a short measurement with one row of input.
 
     Args:
@@ -286,8 +284,7 @@ def fastest_draft_product(
     fitting = [
         product
         for product in available().values()
-        if bits in ("auto", str(product.bits))
-        and (product.bits == 8 or fits_int4((out, width), group))
+        if bits in ("auto", str(product.bits)) and (product.bits == 8 or fits_int4((out, width), group))
     ]
     if len(fitting) < 2:
         return fitting[0] if fitting else None
@@ -310,9 +307,7 @@ def _seconds(product: type[QuantisedProduct], out: int, width: int, group: int) 
     return min(times)
 
 
-def make_product(
-    product: type[QuantisedProduct], weight: Tensor, bias: Tensor | None, group: int
-) -> QuantisedProduct:
+def make_product(product: type[QuantisedProduct], weight: Tensor, bias: Tensor | None, group: int) -> QuantisedProduct:
     """Quantise a weight [out, in] for a product."""
     quantised = Int4Weight.of(weight, group) if product.bits == 4 else Int8Weight.of(weight)
-    return product(quantised, bias)  # type: ignore[call-arg, arg-type]
+    return product(quantised, bias)  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
@@ -133,7 +132,7 @@ class QuantisedWeights:
             twin.layers = self._layers
             if self._head is not None:
                 twin.head, twin.head_dtype = self._head, owner.dtype
-            return twin.run(call)  # type: ignore[no-any-return]
+            return twin.run(call)
         with ExitStack() as swapped:
             for linear, product in self.products.items():
                 swapped.callback(_replace(linear, _forward(product)))
@@ -259,7 +258,9 @@ class OwnWeightsModel(LanguageModel):
         Raises:
             CapabilityError: always.
         """
-        raise CapabilityError("a quantised draft grows on the target's own cache: it cannot work inside another drafter")
+        raise CapabilityError(
+            "a quantised draft grows on the target's own cache: it cannot work inside another drafter"
+        )
 
     def open_beside(self, source: SequenceState | None) -> SequenceState:
         """The target's sequence itself."""
