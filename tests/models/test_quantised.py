@@ -150,7 +150,7 @@ def test_shapes_that_do_not_fit_int4_are_left_alone() -> None:
 
 def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     times = {IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9}
-    monkeypatch.setattr(quantised, "_seconds", lambda product, *_: times[product])
+    monkeypatch.setattr(quantised, "measured", lambda *_: times)
     choose = fastest_draft_product.__wrapped__
     assert choose(32, 64, 32) is IntegerProduct
     times[Int4Product] = 0.7
@@ -171,8 +171,16 @@ def test_products_that_this_build_lacks_are_left_out(monkeypatch: pytest.MonkeyP
 
 
 def test_the_measurement_is_made_and_says_something() -> None:
-    assert quantised._seconds(Int8Product, 64, 64, 32) > 0
+    times = quantised.measured((Int8Product, IntegerProduct), 64, 64, 32, (1, 8))
+    assert set(times) == {Int8Product, IntegerProduct} and min(times.values()) > 0
     assert fastest_draft_product(64, 64, 32, "8") in (IntegerProduct, Int8Product)
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_weight_can_be_read_back(product: type[QuantisedProduct]) -> None:
+    stored = Int4Weight.of(weight(), 32) if product.bits == 4 else Int8Weight.of(weight())
+    found = make_product(product, weight(), None, 32).dense()
+    torch.testing.assert_close(found, stored.dequantised(), rtol=8e-3, atol=1e-6)
 
 
 def test_no_warning_reaches_the_user() -> None:

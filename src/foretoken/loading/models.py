@@ -17,6 +17,7 @@ from foretoken.models.inflation import inflate as inflate_network
 from foretoken.models.inflation import parse_size, shape_for
 from foretoken.models.lean import MAX_PARAMETERS
 from foretoken.models.packing import pack_linears
+from foretoken.models.quantised_linear import quantise_linears
 
 DTYPES = {
     "float32": torch.float32,
@@ -35,26 +36,34 @@ def load_model(
     exact: str = "distribution",
     lean: bool = True,
     inflate: str | int | None = None,
+    quantize: str | None = None,
 ) -> LanguageModel:
     """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
 
     A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  ``inflate``
     (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
     :mod:`foretoken.models.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps and cpu
-    that there is; ``None``: the cpu); a model that is handed in stays where it is.
+    that there is; ``None``: the cpu); a model that is handed in stays where it is.  ``quantize`` (``"int8"``,
+    ``"int4"``) replaces the weights of what is loaded by quantised ones, see
+    :mod:`foretoken.models.quantised_linear`.
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
-        ValueError: unknown dtype, no such device, or a model that cannot be inflated to that size.
+        ValueError: unknown dtype, no such device, a model that cannot be inflated to that size, or that cannot be
+            quantised.
     """
+    if quantize is not None and (inflate is None and not isinstance(source, str | Path)):
+        raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")
     if inflate is not None:
-        return _load_inflated(source, inflate, role, dtype, device, exact, lean)
+        return _load_inflated(source, inflate, role, dtype, device, exact, lean, quantize)
     if isinstance(source, LanguageModel):
         return source
     if not isinstance(source, str | Path):
         return wrap(source, exact=exact, lean=lean)
-    model = wrap(_load_network(source, role, dtype, device), exact=exact, lean=lean)
-    return _packed(model)
+    network = _load_network(source, role, dtype, device)
+    if quantize is not None:
+        quantise_linears(network, quantize)
+    return _packed(wrap(network, exact=exact, lean=lean))
 
 
 def _load_inflated(
@@ -65,6 +74,7 @@ def _load_inflated(
     device: str | torch.device | None,
     exact: str,
     lean: bool,
+    quantize: str | None,
 ) -> LanguageModel:
     """A model that is inflated in memory; what is packed is packed layer by layer."""
     if isinstance(source, LanguageModel):
@@ -72,7 +82,9 @@ def _load_inflated(
     wanted = parse_size(size)
     small = _load_network(source, role, dtype, device) if isinstance(source, str | Path) else source
     shape = shape_for(small.config.get_text_config(), wanted)
-    big = inflate_network(small, shape, packed=exact == "distribution" and wanted > MAX_PARAMETERS)
+    big = inflate_network(small, shape, packed=quantize is None and exact == "distribution" and wanted > MAX_PARAMETERS)
+    if quantize is not None:
+        quantise_linears(big, quantize)
     return _packed(InflatedModel(big, small, shape, exact=exact, lean=lean))
 
 

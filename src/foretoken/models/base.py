@@ -163,7 +163,10 @@ class LanguageModel(ABC):
     def weight_bytes(self) -> int:
         """Memory that the weights take; 0 for a model without any."""
         module = getattr(self, "model", None)
-        return sum(p.nbytes for p in module.parameters()) if isinstance(module, nn.Module) else 0
+        if not isinstance(module, nn.Module):
+            return 0
+        packed = sum(getattr(m, "packed_bytes", 0) for m in module.modules())  # what is kept as no parameter
+        return sum(p.nbytes for p in module.parameters()) + packed
 
     @abstractmethod
     def open(self) -> SequenceState:

@@ -19,11 +19,13 @@ from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.extra import known_ids, put_in
 from foretoken.models.packing import Projection, pays_packed
+from foretoken.models.quantised_linear import QuantisedLinear, SideBySide
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LINEARS = (torch.nn.Linear, QuantisedLinear)
 STATIC_ROPE = ("default", "linear", "llama3")
 MAX_PARAMETERS = 400_000_000
 """Above this the fused copies of the weights cost memory and the overhead that they save is small."""
@@ -52,19 +54,27 @@ class _Layer:
         self.scaling: float = attention.scaling
 
 
-def _fused(*linears: Any, blocks: bool) -> Projection:
+def _fused(*linears: Any, blocks: bool) -> Projection | SideBySide:
+    if any(isinstance(linear, QuantisedLinear) for linear in linears):
+        return SideBySide([_product(linear, blocks) for linear in linears])
     weight = torch.cat([linear.weight.detach() for linear in linears])
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
     return Projection(weight, bias, blocks=blocks)
 
 
-def _head(linear: Any, owner: HuggingFaceModel) -> tuple[Projection, torch.dtype]:
+def _product(linear: Any, blocks: bool) -> Any:
+    return linear.product if isinstance(linear, QuantisedLinear) else _fused(linear, blocks=blocks)
+
+
+def _head(linear: Any, owner: HuggingFaceModel) -> tuple[Projection | SideBySide, torch.dtype]:
     """The vocabulary projection and the dtype of its input.
 
     It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16
     where the CPU multiplies that.
     """
+    if isinstance(linear, QuantisedLinear):
+        return _fused(linear, blocks=False), owner.dtype
     half = linear.weight.detach().to(torch.bfloat16)
     if owner.exact == "approximate" and owner.dtype == torch.float32 and pays_packed(half):
         bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
@@ -235,7 +245,7 @@ def build_lean(owner: HuggingFaceModel) -> LeanForward | None:
         and rope.get("rope_type", "default") in STATIC_ROPE
         and rope.get("partial_rotary_factor", 1.0) == 1.0
         and hasattr(owner.model, "lm_head")
-        and all(type(m) is torch.nn.Linear for n, m in owner.model.named_modules() if n.endswith(("_proj", "lm_head")))
+        and all(type(m) in LINEARS for n, m in owner.model.named_modules() if n.endswith(("_proj", "lm_head")))
         and sum(p.numel() for p in owner.model.parameters()) <= MAX_PARAMETERS
     )
     if not covered:
@@ -267,5 +277,6 @@ def _agrees(owner: HuggingFaceModel, lean: LeanForward) -> bool:
     if not bool(torch.isfinite(public).all()):
         return False
     difference = float((public - mine).square().mean().sqrt())
-    rounding = torch.bfloat16 if lean.head_dtype == torch.bfloat16 else owner.dtype
+    coarse = lean.head_dtype == torch.bfloat16 or any(type(m) is QuantisedLinear for m in owner.model.modules())
+    rounding = torch.bfloat16 if coarse else owner.dtype
     return difference <= TOLERANCE.get(rounding, 1e-2) * float(public.std())

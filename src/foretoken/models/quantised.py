@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +30,8 @@ AT_ONCE = 4096
 """Rows of a weight that are quantised in one go: a large vocabulary's projection needs no second copy in float32."""
 MEASURED = 2048 * 4096
 """Most weights that a product is timed on: more than a cache holds, little enough for some milliseconds."""
+TRIES = 8
+"""Timed calls of a product."""
 GAIN4 = 1.25
 """How much faster int4 must be than int8 to be worth its larger error."""
 
@@ -135,6 +137,10 @@ class QuantisedProduct(ABC):
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
         """x [n, in] -> x W^T [n, out] in any float dtype."""
+
+    def dense(self) -> Tensor:
+        """The weight [out, in] that the numbers stand for, in float32 (made anew, to about 14 bits)."""
+        return self.product(torch.eye(self.shape[1])).float().t().contiguous()
 
     @property
     @abstractmethod
@@ -288,23 +294,44 @@ def fastest_draft_product(out: int, width: int, group: int, bits: str = "auto") 
     ]
     if len(fitting) < 2:
         return fitting[0] if fitting else None
-    rows = max(ROWS4, min(out, MEASURED // width) // ROWS4 * ROWS4)
-    times = {product: _seconds(product, rows, width, group) for product in fitting}
+    times = measured(tuple(fitting), out, width, group, (1,))
     return min(fitting, key=lambda product: times[product] * (GAIN4 if product.bits == 4 else 1.0))
 
 
+@cache
+def fastest_target_product(out: int, width: int, group: int, bits: str) -> type[QuantisedProduct] | None:
+    """The product for a target, which decodes plainly (one row) and verifies (eight); else as for drafts."""
+    fitting = [
+        product
+        for product in available().values()
+        if bits == str(product.bits) and (product.bits == 8 or fits_int4((out, width), group))
+    ]
+    if len(fitting) < 2:
+        return fitting[0] if fitting else None
+    times = measured(tuple(fitting), out, width, group, (1, 8))
+    return min(fitting, key=times.__getitem__)
+
+
 @torch.inference_mode()
-def _seconds(product: type[QuantisedProduct], out: int, width: int, group: int) -> float:
-    """The least time of some one-row products with a random weight."""
-    x = torch.ones(1, width)
-    made = make_product(product, torch.randn(out, width), None, group)
-    made(x)
-    times = []
-    for _ in range(7):
-        began = time.perf_counter()
-        made(x)
-        times.append(time.perf_counter() - began)
-    return min(times)
+def measured(
+    products: Sequence[type[QuantisedProduct]], out: int, width: int, group: int, rows: Sequence[int]
+) -> dict[type[QuantisedProduct], float]:
+    """Seconds of each product with a random weight, summed over calls of so many ``rows``: the least of some calls,
+    the products taking turns.  Large weights are cut to a few million numbers."""
+    out = max(ROWS4, min(out, MEASURED // width) // ROWS4 * ROWS4)
+    weight = torch.randn(out, width)
+    made = {product: make_product(product, weight, None, group) for product in products}
+    found = dict.fromkeys(products, 0.0)
+    for x in (torch.ones(count, width) for count in rows):
+        best = dict.fromkeys(products, float("inf"))
+        for _ in range(TRIES):
+            for product, run in made.items():
+                began = time.perf_counter()
+                run(x)
+                best[product] = min(best[product], time.perf_counter() - began)
+        for product, seconds in best.items():
+            found[product] += seconds
+    return found
 
 
 def make_product(product: type[QuantisedProduct], weight: Tensor, bias: Tensor | None, group: int) -> QuantisedProduct:

@@ -29,6 +29,7 @@ from foretoken.models.quantised import (
     fits_int4,
     make_product,
 )
+from foretoken.models.quantised_linear import QuantisedLinear
 from foretoken.models.taps import decoder_layers
 
 BITS = ("4", "8", "auto")
@@ -170,6 +171,8 @@ def check_quantisable(owner: HuggingFaceModel, scheme: Scheme) -> None:
         )
     if not available():
         raise CapabilityError("this build of PyTorch has no products of quantised weights")
+    if any(isinstance(module, QuantisedLinear) for module in owner.model.modules()):
+        raise CapabilityError("the target's weights are quantised already: use another drafter, for example ngram")
     head = owner.model.get_output_embeddings()
     inner = [linear for linear in linears(owner.model) if linear is not head]
     kind = type(decoder_layers(owner.model)[0]).__name__
