@@ -20,7 +20,7 @@ from foretoken.loading.checkpoints import LoadError
 from foretoken.models import quantised_linear
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.quantised import Int8Product, Int8Weight, IntegerProduct
+from foretoken.models.quantised import Int8Product, Int8Weight, IntegerProduct, make_product
 from foretoken.models.quantised_linear import QuantisedLinear, SideBySide, quantise_linears
 from foretoken.sampling import SamplingParams
 from models.checkpoints import new_model, prompt_of
@@ -112,7 +112,7 @@ def test_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a layer is quantised, those before it are no longer there in full."""
     network = new_model("llama", hidden_size=64)
     seen = []
-    real = quantised_linear.make_product
+    real = make_product
 
     def spy(*args: Any) -> Any:
         seen.append(sum(type(m) is nn.Linear for m in network.modules()))

@@ -53,13 +53,14 @@ def builtin() -> HuggingFaceModel:
 @pytest.fixture(params=["int8, integers", "int8, bf16", "int4"])
 def product(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """One product for every layer, instead of the fastest; the bits that choose it."""
-    chosen: type[QuantisedProduct] = {
+    kinds: dict[str, type[QuantisedProduct]] = {
         "int8, integers": IntegerProduct,
         "int8, bf16": Int8Product,
         "int4": Int4Product,
-    }[request.param]
+    }
+    chosen = kinds[request.param]
 
-    def pick(out: int, width: int, group: int, bits: str) -> type[QuantisedProduct]:
+    def pick(out: int, width: int, group: int, bits: str, coarse: bool = False) -> type[QuantisedProduct]:
         return chosen if bits != "8" or chosen.bits == 8 else Int8Product
 
     monkeypatch.setattr(second_weights, "fastest_draft_product", pick)
@@ -266,6 +267,14 @@ def test_an_inner_drafter_guesses_for_the_quantised_network(spec: str) -> None:
         EnsembleDrafter([drafter])
 
 
+def test_a_coarse_set_is_another_one() -> None:
+    target = model()
+    QuantizedDrafter(target, "8")
+    drafter = build_drafter("quantized,bits=8,k=3,coarse=true", target, target_source=target)
+    assert set(target._second) == {"8-32", "8-32-coarse"}
+    assert outputs(engine(target, drafter), requests()) == outputs(engine(target), requests())
+
+
 def test_sets_are_shared_and_siblings_have_them() -> None:
     target = model()
     first = QuantizedDrafter(target, "8")
@@ -347,9 +356,9 @@ def test_targets_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     QuantizedDrafter(odd, "8")
     whole = model()
     monkeypatch.setattr(second_weights, "free_bytes", lambda: 1000)
-    with pytest.raises(ValueError, match=r"a second set of weights takes .* GB and .* are free") as error:
+    with pytest.raises(ValueError, match=r"a second set of weights takes .* GB and .* are free") as full:
         QuantizedDrafter(whole, "8")
-    assert one_line(error) and not whole._second
+    assert one_line(full) and not whole._second
     monkeypatch.setattr(second_weights, "available", dict)
     with pytest.raises(CapabilityError, match="this build of PyTorch") as error:
         QuantizedDrafter(whole, "8")

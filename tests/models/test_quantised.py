@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foretoken.models import quantised
 from foretoken.models.quantised import (
+    CoarseProduct,
     Dequantised,
     Int4Product,
     Int4Weight,
@@ -23,8 +24,13 @@ from foretoken.models.quantised import (
     make_product,
 )
 
-PRODUCTS: list[type[QuantisedProduct]] = [IntegerProduct, Int8Product, Int4Product]
-TOLERANCE: dict[type[QuantisedProduct], float] = {IntegerProduct: 5e-4, Int8Product: 6e-3, Int4Product: 6e-3}
+PRODUCTS: list[type[QuantisedProduct]] = [IntegerProduct, CoarseProduct, Int8Product, Int4Product]
+TOLERANCE: dict[type[QuantisedProduct], float] = {
+    IntegerProduct: 5e-4,
+    CoarseProduct: 3e-2,
+    Int8Product: 6e-3,
+    Int4Product: 6e-3,
+}
 """14 bits of input, or 8 bits of it and of the result, in standard deviations of the output."""
 
 
@@ -149,13 +155,14 @@ def test_shapes_that_do_not_fit_int4_are_left_alone() -> None:
 
 
 def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9}
-    monkeypatch.setattr(quantised, "measured", lambda *_: times)
+    times = {CoarseProduct: 0.8, IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9}
+    monkeypatch.setattr(quantised, "measured", lambda products, *_: {one: times[one] for one in products})
     choose = fastest_draft_product.__wrapped__
     assert choose(32, 64, 32) is IntegerProduct
     times[Int4Product] = 0.7
     assert choose(32, 64, 32) is Int4Product
     assert choose(32, 64, 32, "8") is IntegerProduct
+    assert choose(32, 64, 32, "8", coarse=True) is CoarseProduct
     times[Int8Product] = 0.5
     assert choose(32, 64, 32, "8") is Int8Product
 
@@ -180,7 +187,7 @@ def test_the_measurement_is_made_and_says_something() -> None:
 def test_a_weight_can_be_read_back(product: type[QuantisedProduct]) -> None:
     stored = Int4Weight.of(weight(), 32) if product.bits == 4 else Int8Weight.of(weight())
     found = make_product(product, weight(), None, 32).dense()
-    torch.testing.assert_close(found, stored.dequantised(), rtol=8e-3, atol=1e-6)
+    torch.testing.assert_close(found, stored.dequantised(), rtol=1e-2, atol=1e-6)
 
 
 def test_no_warning_reaches_the_user() -> None:
