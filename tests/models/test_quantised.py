@@ -9,20 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.models import quantised
+from foretoken.models import quantised, quantised_weights
 from foretoken.models.quantised import (
     CoarseProduct,
     Dequantised,
     Int4Product,
-    Int4Weight,
     Int8Product,
-    Int8Weight,
     IntegerProduct,
     QuantisedProduct,
     available,
     fastest_draft_product,
     make_product,
 )
+from foretoken.models.quantised_weights import Int4Weight, Int8Weight
 
 PRODUCTS: list[type[QuantisedProduct]] = [IntegerProduct, CoarseProduct, Int8Product, Int4Product]
 TOLERANCE: dict[type[QuantisedProduct], float] = {
@@ -69,7 +68,7 @@ def test_int4_is_within_half_a_step(group: int) -> None:
 
 def test_a_wide_weight_is_quantised_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Int8Weight.of(weight())
-    monkeypatch.setattr(quantised, "AT_ONCE", 7)
+    monkeypatch.setattr(quantised_weights, "AT_ONCE", 7)
     parts = Int8Weight.of(weight())
     assert torch.equal(whole.values, parts.values) and torch.equal(whole.scale, parts.scale)
 
@@ -188,6 +187,38 @@ def test_a_weight_can_be_read_back(product: type[QuantisedProduct]) -> None:
     stored = Int4Weight.of(weight(), 32) if product.bits == 4 else Int8Weight.of(weight())
     found = make_product(product, weight(), None, 32).dense()
     torch.testing.assert_close(found, stored.dequantised(), rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("product", [Int8Product, Int4Product])
+@pytest.mark.parametrize("out", [48, 64, 96, 128])
+def test_many_rows_use_the_same_weights(
+    product: type[QuantisedProduct], out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, x = make_product(product, weight(out), torch.ones(out), 32), inputs(70)
+    narrow = made(x)
+    seen = []
+    real = product.by_dense
+
+    def spy(self: QuantisedProduct, x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return real(self, x)
+
+    monkeypatch.setattr(product, "by_dense", spy)
+    monkeypatch.setattr(quantised, "wide_rows", lambda *_: 65)
+    assert torch.equal(made(x), narrow) and not seen  # not unless it is allowed
+    made.wide = True
+    found = made(x)
+    torch.testing.assert_close(found, narrow, rtol=1.6e-2, atol=1e-2 * float(narrow.std()))
+    assert torch.equal(made(x[:64]), narrow[:64]) and seen == [70]
+    shift = Dequantised(Int4Weight.of(weight(out), 32) if product.bits == 4 else Int8Weight.of(weight(out)), None)
+    torch.testing.assert_close(
+        made.dense(), shift.weight, rtol=0 if out % 32 == 0 or product.bits == 8 else 8e-3, atol=1e-6
+    )
+
+
+def test_from_when_on_is_measured() -> None:
+    assert quantised.wide_rows(IntegerProduct, 64, 64, 32) == quantised.NEVER
+    assert quantised.wide_rows(Int8Product, 64, 64, 32) in (64, 128, 256, quantised.NEVER)
 
 
 def test_no_warning_reaches_the_user() -> None:

@@ -62,7 +62,7 @@ def load_model(
         return wrap(source, exact=exact, lean=lean)
     network = _load_network(source, role, dtype, device)
     if quantize is not None:
-        quantise_linears(network, quantize)
+        quantise_linears(network, quantize, wide=exact != "bitwise")
     return _packed(wrap(network, exact=exact, lean=lean))
 
 
@@ -84,7 +84,7 @@ def _load_inflated(
     shape = shape_for(small.config.get_text_config(), wanted)
     big = inflate_network(small, shape, packed=quantize is None and exact == "distribution" and wanted > MAX_PARAMETERS)
     if quantize is not None:
-        quantise_linears(big, quantize)
+        quantise_linears(big, quantize, wide=exact != "bitwise")
     return _packed(InflatedModel(big, small, shape, exact=exact, lean=lean))
 
 

@@ -1,8 +1,4 @@
-"""Linear layers with weights in 8 or 4 bits on a CPU: how weights are stored, and the products that read them.
-
-int8: a row of W [out, in] is ``values * scale`` with ``scale = max |row| / 127``.  int4: every ``group`` weights of a
-row are ``(values - 8) * scale + zero`` with values 0 to 15 between their least and their greatest one.  Scales are
-bfloat16, because PyTorch's packed products take them so.
+"""Linear layers with weights in 8 or 4 bits on a CPU: the products that read them, and which one is the fastest here.
 
 All products are row-independent: what else is in a call changes a row's result by rounding at most.
 """
@@ -14,7 +10,6 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,92 +17,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-GROUPS = (32, 64, 128)
-"""Weights that share an int4 scale."""
-ROWS4 = 16
-"""The packed int4 product takes outputs in blocks of this many."""
-AT_ONCE = 4096
-"""Rows of a weight that are quantised in one go: a large vocabulary's projection needs no second copy in float32."""
+from foretoken.models.quantised_weights import (
+    ROWS4,
+    Int4Weight,
+    Int8Weight,
+    Quantised,
+    block4,
+    fits_int4,
+    unpacked4,
+)
+
 MEASURED = 2048 * 4096
 """Most weights that a product is timed on: more than a cache holds, little enough for some milliseconds."""
+WIDE, NEVER = 64, 2**62
+"""The fewest rows that are worth dequantising a weight for; and when nothing is."""
 TRIES = 8
 """Timed calls of a product."""
 GAIN4 = 1.25
 """How much faster int4 must be than int8 to be worth its larger error."""
-
-
-@dataclass(frozen=True)
-class Int8Weight:
-    """A weight in 8 bits.
-
-    Attributes:
-        values: [out, in] int8, from -127 to 127.
-        scale: [out] bfloat16.
-    """
-
-    values: Tensor
-    scale: Tensor
-
-    @classmethod
-    def of(cls, weight: Tensor) -> Int8Weight:
-        """Quantise [out, in], row by row."""
-        scale = (torch.linalg.vector_norm(weight.detach(), torch.inf, dim=1).float() / 127).clamp_min(1e-30)
-        scale = scale.to(torch.bfloat16)
-        values = torch.empty(weight.shape, dtype=torch.int8)
-        for start in range(0, len(weight), AT_ONCE):
-            rows = slice(start, start + AT_ONCE)
-            wide = weight.detach()[rows].float() / scale[rows].float()[:, None]
-            values[rows] = wide.round_().clamp_(-127, 127)
-        return cls(values, scale)
-
-    def dequantised(self) -> Tensor:
-        """[out, in] float32."""
-        return self.values.float().mul_(self.scale.float()[:, None])
-
-
-@dataclass(frozen=True)
-class Int4Weight:
-    """A weight in 4 bits.
-
-    Attributes:
-        values: [out, in] int32, from 0 to 15.
-        scale, zero: [out, in / group] bfloat16.
-        group: weights of a row that share a scale.
-    """
-
-    values: Tensor
-    scale: Tensor
-    zero: Tensor
-    group: int
-
-    @classmethod
-    def of(cls, weight: Tensor, group: int) -> Int4Weight:
-        """Quantise [out, in] in groups of each row.
-
-        Raises:
-            ValueError: a shape that does not fit, see :func:`fits_int4`.
-        """
-        if not fits_int4(weight.shape, group):
-            raise ValueError(f"int4 needs [{ROWS4} a, {group} b] weights, not {list(weight.shape)}")
-        wide = weight.detach().float().unflatten(1, (-1, group))  # [out, in / group, group]
-        low, high = wide.amin(-1), wide.amax(-1)
-        scale = ((high - low) / 15).clamp_min(1e-30).to(torch.bfloat16)
-        zero = (low + 8 * scale.float()).to(torch.bfloat16)
-        values = (wide - zero.float()[..., None]).div_(scale.float()[..., None]).add_(8).round_().clamp_(0, 15)
-        return cls(values.flatten(1).to(torch.int32), scale, zero, group)
-
-    def dequantised(self) -> Tensor:
-        """[out, in] float32."""
-        wide = self.values.unflatten(1, (-1, self.group)).float().sub_(8)
-        return wide.mul_(self.scale.float()[..., None]).add_(self.zero.float()[..., None]).flatten(1)
-
-
-Quantised = Int8Weight | Int4Weight
-
-
-def fits_int4(shape: Any, group: int) -> bool:
-    """Whether [out, in] can be packed in int4 with this group."""
-    return shape[0] % ROWS4 == 0 and shape[1] % group == 0
 
 
 class QuantisedProduct(ABC):
@@ -116,10 +43,17 @@ class QuantisedProduct(ABC):
     Args:
         weight: the quantised weight.
         bias: [out] or ``None``; added in float32.
+
+    Attributes:
+        wide: whether calls of many rows may multiply by the dequantised weight where that is faster here: the same
+            numbers, summed in another order.
+        has_wide: whether that can be faster at all.
     """
 
     name: str
     bits: int
+    wide: bool = False
+    has_wide: bool = True
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None) -> None:
         self.shape = shape
@@ -127,7 +61,8 @@ class QuantisedProduct(ABC):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, in] -> [n, out] in the dtype of ``x``."""
-        out = self.product(x)
+        many = self.wide and len(x) >= WIDE and len(x) >= wide_rows(type(self), *self.shape, getattr(self, "group", 32))
+        out = self.by_dense(x) if many else self.product(x)
         return (out if self.bias is None else out + self.bias).to(x.dtype)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -139,8 +74,12 @@ class QuantisedProduct(ABC):
         """x [n, in] -> x W^T [n, out] in any float dtype."""
 
     def dense(self) -> Tensor:
-        """The weight [out, in] that the numbers stand for, in float32 (made anew, to about 14 bits)."""
+        """The weight [out, in] that the numbers stand for, in float32 (made anew, to 8 bits or more)."""
         return self.product(torch.eye(self.shape[1])).float().t().contiguous()
+
+    def by_dense(self, x: Tensor) -> Tensor:
+        """What :meth:`product` gives, in bfloat16, by an ordinary product with the dequantised weight."""
+        return F.linear(x.to(torch.bfloat16).float(), self.dense()).to(torch.bfloat16)
 
     @property
     @abstractmethod
@@ -181,6 +120,10 @@ class Int8Product(QuantisedProduct):
         """bfloat16."""
         return torch._weight_int8pack_mm(x.to(torch.bfloat16), self.weight.values, self.weight.scale)
 
+    def dense(self) -> Tensor:
+        """[out, in] float32, exactly."""
+        return self.weight.dequantised()
+
     @property
     def nbytes(self) -> int:
         """A byte a weight, two a row."""
@@ -202,6 +145,14 @@ class Int4Product(QuantisedProduct):
         """bfloat16."""
         return torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self.packed, self.group, self.scales)
 
+    def dense(self) -> Tensor:
+        """[out, in] float32, exactly where the layout of the packed weight is a known one."""
+        block = block4(self.shape[0])
+        if block == 0:
+            return super().dense()
+        scale, zero = self.scales.permute(1, 0, 2).contiguous().unbind(-1)
+        return Int4Weight(unpacked4(self.packed, self.shape, block), scale, zero, self.group).dequantised()
+
     @property
     def nbytes(self) -> int:
         """Half a byte a weight, four a group."""
@@ -219,7 +170,7 @@ class IntegerProduct(QuantisedProduct):
     any company, and the input has 14 bits.
     """
 
-    name, bits = "int8 weights, integer input", 8
+    name, bits, has_wide = "int8 weights, integer input", 8, False
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__((len(weight.values), weight.values.shape[1]), bias)
@@ -353,6 +304,24 @@ def measured(
         for product, seconds in best.items():
             found[product] += seconds
     return found
+
+
+@cache
+@torch.inference_mode()
+def wide_rows(product: type[QuantisedProduct], out: int, width: int, group: int) -> int:
+    """From how many rows on the dequantised weight is faster by a tenth, measured; a large number where it never is."""
+    made = make_product(product, torch.randn(out, width), None, group)
+    if not product.has_wide or (product.bits == 4 and block4(out) == 0):
+        return NEVER
+    for rows in (WIDE, 2 * WIDE, 4 * WIDE):
+        times, x = [], torch.ones(rows, width)
+        for run in (made.product, made.by_dense, made.product, made.by_dense):
+            began = time.perf_counter()
+            run(x)
+            times.append(time.perf_counter() - began)
+        if 1.1 * min(times[1::2]) < min(times[::2]):
+            return rows
+    return NEVER
 
 
 def make_product(product: type[QuantisedProduct], weight: Tensor, bias: Tensor | None, group: int) -> QuantisedProduct:

@@ -21,11 +21,12 @@ GROUP = 32
 class QuantisedLinear(nn.Module):
     """Drop-in for an ``nn.Linear`` on CPU, for models that the library loaded itself."""
 
-    def __init__(self, linear: nn.Linear, product: type[QuantisedProduct]) -> None:
+    def __init__(self, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         bias = None if linear.bias is None else linear.bias.detach()
         self.product = make_product(product, linear.weight, bias, GROUP)
+        self.product.wide = wide
         self._dtype = linear.weight.dtype
 
     @property
@@ -68,7 +69,7 @@ class SideBySide:
         return residual + self(x)
 
 
-def quantise_linears(model: Any, kind: str) -> int:
+def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
     """Replace every ``nn.Linear`` below ``model`` by a quantised one, one after another; returns how many.
 
     Left as they are: weights that are shared with an embedding, and with ``int4`` shapes that do not fit.  The
@@ -77,6 +78,8 @@ def quantise_linears(model: Any, kind: str) -> int:
     Args:
         model: a network on the CPU that is ours to change.
         kind: ``"int8"`` or ``"int4"``.
+        wide: let calls of many rows dequantise a layer where that is faster; a row's bits then depend on how many there
+            are.
 
     Raises:
         ValueError: another kind.
@@ -98,7 +101,7 @@ def quantise_linears(model: Any, kind: str) -> int:
             bits = "8" if child is head else kind.removeprefix("int")
             product = fastest_target_product(child.out_features, child.in_features, GROUP, bits)
             if product is not None and child.weight.is_floating_point():
-                setattr(parent, name, QuantisedLinear(child, product))
+                setattr(parent, name, QuantisedLinear(child, product, wide))
                 found += 1
     if found <= isinstance(model.get_output_embeddings(), QuantisedLinear):
         raise CapabilityError(

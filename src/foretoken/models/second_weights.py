@@ -21,15 +21,9 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.inflation import available_bytes
 from foretoken.models.layers import LayerPlan, _replace
 from foretoken.models.packing import PackedLinear, Projection
-from foretoken.models.quantised import (
-    GROUPS,
-    QuantisedProduct,
-    available,
-    fastest_draft_product,
-    fits_int4,
-    make_product,
-)
+from foretoken.models.quantised import QuantisedProduct, available, fastest_draft_product, make_product
 from foretoken.models.quantised_linear import QuantisedLinear
+from foretoken.models.quantised_weights import GROUPS, fits_int4
 from foretoken.models.taps import decoder_layers
 
 BITS = ("4", "8", "auto")
