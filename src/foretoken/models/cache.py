@@ -96,8 +96,8 @@ class TreeCache(Cache):
         else:
             if self._rows.device != new.device:
                 self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
-            buffer[self._rows, :, self._slots] = new.transpose(1, 2)
-        return view[:, :, : self._used]
+            buffer[self._rows, :, self._slots] = new.transpose(1, 2).to(buffer.dtype)
+        return view[:, :, : self._used].to(new.dtype)  # a copy only for who computes in another dtype than wrote
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
         """The buffer of a layer, made for tensors ``like`` [..., H, n, D] when there is none."""
