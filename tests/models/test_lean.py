@@ -1,4 +1,4 @@
-"""The lean forward and packed weights equal their plain twins."""
+"""The lean forward equals the public one."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ import pytest
 import torch
 from checkpoints import PLAIN_ROPE, checkpoint, new_model, prompt_of
 from forwards import TAPS, compare, outputs
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import foretoken as ft
 from foretoken.models import lean as lean_module
-from foretoken.models import lean_layers
 from foretoken.models.base import Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.lean import build_lean
 from foretoken.models.lean_parts import RmsNorm
-from foretoken.models.packing import PackedLinear, Projection, can_pack, pack_linears
+from foretoken.models.packing import Packing, Projection
 
 FAMILIES = ["llama", "llama_gqa_tied", "mistral_sliding", "qwen2", "qwen2_sliding", "qwen3"]
 TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 0.1}
 """Root mean square difference of a row in standard deviations; a wrong mask or norm is off by one or more."""
-
-packs = pytest.mark.skipif(
-    not can_pack(torch.zeros(2, 2, dtype=torch.bfloat16)), reason="this CPU has no oneDNN bfloat16 matrix product"
-)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -111,8 +106,8 @@ def test_a_lean_forward_with_other_numbers_is_refused(fault: str, monkeypatch: p
     if fault == "activation":
         layer.mlp.forward = lambda x: layer.mlp.down_proj(F.gelu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x))
     elif fault == "bias":
-        real = lean_layers.fused
-        monkeypatch.setattr(lean_layers, "fused", lambda *a, **k: without_bias(real(*a, **k)))
+        real = Packing.projection
+        monkeypatch.setattr(Packing, "projection", lambda *a: without_bias(real(*a)))
     else:
         layer.input_layernorm.forward = lambda x: x
     for dtype in (torch.float32, torch.bfloat16):
@@ -142,7 +137,7 @@ class Adapted(nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False)
         self.weight = linear.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
 
 
@@ -173,103 +168,12 @@ def test_generated_tokens_are_the_same() -> None:
         assert first.token_ids == second.token_ids
 
 
-# -- packed weights ----------------------------------------------------------------------------------------------------
-
-
-def random_projection(bias: bool, pack: bool, out: int = 96, inner: int = 64) -> Projection:
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(out, inner, generator=generator).bfloat16() / 8
-    offset = torch.randn(out, generator=generator).bfloat16() if bias else None
-    return Projection(weight, offset, pack=pack)
-
-
-def inputs(rows: int, width: int = 64, seed: int = 2) -> Tensor:
-    return torch.randn(64, width, generator=torch.Generator().manual_seed(seed)).bfloat16()[:rows]
-
-
-@packs
-@pytest.mark.parametrize("bias", [False, True])
-def test_packed_is_plain(bias: bool) -> None:
-    packed, plain = random_projection(bias, True), random_projection(bias, False)
-    assert packed.packed is not None
-    assert plain.packed is None
-    exact = plain.weight.double()
-    for rows in range(1, 65):
-        x, residual = inputs(rows), inputs(rows, 96, seed=3)
-        wanted = x.double() @ exact.T + (0.0 if plain.bias is None else plain.bias.double())
-        # One rounding to bfloat16 (8 bits), for the sum with the residual one more.
-        for result in (packed(x), plain(x)):
-            assert torch.allclose(result.double(), wanted, rtol=2**-7, atol=2**-7)
-        for result in (packed.plus(x, residual), plain.plus(x, residual)):
-            assert torch.allclose(result.double(), wanted + residual.double(), rtol=2**-6, atol=2**-5)
-        assert torch.equal(residual, inputs(rows, 96, seed=3)), "the residual was written to"
-
-
-SHAPES = [(96, 48), (64, 64), (97, 320), (320, 512), (300, 1024)]
-
-
-@packs
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_in_blocks_a_rows_bits_do_not_depend_on_the_other_rows(pack: bool, shape: tuple[int, int]) -> None:
-    """What ``exact="bitwise"`` rests on: 1 row or 64, first or last, the same bits."""
-    out, inner = shape
-    weight = torch.randn(out, inner, generator=torch.Generator().manual_seed(1)).bfloat16() / inner**0.5
-    projection = Projection(weight, None, pack=pack, blocks=True)
-    x, residual = inputs(64, inner), inputs(64, out, seed=3)
-    alone = torch.cat([projection(row[None]) for row in x])
-    sums = torch.cat([projection.plus(row[None], r[None]) for row, r in zip(x, residual, strict=True)])
-    for rows in range(1, 65):
-        assert torch.equal(projection(x[:rows]), alone[:rows]), f"{rows} rows"
-        assert torch.equal(projection(x[64 - rows :]), alone[64 - rows :]), f"the last {rows} rows"
-        assert torch.equal(projection.plus(x[:rows], residual[:rows]), sums[:rows])
-    assert torch.allclose(alone.double(), x.double() @ weight.double().T, rtol=2**-7, atol=2**-7)
-
-
-@packs
-def test_without_blocks_they_may() -> None:
-    """The control: on a CPU with AMX the kernel, and the order of its sums, depends on the number of rows."""
-    if not torch.cpu._is_amx_tile_supported():
-        pytest.skip("this CPU has no AMX, whose kernels are the known ones to differ")
-    differing = 0
-    for out, inner in SHAPES:
-        weight = torch.randn(out, inner, generator=torch.Generator().manual_seed(1)).bfloat16() / inner**0.5
-        x = torch.randn(640, inner, generator=torch.Generator().manual_seed(2)).bfloat16()
-        projection = Projection(weight, None)
-        alone = torch.cat([projection(row[None]) for row in x])
-        differing += int((torch.cat([projection(part) for part in x.split(64)]) != alone).any(-1).sum())
-    assert differing > 0
-
-
-@packs
-def test_packing_a_model_keeps_its_outputs() -> None:
-    plain, packed = (new_model("llama", tie_word_embeddings=True).bfloat16() for _ in range(2))
-    count = pack_linears(packed)
-    assert count == 3 * 7  # the head shares its weight with the embedding and stays
-    assert isinstance(packed.model.layers[0].mlp.down_proj, PackedLinear)
-    ids = torch.tensor([prompt_of(12)])
-    with torch.inference_mode():
-        wanted, got = plain(ids).logits, packed(ids).logits
-    assert float((wanted - got).square().mean().sqrt() / wanted.std()) < 0.05
-    assert HuggingFaceModel(packed)._lean is None
-
-
-def test_float32_is_not_packed() -> None:
-    weight = torch.randn(8, 4)
-    projection = Projection(weight, None)
-    assert projection.packed is None
-    x, residual = torch.randn(3, 4), torch.randn(3, 8)
-    assert torch.equal(projection(x), x @ weight.T)
-    assert torch.allclose(projection.plus(x, residual), residual + x @ weight.T)
-    assert pack_linears(nn.Sequential(nn.Linear(4, 4))) == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_norm_is_the_models_own(dtype: torch.dtype) -> None:
     module = nn.RMSNorm(48, eps=1e-5).to(dtype)
     module.variance_epsilon = module.eps  # as Transformers calls it
     module.weight.data = torch.rand(48, generator=torch.Generator().manual_seed(0)).to(dtype)
-    own, plain = RmsNorm(module, blocks=False), RmsNorm(module, blocks=True)
+    own, plain = RmsNorm(module, Packing()), RmsNorm(module, Packing(blocks=True))
     assert own.own and not plain.own
     for scale in (0.0, 1e-4, 1.0, 1e4):
         x = scale * torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 from foretoken.models.base import Feed, Rows
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.layers import LayerPlan
-from foretoken.models.lean import LeanForward, _agrees
+from foretoken.models.lean import LeanForward, agrees
 from foretoken.models.lean_families import FAMILIES
 from foretoken.models.lean_parts import RmsNorm
+from foretoken.models.packing import Packing
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MULTIPLIERS = {
@@ -156,7 +157,7 @@ def _set(path: str, value: Any) -> Fault:
 
 
 def _without_offset(lean: LeanForward) -> None:
-    lean.layers[1].norm_attention = RmsNorm(lean.owner.model.model.layers[1].input_layernorm, blocks=False)
+    lean.layers[1].norm_attention = RmsNorm(lean.owner.model.model.layers[1].input_layernorm, Packing())
 
 
 def _swapped(kind: str) -> str:
@@ -201,9 +202,9 @@ CASES = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
 def test_a_planted_fault_is_refused(name: str, fault: Any) -> None:
     owner = HuggingFaceModel(model_of(name), lean=False)
     lean = LeanForward(owner)
-    assert _agrees(owner, lean)
+    assert agrees(owner, lean)
     (_set(*fault) if isinstance(fault, tuple) else fault)(lean)
-    assert not _agrees(owner, lean)
+    assert not agrees(owner, lean)
 
 
 def test_a_partial_rotary_embedding_is_not_a_whole_one() -> None:
@@ -212,7 +213,7 @@ def test_a_partial_rotary_embedding_is_not_a_whole_one() -> None:
     assert lean.rotary[""].shape[-1] == lean.size.dim // 2
     lean.rotary[""] = LeanForward(HuggingFaceModel(model_of("gpt_neox", rotary_pct=1.0), lean=False)).rotary[""]
     assert lean.rotary[""].shape[-1] == lean.size.dim
-    assert not _agrees(owner, lean)
+    assert not agrees(owner, lean)
 
 
 def test_experts_that_cannot_be_multiplied_leave_the_public_forward() -> None:

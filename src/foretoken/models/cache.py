@@ -137,6 +137,10 @@ class TreeCache(Cache):
                 if buffer is not None:
                     buffer[target, :, :slots] = buffer[source, :, :slots]
 
+    def clear(self) -> None:
+        """Drop all buffers: the next forward makes new ones, in its own dtype."""
+        self.keys, self.values = [None] * self.num_layers, [None] * self.num_layers
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Where the next forward writes (models that are given position ids do not depend on it)."""
         return self._starts[0]

@@ -6,7 +6,7 @@ Transformers layer takes three times as many as :class:`foretoken.models.lean_la
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,9 @@ from foretoken.models.call import Call
 from foretoken.models.extra import known_ids, put_in
 from foretoken.models.lean_families import Family, family_of, part
 from foretoken.models.lean_layers import Heads, LeanLayer, Pass, Places, rotary_table, turns_of
-from foretoken.models.lean_parts import Norm, fused, norm_of
+from foretoken.models.lean_parts import Norm, norm_of
 from foretoken.models.masks import LayerMask, RowPlan, additive_mask
-from foretoken.models.packing import Projection, pays_packed
+from foretoken.models.packing import Projection, pays_packed, unpack_linears
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
@@ -36,6 +36,10 @@ another activation in one of three layers makes 0.07 or more.
 """
 
 
+Run = Callable[[Call], tuple[list[Tensor], dict[str, Tensor]]]
+"""A forward, public or lean."""
+
+
 def _head(linear: Any, owner: HuggingFaceModel) -> tuple[Projection, torch.dtype]:
     """The vocabulary projection and the dtype of its input.
 
@@ -46,7 +50,7 @@ def _head(linear: Any, owner: HuggingFaceModel) -> tuple[Projection, torch.dtype
     if owner.exact == "approximate" and owner.dtype == torch.float32 and pays_packed(half):
         bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
         return Projection(half, bias), torch.bfloat16
-    return fused(linear, blocks=owner.exact == "bitwise"), owner.dtype
+    return owner.packing.projection(linear), owner.packing.activations(owner.dtype)
 
 
 class LeanForward:
@@ -54,6 +58,7 @@ class LeanForward:
 
     Attributes:
         layers: the decoder layers.
+        dtype: of hidden states, keys, values and logits.
 
     Raises:
         ValueError: a model of a family that is not covered.
@@ -66,10 +71,11 @@ class LeanForward:
         decoder: Any = part(owner.model, family.decoder)
         self.owner = owner
         self.cache = cache if cache is not None else owner.cache
-        self.bitwise = owner.exact == "bitwise"
+        packing = owner.packing
+        self.dtype = packing.activations(owner.dtype)
         self.size = Heads.of(config)
         kinds: Any = getattr(config, "layer_types", None)
-        self.rotary = _rotary(decoder, owner, kinds)
+        self.rotary = _rotary(decoder, owner, kinds, self.dtype)
         self.layers = [
             LeanLayer(
                 layer,
@@ -77,11 +83,11 @@ class LeanForward:
                 self.size,
                 kind="" if owner._single_mask or not kinds else kinds[i],
                 rope=kinds[i] if "" not in self.rotary else "",
-                bitwise=self.bitwise,
+                packing=packing,
             )
             for i, layer in enumerate(decoder.layers)
         ]
-        self.final_norm: Norm = norm_of(part(decoder, family.final_norm), self.bitwise, family.norm_offset) or _same
+        self.final_norm: Norm = norm_of(part(decoder, family.final_norm), packing, family.norm_offset) or _same
         self.head, self.head_dtype = _head(owner.model.lm_head, owner)
         embedding = part(decoder, family.embedding)
         self.embedding = embedding.weight.detach()
@@ -123,7 +129,7 @@ class LeanForward:
     def _embed(self, ids: Tensor) -> Tensor:
         """What the first layer reads [n, D] of ids [n]."""
         rows, first = self.owner.extra_rows, self.owner.vocab_size
-        x = F.embedding(ids if rows is None else known_ids(ids, first), self.embedding)
+        x = F.embedding(ids if rows is None else known_ids(ids, first), self.embedding).to(self.dtype)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
         if rows is not None:
@@ -139,7 +145,7 @@ class LeanForward:
 
     def _logits(self, x: Tensor) -> Tensor:
         """[n, V] of states [n, D] behind the final norm."""
-        logits = self.head(x.to(self.head_dtype)).to(self.owner.dtype)
+        logits = self.head(x.to(self.head_dtype)).to(self.dtype)
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
@@ -149,30 +155,40 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _rotary(decoder: Any, owner: HuggingFaceModel, kinds: Any) -> dict[str, Tensor]:
+def _rotary(decoder: Any, owner: HuggingFaceModel, kinds: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """Tables [2, positions, r] by layer type, under ``""`` where there is one for all."""
     positions = torch.arange(owner.cache.max_slots, device=owner.device)[None]
-    like = torch.empty(1, device=owner.device, dtype=owner.dtype)
+    like = torch.empty(1, device=owner.device, dtype=dtype)
     by_kind = hasattr(decoder.rotary_emb, "layer_types")
     found = {}
     for kind in sorted(set(kinds)) if by_kind else ("",):
         cos, sin = decoder.rotary_emb(like, positions, kind) if by_kind else decoder.rotary_emb(like, positions)
-        found[kind] = rotary_table(cos[0], sin[0]).to(owner.dtype)
+        found[kind] = rotary_table(cos[0], sin[0]).to(dtype)
     return found
 
 
 def build_lean(owner: HuggingFaceModel) -> LeanForward | None:
-    """A lean forward for the model, or ``None`` when its architecture is not covered or its numbers differ."""
-    family = family_of(owner.config)
+    """A lean forward for the model, or ``None`` when its architecture is not covered or its numbers differ.
+
+    The check runs the public forward first: where the model is packed in place, its layers are others afterwards.
+    """
+    family, in_place = family_of(owner.config), owner.packing.home is not None
     if family is None or not _has_plain_linears(owner.model, family):
         return None
-    if sum(p.numel() for p in owner.model.parameters()) > MAX_PARAMETERS:
+    if not in_place and sum(p.numel() for p in owner.model.parameters()) > MAX_PARAMETERS:
+        return None
+    public = _tree_logits(owner, owner._run_public, owner.dtype)
+    if public is None:
         return None
     try:
         lean = LeanForward(owner)
     except AttributeError:  # a model of a known type with modules of its own
         return None
-    return lean if _agrees(owner, lean) else None
+    if agrees(owner, lean, public):
+        return lean
+    if in_place:
+        unpack_linears(owner.model)
+    return None
 
 
 def _has_plain_linears(model: Any, family: Family) -> bool:
@@ -185,8 +201,9 @@ def _has_plain_linears(model: Any, family: Family) -> bool:
 
 
 @torch.inference_mode()
-def _agrees(owner: HuggingFaceModel, lean: LeanForward) -> bool:
-    """Compare both forwards on a short branching tree, under windows that are shorter still."""
+def _tree_logits(owner: HuggingFaceModel, run: Run, dtype: torch.dtype) -> Tensor | None:
+    """Float64 logits [6, V] of a short branching tree, under windows that are shorter still; ``None`` where the model
+    cannot be run or they are not finite."""
     width = 6
     parents = (-1, 0, 1, 1, 2, 3)
     depths = (0, 1, 2, 2, 3, 3)
@@ -194,18 +211,24 @@ def _agrees(owner: HuggingFaceModel, lean: LeanForward) -> bool:
     positions = torch.tensor([depths], device=owner.device)
     plan = RowPlan(0, parents, depths, width)
     masks = {
-        name: additive_mask([plan], _narrowed(layer), width, width, owner.dtype, owner.device)
+        name: additive_mask([plan], _narrowed(layer), width, width, dtype, owner.device)
         for name, layer in owner.layer_masks.items()
     }
-    results = []
-    for run in (owner._run_public, lean.run):
-        owner.cache.plan(0, 1, [0], width, width)
-        try:
-            results.append(run(Call(ids, positions, masks, [(0, 0, width)], ()))[0][0].double())
-        except RuntimeError:  # experts in a dtype that their kernel lacks: who uses the model will be told
-            return False
-    public, mine = results
-    if not bool(torch.isfinite(public).all()):
+    owner.cache.plan(0, 1, [0], width, width)
+    try:
+        logits = run(Call(ids, positions, masks, [(0, 0, width)], ()))[0][0].double()
+    except RuntimeError:  # experts in a dtype that their kernel lacks: who uses the model will be told
+        return None
+    finally:
+        owner.cache.clear()  # the other forward may keep keys and values in another dtype
+    return logits if bool(torch.isfinite(logits).all()) else None
+
+
+def agrees(owner: HuggingFaceModel, lean: LeanForward, public: Tensor | None = None) -> bool:
+    """Whether both forwards differ by rounding alone; ``public`` are the logits of the public one, where it has run."""
+    public = _tree_logits(owner, owner._run_public, owner.dtype) if public is None else public
+    mine = _tree_logits(owner, lean.run, lean.dtype)
+    if public is None or mine is None:
         return False
     difference = float((public - mine).square().mean().sqrt())
     rounding = torch.bfloat16 if lean.head_dtype == torch.bfloat16 else owner.dtype

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from foretoken.models.attention import exact_attention, folded_attention
 from foretoken.models.cache import TreeCache
 from foretoken.models.lean_families import Family, part
-from foretoken.models.lean_parts import Joined, Output, fused, mlp_of, norm_of
+from foretoken.models.lean_parts import Joined, Output, mlp_of, norm_of
+from foretoken.models.packing import Packing
 
 
 @dataclass(frozen=True)
@@ -69,30 +70,30 @@ class LeanLayer:
         size: shape of its attention.
         kind: layer type, the key of its mask in :attr:`Pass.masks`.
         rope: the key of its rotary embedding in :attr:`Pass.turns`.
-        bitwise: attention sums in float64 and products in blocks.
+        packing: how its linear layers become projections; where those multiply in blocks, attention sums in float64.
     """
 
-    def __init__(self, layer: Any, family: Family, size: Heads, kind: str, rope: str, bitwise: bool) -> None:
-        attention, blocks = part(layer, family.attention), bitwise
+    def __init__(self, layer: Any, family: Family, size: Heads, kind: str, rope: str, packing: Packing) -> None:
+        attention = part(layer, family.attention)
         self.size, self.mask, self.rope, self.interleaved = size, kind, rope, family.interleaved
         norms = (family.norm_attention, family.after_attention, family.norm_mlp, family.after_mlp)
         before, after, self.norm_mlp, after_mlp = (
-            norm_of(part(layer, name), blocks, family.norm_offset) for name in norms
+            norm_of(part(layer, name), packing, family.norm_offset) for name in norms
         )
         self.norm_attention = before
         scale = float(getattr(layer, "residual_multiplier", 1.0))
-        self.qkv = fused(*(part(attention, name) for name in family.qkv), blocks=blocks)
-        self.out = Output(fused(part(attention, family.out), blocks=blocks), Joined(after, scale))
+        self.qkv = packing.projection(*(part(attention, name) for name in family.qkv))
+        self.out = Output(packing.projection(part(attention, family.out)), Joined(after, scale))
         self.q_norm, self.k_norm = (
-            norm_of(getattr(attention, name, None), blocks, family.norm_offset) for name in ("q_norm", "k_norm")
+            norm_of(getattr(attention, name, None), packing, family.norm_offset) for name in ("q_norm", "k_norm")
         )
         self.norms_heads = self.q_norm is None or attention.q_norm.weight.shape[-1] == size.dim
         self.scaling = float(getattr(attention, "scaling", size.dim**-0.5))
         self.soft_cap: float | None = part(attention, family.soft_cap)
         # Either takes a mask for every query head; scaled_dot_product_attention has no soft cap.
-        self.explicit = exact_attention if bitwise else folded_attention if self.soft_cap is not None else None
+        self.explicit = exact_attention if packing.blocks else folded_attention if self.soft_cap is not None else None
         self.parallel = bool(part(layer, family.parallel))
-        self.mlp = mlp_of(part(layer, family.mlp), family, Joined(after_mlp, scale), blocks)
+        self.mlp = mlp_of(part(layer, family.mlp), family, Joined(after_mlp, scale), packing)
 
     def attend(self, index: int, x: Tensor, run: Pass) -> Tensor:
         """The attention of layer ``index`` with its residual, x [n, D] -> [n, D]; writes its keys and values."""

@@ -12,20 +12,12 @@ from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
 from foretoken.models.lean_families import Family, part
-from foretoken.models.packing import BlockedProducts, Projection
+from foretoken.models.packing import BlockedProducts, Packing, Projection
 
 SILU = (nn.SiLU, SiLUActivation)
 """Modules whose function is called in one step instead of several."""
 Norm = Callable[[Tensor], Tensor]
 """[..., d] -> [..., d]."""
-
-
-def fused(*linears: Any, blocks: bool) -> Projection:
-    """One projection that gives the outputs of all of them side by side."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    biases = [linear.bias for linear in linears]
-    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
-    return Projection(weight, bias, blocks=blocks)
 
 
 class RmsNorm:
@@ -36,13 +28,13 @@ class RmsNorm:
 
     Args:
         module: a norm of Transformers or PyTorch.
-        blocks: whether bits must not depend on how many rows there are.
+        packing: whether bits must not depend on how many rows there are, and the dtype of activations.
         offset: what is added to its weight.
     """
 
-    def __init__(self, module: Any, blocks: bool, offset: float = 0.0) -> None:
-        self.weight, self.eps = module.weight.detach(), getattr(module, "variance_epsilon", None) or module.eps
-        self.own = self.weight.device.type == "cpu" and not blocks
+    def __init__(self, module: Any, packing: Packing, offset: float = 0.0) -> None:
+        self.weight, self.eps = _weight(module, packing), getattr(module, "variance_epsilon", None) or module.eps
+        self.own = self.weight.device.type == "cpu" and not packing.blocks
         self.wide = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
         if offset:  # added before the weight is rounded to the dtype of what it scales
             self.weight = self.weight.to(self.wide) + offset
@@ -60,15 +52,20 @@ class RmsNorm:
         return (wide / length).mul_(self.scaled).to(x.dtype)
 
 
-def norm_of(module: Any, blocks: bool, offset: float = 0.0) -> Norm | None:
+def _weight(module: Any, packing: Packing) -> Tensor:
+    weight: Tensor = module.weight.detach()
+    return weight.to(packing.activations(weight.dtype))
+
+
+def norm_of(module: Any, packing: Packing, offset: float = 0.0) -> Norm | None:
     """The same norm in few calls; ``None`` for ``None``."""
     if module is None:
         return None
     if type(module) is nn.LayerNorm:
-        shape, weight, eps = module.normalized_shape, module.weight.detach(), module.eps
-        bias: Tensor | None = None if module.bias is None else module.bias.detach()
+        shape, weight, eps = module.normalized_shape, _weight(module, packing), module.eps
+        bias: Tensor | None = None if module.bias is None else module.bias.detach().to(weight.dtype)
         return lambda x: F.layer_norm(x, shape, weight, bias, eps)
-    return RmsNorm(module, blocks, offset)
+    return RmsNorm(module, packing, offset)
 
 
 class Joined:
@@ -124,19 +121,20 @@ class _OwnMlp:
 
     def __init__(self, module: Any, joined: Joined, blocks: bool) -> None:
         self.module, self.joined, self.blocks = module, joined, blocks
+        self.dtype: torch.dtype = next(module.parameters()).dtype
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         with BlockedProducts() if self.blocks else nullcontext():
-            y = self.module(x[None])[0]
+            y = self.module(x[None].to(self.dtype))[0].to(x.dtype)
         return self.joined(y, residual)
 
 
-def mlp_of(module: Any, family: Family, joined: Joined, blocks: bool) -> Mlp:
+def mlp_of(module: Any, family: Family, joined: Joined, packing: Packing) -> Mlp:
     if family.experts:
-        return _OwnMlp(module, joined, blocks)
+        return _OwnMlp(module, joined, packing.blocks)
     own = part(module, family.activation)
     activation = F.silu if own is None or isinstance(own, SILU) else own
-    output = Output(fused(part(module, family.down), blocks=blocks), joined)
+    output = Output(packing.projection(part(module, family.down)), joined)
     if family.up is not None:
-        return _PlainMlp(fused(part(module, family.up), blocks=blocks), activation, output)
-    return _GatedMlp(fused(*(part(module, n) for n in family.gate_up), blocks=blocks), activation, output)
+        return _PlainMlp(packing.projection(part(module, family.up)), activation, output)
+    return _GatedMlp(packing.projection(*(part(module, n) for n in family.gate_up)), activation, output)

@@ -27,19 +27,10 @@ With one constant number of rows a row has the same bits at every place.  32 row
 """
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN's packed path serves this weight."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
 def pays_packed(weight: Tensor) -> bool:
-    """Whether this weight is multiplied faster packed than in float32, where a model may have it either way."""
-    return can_pack(weight) and has_bfloat16()
+    """Whether this bfloat16 weight is multiplied faster in oneDNN's layout than in float32, where a model may have it
+    either way."""
+    return "onednn" in usable_layouts(weight.dtype, weight.device) and has_bfloat16()
 
 
 @cache
@@ -78,6 +69,11 @@ class Projection:
     def weight(self) -> Tensor:
         """[out, in] as it was given; a copy, unless the layout is plain."""
         return self.layout.weight
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weight and bias."""
+        return self.layout.num_bytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, out] in the dtype of x."""
@@ -188,11 +184,12 @@ class PackedLinear(nn.Module):
     Args:
         projection: what multiplies.
         start, stop: which of its outputs are the layer's; by default all.
+        tied: whether the weight is an embedding's, too, which still holds it.
     """
 
-    def __init__(self, projection: Projection, start: int = 0, stop: int | None = None) -> None:
+    def __init__(self, projection: Projection, start: int = 0, stop: int | None = None, tied: bool = False) -> None:
         super().__init__()
-        self.projection, self.start = projection, start
+        self.projection, self.start, self.tied = projection, start, tied
         self.stop = projection.out_features if stop is None else stop
         self.in_features, self.out_features = projection.in_features, self.stop - start
 
@@ -225,10 +222,9 @@ def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
     Weights that are shared with an embedding stay as they are (the embedding needs the plain layout).  One layer is
     packed after the other: there is never a second copy of all weights.
     """
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    count = 0
+    count, tied = 0, _embedded(model)
     for parent, name, linear in list(_children(model)):
-        if type(linear) is not nn.Linear or id(linear.weight) in embeddings:
+        if type(linear) is not nn.Linear or id(linear.weight) in tied:
             continue
         projection = Projection(linear.weight.detach(), _detached(linear.bias), packing.layout, packing.blocks)
         if projection.layout.name != "plain":
@@ -240,15 +236,15 @@ def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
 def take_place(model: nn.Module, linears: Sequence[nn.Linear], projection: Projection) -> None:
     """Let the projection that was made of ``linears``, one behind the other, take their place below ``model``, so that
     there are no two copies of their weights."""
-    start = 0
+    start, tied = 0, _embedded(model)
     places = {id(child): (parent, name) for parent, name, child in _children(model)}
     for linear in linears:
         stop = start + linear.out_features
-        if projection.layout.name == "plain":
+        if projection.layout.name == "plain" and len(linears) > 1:
             linear.weight = nn.Parameter(projection.weight[start:stop], requires_grad=False)
-        else:
+        elif projection.layout.name != "plain":
             parent, name = places[id(linear)]
-            setattr(parent, name, PackedLinear(projection, start, stop))
+            setattr(parent, name, PackedLinear(projection, start, stop, id(linear.weight) in tied))
         start = stop
 
 
@@ -259,6 +255,8 @@ def unpack_linears(model: nn.Module) -> int:
         if isinstance(packed, PackedLinear):
             setattr(parent, name, plain_linear(packed))
             count += 1
+    if count and hasattr(model, "tie_weights"):
+        model.tie_weights()  # a head that shares its weight with the embedding does so again
     return count
 
 
@@ -289,21 +287,27 @@ def check_packable(model: Any) -> None:
 
 def weight_bytes(model: nn.Module) -> int:
     """Memory of a model's weights, packed ones included, each counted once."""
-    packed = {id(m.projection): m.projection.layout for m in model.modules() if isinstance(m, PackedLinear)}
+    packed = {id(m.projection): m.projection.num_bytes for m in model.modules() if isinstance(m, PackedLinear)}
     plain = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-    return sum(plain.values()) + sum(layout.num_bytes for layout in packed.values())
+    return sum(plain.values()) + sum(packed.values())
 
 
 def num_parameters(model: nn.Module) -> int:
     """Numbers in a model's weights, packed ones included."""
-    packed = (m.in_features * m.out_features for m in model.modules() if isinstance(m, PackedLinear))
-    return sum(p.numel() for p in model.parameters()) + sum(packed)
+    packed = [m for m in model.modules() if isinstance(m, PackedLinear) and not m.tied]
+    held = sum(m.out_features * (m.in_features + (m.bias is not None)) for m in packed)
+    return sum(p.numel() for p in model.parameters()) + held
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     for parent in model.modules():
         for name, child in parent.named_children():
             yield parent, name, child
+
+
+def _embedded(model: nn.Module) -> set[int]:
+    """Ids of the weights of embeddings."""
+    return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
 def _detached(bias: Tensor | None) -> Tensor | None:
