@@ -87,7 +87,8 @@ def test_sizes_share_measurements() -> None:
 def test_a_measurement_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     first = product_times("plain", BF16, 256, 256)
     assert set(first) == set(product_costs.ROWS) and all(0 < s < 1 for s in first.values())
-    assert list(known_times().values()) == [first]
+    assert list(known_times(BF16, [(250, 260), (256, 256)]).values()) == [first]
+    assert not known_times(torch.float32, [(256, 256)]) and not known_times(BF16, [(1024, 256)])
     product_costs._times.cache_clear()  # another process
 
     def again(*_: object) -> None:
@@ -101,14 +102,15 @@ def test_a_measurement_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_damaged_file_counts_as_none(text: str) -> None:
     cache_file().parent.mkdir(parents=True)
     cache_file().write_text(text)
-    assert product_times("plain", BF16, 256, 256) == next(iter(known_times().values()))
+    found = product_times("plain", BF16, 256, 256)
+    assert list(known_times(BF16, [(256, 256)]).values()) == [found]
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert product_times("plain", BF16, 256, 256)
-    assert not known_times()
+    assert not known_times(BF16, [(256, 256)])
 
 
 def test_measuring_leaves_the_number_of_threads() -> None:

@@ -255,8 +255,9 @@ def unpack_linears(model: nn.Module) -> int:
         if isinstance(packed, PackedLinear):
             setattr(parent, name, plain_linear(packed))
             count += 1
-    if count and hasattr(model, "tie_weights"):
-        model.tie_weights()  # a head that shares its weight with the embedding does so again
+    tie: Any = getattr(model, "tie_weights", None)
+    if count and tie is not None:
+        tie()  # a head that shares its weight with the embedding does so again
     return count
 
 
@@ -290,6 +291,14 @@ def weight_bytes(model: nn.Module) -> int:
     packed = {id(m.projection): m.projection.num_bytes for m in model.modules() if isinstance(m, PackedLinear)}
     plain = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     return sum(plain.values()) + sum(packed.values())
+
+
+def shapes_of(model: nn.Module) -> set[tuple[int, int]]:
+    """Shapes [out, in] of the matrices that a model multiplies, fused ones as they are multiplied."""
+    packed = {
+        (m.projection.out_features, m.projection.in_features) for m in model.modules() if isinstance(m, PackedLinear)
+    }
+    return packed | {(m.out_features, m.in_features) for m in model.modules() if isinstance(m, nn.Linear)}
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -84,7 +84,7 @@ def _cost(layout: str, dtype: torch.dtype, out: int, inner: int) -> float:
 
 @cache
 def _times(layout: str, dtype: torch.dtype, out: int, inner: int) -> Times:
-    key = f"{layout} {str(dtype).removeprefix('torch.')} {out}x{inner}"
+    key = _key(layout, dtype, out, inner)
     known = _read_known().get(key)
     if known is None:
         known = _measure(LAYOUTS[layout], dtype, out, inner)
@@ -126,9 +126,16 @@ def _one_call(product: Layout, x: Tensor) -> float:
     return perf_counter() - began
 
 
-def known_times() -> Mapping[str, Times]:
-    """What was measured on this machine so far, by a key in words."""
-    return dict(_read_known())
+def _key(layout: str, dtype: torch.dtype, out: int, inner: int) -> str:
+    return f"{layout} {str(dtype).removeprefix('torch.')} {out}x{inner}"
+
+
+def known_times(dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> Mapping[str, Times]:
+    """What was measured on this machine of weights of these shapes, in every layout, by a key in words."""
+    known = _read_known()
+    sizes = sorted({size_class(*shape) for shape in shapes})
+    keys = [_key(layout, dtype, *size) for size in sizes for layout in LAYOUTS]
+    return {key: known[key] for key in keys if key in known}
 
 
 # -- the file of measurements ------------------------------------------------------------------------------------------
