@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import torch
 from checkpoints import prompt_of
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from foretoken.models.base import Feed, Rows
 from foretoken.models.huggingface import HuggingFaceModel
@@ -39,3 +43,16 @@ def compare(got: list[Rows], wanted: list[Rows], tolerance: float) -> None:
             assert left.shape == right.shape
             if len(left):
                 assert float((left - right).square().mean(-1).sqrt().max() / right.std()) < tolerance
+
+
+class InFloat64(TorchFunctionMode):
+    """Inside this context nothing is taken down to float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Intercept ``float()``, and float32 wherever it is named."""
+        if func is Tensor.float:
+            return args[0].double()
+        wide = {torch.float32: torch.float64}
+        args = [wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
+        kwargs = {k: wide.get(a, a) if isinstance(a, torch.dtype) else a for k, a in (kwargs or {}).items()}
+        return func(*args, **kwargs)

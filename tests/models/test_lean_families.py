@@ -1,6 +1,6 @@
 """Every family of the lean forward equals its public forward, and what is planted wrong in it is refused.
 
-The public forward takes norms and rotary tables to float32 whatever the model is in.  Inside :class:`InFloat64` it does
+The public forward takes norms and rotary angles to float32 whatever the model is in.  Inside ``InFloat64`` it does
 not, so that both can be compared to nine digits.
 """
 
@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import HALF, new_model, prompt_of
-from forwards import compare, outputs
-from torch import Tensor
+from forwards import InFloat64, compare, outputs
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from foretoken.models.base import Feed, Rows
 from foretoken.models.huggingface import HuggingFaceModel
@@ -61,19 +59,6 @@ MODELS: dict[str, dict[str, Any]] = {
 def model_of(name: str, **changes: Any) -> Any:
     """A tiny random model; its experts are multiplied one by one, which any dtype can."""
     return new_model(name, **{**MODELS[name], **changes}, experts_implementation="eager")
-
-
-class InFloat64(TorchFunctionMode):
-    """Inside this context nothing is taken down to float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Intercept ``float()``, and float32 wherever it is named."""
-        if func is Tensor.float:
-            return args[0].double()
-        wide = {torch.float32: torch.float64}
-        args = [wide.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
-        kwargs = {k: wide.get(a, a) if isinstance(a, torch.dtype) else a for k, a in (kwargs or {}).items()}
-        return func(*args, **kwargs)
 
 
 def windows(model: HuggingFaceModel) -> list[Rows]:
@@ -210,9 +195,9 @@ def test_a_planted_fault_is_refused(name: str, fault: Any) -> None:
 def test_a_partial_rotary_embedding_is_not_a_whole_one() -> None:
     owner = HuggingFaceModel(model_of("gpt_neox"), lean=False)
     lean = LeanForward(owner)
-    assert lean.rotary[""].shape[-1] == lean.size.dim // 2
-    lean.rotary[""] = LeanForward(HuggingFaceModel(model_of("gpt_neox", rotary_pct=1.0), lean=False)).rotary[""]
-    assert lean.rotary[""].shape[-1] == lean.size.dim
+    assert len(lean.rotary[""].signed) == lean.size.dim // 2
+    lean.rotary = LeanForward(HuggingFaceModel(model_of("gpt_neox", rotary_pct=1.0), lean=False)).rotary
+    assert len(lean.rotary[""].signed) == lean.size.dim
     assert not agrees(owner, lean)
 
 

@@ -18,7 +18,7 @@ from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.extra import known_ids, put_in
 from foretoken.models.lean_families import Family, family_of, part
-from foretoken.models.lean_layers import Heads, LeanLayer, Pass, Places, rotary_table, turns_of
+from foretoken.models.lean_layers import Heads, LeanLayer, Pass, Places, Rotary
 from foretoken.models.lean_parts import Norm, norm_of
 from foretoken.models.masks import LayerMask, RowPlan, additive_mask
 from foretoken.models.packing import Projection, pays_packed, unpack_linears
@@ -75,7 +75,7 @@ class LeanForward:
         self.dtype = packing.activations(owner.dtype)
         self.size = Heads.of(config)
         kinds: Any = getattr(config, "layer_types", None)
-        self.rotary = _rotary(decoder, owner, kinds, self.dtype)
+        self.rotary = _rotary(decoder.rotary_emb, kinds, self.dtype)
         self.layers = [
             LeanLayer(
                 layer,
@@ -104,7 +104,9 @@ class LeanForward:
         x = places.taken(call.ids if call.states is None else call.states)
         if call.states is None:
             x = self._embed(x)
-        run = Pass(places, turns_of(self.rotary, places.taken(call.positions)), self._masks(call), self.cache)
+        positions = places.taken(call.positions)
+        turns = {kind: rotary(positions) for kind, rotary in self.rotary.items()}
+        run = Pass(places, turns, self._masks(call), self.cache)
         hidden: dict[str, Tensor] = {}
         end = plan.end(len(self.layers))
         for i in range(plan.start, end):
@@ -155,16 +157,13 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _rotary(decoder: Any, owner: HuggingFaceModel, kinds: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tables [2, positions, r] by layer type, under ``""`` where there is one for all."""
-    positions = torch.arange(owner.cache.max_slots, device=owner.device)[None]
-    like = torch.empty(1, device=owner.device, dtype=dtype)
-    by_kind = hasattr(decoder.rotary_emb, "layer_types")
-    found = {}
-    for kind in sorted(set(kinds)) if by_kind else ("",):
-        cos, sin = decoder.rotary_emb(like, positions, kind) if by_kind else decoder.rotary_emb(like, positions)
-        found[kind] = rotary_table(cos[0], sin[0]).to(dtype)
-    return found
+def _rotary(embedding: Any, kinds: Any, dtype: torch.dtype) -> dict[str, Rotary]:
+    """The model's rotary embeddings by layer type, under ``""`` where there is one for all."""
+    names = {kind: f"{kind}_" for kind in set(kinds or ())} if hasattr(embedding, "layer_types") else {"": ""}
+    return {
+        kind: Rotary(getattr(embedding, f"{name}inv_freq"), getattr(embedding, f"{name}attention_scaling"), dtype)
+        for kind, name in names.items()
+    }
 
 
 def build_lean(owner: HuggingFaceModel) -> LeanForward | None:

@@ -46,7 +46,7 @@ class Family:
     embedding: str = "embed_tokens"
     final_norm: str = "norm"
     attention: str = "self_attn"
-    mlp: str = "mlp"
+    mlp: str | None = "mlp"
     norm_attention: str | None = "input_layernorm"
     after_attention: str | None = None
     norm_mlp: str | None = "post_attention_layernorm"

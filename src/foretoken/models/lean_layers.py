@@ -103,8 +103,8 @@ class LeanLayer:
         """The MLP of ``source`` added to the residual stream x, all [n, D]."""
         return self.mlp(source if self.norm_mlp is None else self.norm_mlp(source), x)
 
-    def mixed(self, index: int, inputs: Tensor, residual: Tensor, run: Pass) -> Tensor:
-        """:meth:`attend` of inputs [n, in] that are normalised already."""
+    def mixed(self, index: int, inputs: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+        """:meth:`attend` of inputs [n, in] that are normalised already; without a residual, the attention alone."""
         size, places = self.size, run.places
         qkv = self._heads_of(self.qkv(inputs))
         qk = places.padded(turned(self._normed(qkv), *run.turns[self.rope])).transpose(1, 2)
@@ -139,26 +139,35 @@ class LeanLayer:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [n, H, d] by tables [n, 1, r] (see :func:`rotary_table`), of its first r dimensions."""
+    """Rotary embedding of x [n, H, d] by cosine and signed sine [n, 1, r], of its first r dimensions."""
     size = cos.shape[-1]
     if size < x.shape[-1]:
         return torch.cat([turned(x[..., :size], cos, sin), x[..., size:]], -1)
     return torch.addcmul(x * cos, x.roll(size // 2, -1), sin)
 
 
-def rotary_table(cos: Tensor, sin: Tensor) -> Tensor:
-    """[2, positions, r] of cosines and sines [positions, r], stored for halves as Transformers has them.
+class Rotary:
+    """Cosines and sines of positions, made when they are asked for: a table would be as long as the context.
 
-    rotate_half(x) * sin == roll(x, half) * (-sin of the first half, sin of the second).
+    Args:
+        frequencies: [r / 2] radians per position.
+        scale: of cosines and sines.
+        dtype: of what is turned.
     """
-    half = sin.shape[-1] // 2
-    return torch.stack([cos, torch.cat([-sin[..., :half], sin[..., half:]], -1)])
 
+    def __init__(self, frequencies: Tensor, scale: float, dtype: torch.dtype) -> None:
+        half = frequencies.to(torch.float32)
+        # rotate_half(x) * sin(a) == roll(x, half) * sin(-a of the first half, a of the second), and cos(-a) == cos(a).
+        self.signed = torch.cat([-half, half])
+        self.scale, self.dtype = scale, dtype
 
-def turns_of(tables: Mapping[str, Tensor], positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Cosine and signed sine [n, 1, r] of positions [n], from tables [2, positions, r]."""
-    both = {name: table[:, positions][:, :, None] for name, table in tables.items()}
-    return {name: (table[0], table[1]) for name, table in both.items()}
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine [n, 1, r] of positions [n]."""
+        angles = positions[:, None, None] * self.signed
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
+        return cos.to(self.dtype), sin.to(self.dtype)
 
 
 class Places:

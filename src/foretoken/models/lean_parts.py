@@ -88,8 +88,10 @@ class Output:
     def __init__(self, projection: Projection, joined: Joined) -> None:
         self.projection, self.joined = projection, joined
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """[n, in] and [n, D] -> [n, D]."""
+        if residual is None:
+            return self.projection(x)
         if self.joined.plain:
             return self.projection.plus(x, residual)
         return self.joined(self.projection(x), residual)
@@ -130,6 +132,9 @@ class _OwnMlp:
 
 
 def mlp_of(module: Any, family: Family, joined: Joined, packing: Packing) -> Mlp:
+    """The MLP of a layer; of one that has none, the residual stream as it is."""
+    if module is None:
+        return lambda x, residual: residual
     if family.experts:
         return _OwnMlp(module, joined, packing.blocks)
     own = part(module, family.activation)
