@@ -152,8 +152,15 @@ def test_other_projects_layouts_are_named(run: Any, target: str, tmp_path: Path,
     assert f"foretoken import {out}" in by_spec[str(out)]["why"]
 
 
+def test_the_target_is_no_draft_model_of_its_own(run: Any, target: str, few: None) -> None:
+    by_spec = found(run("drafters", target, str(Path(target).parent), "--json"))
+    assert not [spec for spec in by_spec if target in spec]
+
+
 @pytest.mark.parametrize("name", ["empty", "a,b"])
-def test_places_of_which_nothing_can_be_made(run: Any, target: str, tokenizer: Any, tmp_path: Path, name: str) -> None:
+def test_places_of_which_nothing_can_be_made(
+    run: Any, target: str, tokenizer: Any, tmp_path: Path, few: None, name: str
+) -> None:
     place = tmp_path / name
     place.mkdir() if name == "empty" else save_model(place, tokenizer)
     row = found(run("drafters", target, str(place), "--json"), place)[str(place)]

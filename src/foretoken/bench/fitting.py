@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ class Subject:
     controller: str = "auto"
     device: Any = None
     allow_lossy: bool = False
+
+    def is_from(self, path: Path) -> bool:
+        """Whether the target itself was loaded from there."""
+        return isinstance(self.source, str | Path) and Path(self.source).expanduser().resolve() == path.resolve()
 
     def refusal(self, spec: str) -> str | None:
         """Why a drafter cannot be used here, in one line; ``None`` if it can."""
@@ -110,7 +115,7 @@ def fits(
     Raises:
         ValueError: a folder or file that does not exist.
     """
-    found = [place for folder in folders for place in places(folder)]
+    found = [place for folder in folders for place in places(folder) if not subject.is_from(place)]
     catalogue = rows("drafter")
     total = len(catalogue) + len(found)
     fitting: list[Fit] = []
@@ -207,8 +212,7 @@ def _trained(folder: Path, subject: Subject) -> Fit:
         role = next((row.role for row in rows() if row.name == method), None)
         reason = f"it belongs to the {role} {method!r}" if role else f"it was trained as {method!r}, which is unknown"
         return Fit(method, str(folder), False, reason)
-    spec = f"{method}:{folder}"
-    return _fit(row, spec, subject.refusal(spec))
+    return _tried(row, folder, subject)
 
 
 def _foreign(folder: Path) -> Fit | None:
@@ -237,7 +241,7 @@ def _first_that_works(path: Path, subject: Subject) -> list[Fit]:
             groups.setdefault(row.needs, []).append(row)
     refused: list[Fit] = []
     for group in groups.values():
-        found = [_fit(row, spec, subject.refusal(spec)) for row, spec in _with_path(group, path)]
+        found = [_tried(row, path, subject) for row in group]
         working = [fit for fit in found if fit.works]
         if working:
             return [*working, *refused]
@@ -245,14 +249,17 @@ def _first_that_works(path: Path, subject: Subject) -> list[Fit]:
     return refused[:1]
 
 
-def _with_path(able: Sequence[Row], path: Path) -> Iterator[tuple[Row, str]]:
-    return ((row, f"{row.name}:{path}") for row in able)
+def _tried(row: Row, path: Path, subject: Subject) -> Fit:
+    spec = f"{row.name}:{path}"
+    fit = _fit(row, spec, subject.refusal(spec))
+    gc.collect()  # a model and its lean forward hold each other: their weights are freed before the next ones are read
+    return fit
 
 
 def _of_file(path: Path, subject: Subject) -> list[Fit]:
     """Every drafter that reads the file."""
     able = [row for row in rows("drafter") if not (row.needs_training or row.needs.startswith(DRAFT_MODEL))]
-    found = [_fit(row, spec, subject.refusal(spec)) for row, spec in _with_path(able, path)]
+    found = [_tried(row, path, subject) for row in able]
     working = [fit for fit in found if fit.works]
     readers = [fit for fit, row in zip(found, able, strict=True) if DATASTORE in row.needs]
     return working or [replace(fit, name="", spec=str(path)) for fit in readers[:1]]

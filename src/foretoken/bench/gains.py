@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -59,6 +60,7 @@ def gains(fitting: Sequence[Fit], work: Workload, on_progress: OnProgress) -> It
     for done, number in enumerate(able):
         fit = fitting[number]
         on_progress(done, len(able), fit.spec)
+        gc.collect()  # the weights of the last one, see foretoken.bench.fitting
         yield number, _measured(fit, work, _under(on_progress, done, len(able), fit.spec))
 
 
