@@ -67,6 +67,7 @@ class Arm:
     lengths: list[float] = field(default_factory=list)
     rounds: int = 0
     seeded: bool = False
+    prefill_s: float = 0.0
 
     def serve(self, batch: list[list[int]], place: int, asked: dict[str, Any], counted: bool) -> Iterator[int]:
         """Decode a batch: after every round the tokens that there are. What is not counted is thrown away."""
@@ -85,6 +86,7 @@ class Arm:
                 known.add(run.id)
                 tokens += len(emission.token_ids)
                 if emission.finish_reason is not None:
+                    self.prefill_s += run.stats.prefill_s if counted else 0.0
                     lengths.append(run.stats.mean_acceptance_length)
             self.rounds += 1
             yield tokens

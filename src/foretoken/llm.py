@@ -330,6 +330,7 @@ def load(
     exact: str = "distribution",
     profile: str | Path | None = None,
     inflate: str | int | None = None,
+    pack: bool | str = "auto",
     quantize: str | None = None,
 ) -> Llm:
     """Load a target and everything around it.
@@ -353,6 +354,9 @@ def load(
             with the costs that ``foretoken tune`` measured.
         inflate: for benchmarks, make the target one of this size (``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, or a number
             of parameters) with the outputs that it had.
+        pack: whether linear layers may be laid out anew, in place, where this machine multiplies them faster so
+            (measured once per machine, see ``docs/packing.md``): by default those of models that are loaded here;
+            ``True``: also those of a model that is handed in (``llm.target.unpack()`` takes it back); ``False``: none.
         quantize: ``"int8"`` or ``"int4"``: quantise the weights of a target that is loaded, on the CPU.  A quantised
             target has a distribution of its own, which speculation keeps.
 
@@ -368,7 +372,7 @@ def load(
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
-    model = load_model(target, dtype=dtype, device=device, exact=exact, inflate=inflate, quantize=quantize)
+    model = load_model(target, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
     beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be

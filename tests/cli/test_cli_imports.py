@@ -11,7 +11,7 @@ import pytest
 
 from foretoken.registry import rows
 
-COMMANDS = ("generate", "chat", "methods", "parity", "plan", "doctor", "train", "tune", "export", "import")
+COMMANDS = ("generate", "chat", "methods", "drafters", "parity", "plan", "doctor", "train", "tune", "export", "import")
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "matplotlib")
 
 

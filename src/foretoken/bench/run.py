@@ -97,6 +97,7 @@ class Bench:
             raise ValueError("there are no prompts to run")
         self.ids = {name: [self._encode(p) for p in group] for name, group in self.prompts.items() if group}
         self.arms = self._build()
+        self._total = sum(a.can(s) for s in self.settings.settings for _ in self.units(s[1]) for a in self.arms)
 
     # -- what is run -------------------------------------------------------------------------------------------------
 
@@ -171,12 +172,18 @@ class Bench:
         where = machine(self.shared)
         if partial is not None:
             self.results |= partial.done
-        plan = [(s, u, a) for s in self.settings.settings for u in self.units(s[1]) for a in self.arms if a.can(s)]
-        self._total = len(plan)
         self._measure_targets(partial)
+        self.run_units(partial)
+        return Tally(self, where).result()
+
+    def run_units(self, partial: Partial | None = None) -> None:
+        """Run what is not there yet, into ``results``.
+
+        Raises:
+            ValueError: an arm refuses a prompt or setting.
+        """
         for setting in self.settings.settings:
             self._run_setting(setting, partial)
-        return Tally(self, where).result()
 
     def _measure_targets(self, partial: Partial | None) -> None:
         most = max(arm.most_nodes for arm in self.arms)

@@ -102,7 +102,7 @@ class Tally:
             "positions": {name: found for name, results in by_arm.items() if (found := positions(results))},
             "rounds": {name: split for name, split in splits.items() if split is not None},
             "overall": [self._cell(arm, setting, None) for arm, setting in pairs],
-            "equality": list(filter(None, (self._equality(arm, s, c) for c in self.bench.ids for arm, s in pairs))),
+            "equality": list(filter(None, (self.equality(arm, s, c) for c in self.bench.ids for arm, s in pairs))),
             "prefill": [self._prefill(arm, setting) for arm, setting in pairs],
             "skipped": [
                 f"{arm.name} at batch {size}: it serves one request at a time"
@@ -133,7 +133,7 @@ class Tally:
                     "rounds": found.trace,
                 }
 
-    def _equality(self, arm: str, setting: Setting, category: str) -> dict[str, Any] | None:
+    def equality(self, arm: str, setting: Setting, category: str) -> dict[str, Any] | None:
         """How many outputs equal plain decoding's, and which of the others rounding explains.
 
         ``None`` where they need not be equal: sampled, and not coupled with plain decoding's.

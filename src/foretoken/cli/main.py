@@ -14,6 +14,7 @@ from foretoken.cli import (
     chat,
     datastore,
     doctor,
+    drafters,
     export,
     generate,
     methods,
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate_command)
 app.command("chat")(chat.chat_command)
 app.command("methods")(methods.methods_command)
+app.command("drafters")(drafters.drafters_command)
 app.command("parity")(parity.parity_command)
 app.add_typer(bench.app, name="bench")
 app.command("plan")(plan.plan_command)

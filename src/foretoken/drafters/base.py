@@ -30,6 +30,7 @@ class Drafter(ABC):
             another one, where rejected drafts take text away again.
         spec: the spec string that it was built from, "" for one that was made by hand.
         runs_target: whether it drafts with parts of the target itself, on ``context.sequence``.
+        only_for: the requests that it can draft for, in words, where those are not all.
     """
 
     name: ClassVar[str]
@@ -41,7 +42,21 @@ class Drafter(ABC):
     counts_predictions: ClassVar[bool] = False
     rewinds: ClassVar[bool] = False
     runs_target: bool = False
+    only_for: ClassVar[str] = ""
     spec: str = ""
+
+    @classmethod
+    def free_for(cls, target: Any, source: Any) -> bool:
+        """Whether ``drafter="auto"`` should have it among its choices for a target: its bare name can be built without
+        anything to be trained or downloaded, and it is expected to pay on this machine.
+
+        Asked whenever a target is loaded with ``drafter="auto"``: it must be quick, and must not raise.
+
+        Args:
+            target: the loaded :class:`~foretoken.models.base.LanguageModel`.
+            source: what it was loaded from: ``"builtin"``, a path, a hub id, or the network itself.
+        """
+        return False
 
     @property
     def kind(self) -> Kind:

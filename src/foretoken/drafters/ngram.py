@@ -7,6 +7,7 @@ dictionary look-ups whatever the length of the context.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
 from foretoken.types import Budget, Context
@@ -81,6 +82,11 @@ class NgramDrafter(SourceDrafter):
         if match not in ("recent", "first"):
             raise ValueError(f"match must be 'recent' or 'first', not {match!r}")
         self.n, self.min_n, self.max_depth, self.match = n, min_n, k, match
+
+    @classmethod
+    def free_for(cls, target: Any, source: Any) -> bool:
+        """For every target: a proposal costs a few look-ups."""
+        return True
 
     def open(self, context: Context) -> NgramSource:
         """An index of the request's text."""

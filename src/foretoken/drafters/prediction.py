@@ -115,6 +115,7 @@ class PredictionDrafter(SourceDrafter):
     name = "prediction"
     rewinds: ClassVar[bool] = True
     counts_predictions: ClassVar[bool] = True
+    only_for: ClassVar[str] = "requests with prediction=..."
 
     def __init__(self, k: int = 16, default: Sequence[int] = ()) -> None:
         if k < 1:

@@ -20,6 +20,7 @@ class ScriptedDrafter(Drafter):
 
     name = "scripted"
     rewinds = True
+    only_for = "tests and demonstrations"
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from foretoken.loading.drafters import (
     default_drafter,
     default_members,
     drafter_folder,
+    free_drafters,
     static_trees,
 )
 from foretoken.loading.models import DTYPES, load_model, parse_device, parse_dtype
@@ -39,6 +40,7 @@ __all__ = [
     "default_drafter",
     "default_members",
     "drafter_folder",
+    "free_drafters",
     "inner_rule",
     "load_model",
     "load_tokenizer",

@@ -76,21 +76,35 @@ def build_members(
 
 
 def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
-    """What ``drafter="auto"`` means: for the built-in target its draft model and n-grams, of which the controller
-    picks; n-grams for any other.
+    """What ``drafter="auto"`` means: for the built-in target its draft model and n-grams; for any other what is free
+    (:meth:`~foretoken.drafters.base.Drafter.free_for`).  Of several the controller picks one, or none.
 
     Plain decoding (``None``) for a target whose state cannot be rolled back.
     """
     if not target.capabilities.rollback:
         return None
-    has_draft = (ZOO / "draft" / "config.json").exists()
-    return DEFAULT_GROUP if is_builtin(target_source) and has_draft else "ngram"
+    if _has_draft(target_source):
+        return DEFAULT_GROUP
+    free = free_drafters(target, target_source)
+    return f"router,drafters=({'|'.join(free)})" if len(free) > 1 else next(iter(free), None)
+
+
+def free_drafters(target: LanguageModel, target_source: Any) -> list[str]:
+    """Names of the drafters that a target has for nothing and that are expected to pay; those that run a network first,
+    because what copies text has a guess only now and then."""
+    free = [row for row in rows("drafter") if row.load().free_for(target, target_source)]
+    return [row.name for row in sorted(free, key=lambda row: not row.needs)]
 
 
 def default_members(target: LanguageModel, target_source: Any) -> list[str | Drafter]:
-    """What a group of drafters is made of when no members are given: the default drafter and two that copy."""
-    first = "model" if default_drafter(target, target_source) == DEFAULT_GROUP else "ngram"
-    return list(dict.fromkeys((first, "ngram", "suffix,share=false")))
+    """What a group of drafters is made of when no members are given: what ``auto`` chooses from, and what copies."""
+    first = ["model"] if _has_draft(target_source) else free_drafters(target, target_source)
+    return list(dict.fromkeys((*first, "ngram", "suffix,share=false")))
+
+
+def _has_draft(target_source: Any) -> bool:
+    """Whether the built-in draft model belongs to the target."""
+    return is_builtin(target_source) and (ZOO / "draft" / "config.json").exists()
 
 
 def build_nested_drafter(outer: str, spec: str, target: LanguageModel, **parts: Any) -> Drafter:

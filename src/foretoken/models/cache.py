@@ -96,8 +96,8 @@ class TreeCache(Cache):
         else:
             if self._rows.device != new.device:
                 self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
-            buffer[self._rows, :, self._slots] = new.transpose(1, 2)
-        return view[:, :, : self._used]
+            buffer[self._rows, :, self._slots] = new.transpose(1, 2).to(buffer.dtype)
+        return view[:, :, : self._used].to(new.dtype)  # a copy only for who computes in another dtype than wrote
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
         """The buffer of a layer, made for tensors ``like`` [..., H, n, D] when there is none."""
@@ -136,6 +136,10 @@ class TreeCache(Cache):
             for buffer in store:
                 if buffer is not None:
                     buffer[target, :, :slots] = buffer[source, :, :slots]
+
+    def clear(self) -> None:
+        """Drop all buffers: the next forward makes new ones, in its own dtype."""
+        self.keys, self.values = [None] * self.num_layers, [None] * self.num_layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Where the next forward writes (models that are given position ids do not depend on it)."""

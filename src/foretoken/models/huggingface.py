@@ -20,7 +20,7 @@ from foretoken.models.clock import now
 from foretoken.models.extra import check_rows, embedding_rows
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
 from foretoken.models.masks import RowPlan, additive_mask
-from foretoken.models.packing import BlockedProducts
+from foretoken.models.packing import BlockedProducts, Packing, pack_linears, unpack_linears
 from foretoken.models.taps import check_taps, decoder_layers, recording
 from foretoken.models.traits import attention_configs, eos_ids, layer_masks
 
@@ -50,7 +50,10 @@ class HuggingFaceModel(LanguageModel):
         exact: ``"distribution"`` (any kernel) or ``"bitwise"`` (attention sums in float64 and matrix products on a
             constant number of rows, so that a bfloat16 target gives the same tokens with and without speculation), or
             ``"approximate"`` (cheaper arithmetic for a draft model, whose law may be anything).
-        lean: run Llama-like models on a forward with few Python calls, after checking it against the public one.
+        lean: run models of known families on a forward with few Python calls, after checking it against the public one.
+        in_place: the model is ours to change: projections take the place of its linear layers where this machine
+            multiplies them faster in another layout (:meth:`unpack` takes that back).  Otherwise the lean forward has
+            copies of the weights, and large models are not run on it.
 
     Raises:
         CapabilityError: the model cannot take trees (use :func:`foretoken.models.wrap`, which falls back).
@@ -59,7 +62,7 @@ class HuggingFaceModel(LanguageModel):
     _extra: tuple[Tensor, ...] = ()
     _second: Mapping[str, SecondWeights] = MappingProxyType({})
 
-    def __init__(self, model: Any, *, exact: str = "distribution", lean: bool = True) -> None:
+    def __init__(self, model: Any, *, exact: str = "distribution", lean: bool = True, in_place: bool = False) -> None:
         if exact not in ("distribution", "bitwise", "approximate"):
             raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
         self.model = model.eval()
@@ -83,15 +86,37 @@ class HuggingFaceModel(LanguageModel):
         self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
         self._sequences: list[SequenceState] = []
         self._lean: Any = None
+        self.packing = Packing.of(model, self.dtype, self.device, exact == "bitwise", in_place)
         if lean:
             from foretoken.models.lean import build_lean
 
             self._lean = build_lean(self)
+        if in_place and not self.is_lean and exact != "bitwise":
+            pack_linears(model, self.packing)
 
     @property
     def is_lean(self) -> bool:
         """Whether forwards run on the lean twin instead of the public one."""
         return self._lean is not None
+
+    @property
+    def run_dtype(self) -> torch.dtype:
+        """What hidden states, keys and values are computed in: the dtype of the model, but float32 on a lean forward
+        whose 16-bit weights are multiplied with float32 activations."""
+        dtype: torch.dtype = self.dtype if self._lean is None else self._lean.dtype
+        return dtype
+
+    def unpack(self) -> None:
+        """Give the model its plain linear layers back, with the same weights; forwards are the public ones from now on.
+
+        Raises:
+            ValueError: sequences are open, whose keys and values another arithmetic made.
+        """
+        if self._sequences:
+            raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
+        unpack_linears(self.model)
+        self._lean = None
+        self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
 
     def extra_embeddings(self, rows: Tensor) -> int:
         """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
@@ -314,7 +339,7 @@ class HuggingFaceModel(LanguageModel):
         self.cache.plan(low, high, starts, width, used)
         ids, positions = self._inputs(rows, low, feeds, width)
         masks: dict[str, Tensor | None] = {
-            name: additive_mask(rows, layer, width, used, self.dtype, self.device)
+            name: additive_mask(rows, layer, width, used, self.run_dtype, self.device)
             for name, layer in self.layer_masks.items()
         }
         wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
@@ -369,7 +394,7 @@ class HuggingFaceModel(LanguageModel):
     def _padded(self, inputs: Sequence[Sequence[Tensor]], feeds: Sequence[Feed], low: int, ids: Tensor) -> Tensor:
         """Hidden states [b, width, D] of the fed nodes, zero elsewhere."""
         size = next(len(state) for states in inputs for state in states)
-        padded = torch.zeros((*ids.shape, size), dtype=self.dtype, device=self.device)
+        padded = torch.zeros((*ids.shape, size), dtype=self.run_dtype, device=self.device)
         for feed, states in zip(feeds, inputs, strict=True):
             rows = states if isinstance(states, Tensor) else torch.stack(list(states))
             padded[feed.sequence.row - low, : len(rows)] = rows

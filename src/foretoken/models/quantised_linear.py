@@ -3,7 +3,7 @@ time.  Its distribution is its own, not that of the model with full weights."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,9 +44,19 @@ class QuantisedLinear(nn.Module):
         """Memory of the weight."""
         return self.product.nbytes
 
+    @staticmethod
+    def joined(linears: Sequence[Any]) -> SideBySide:
+        """The products of several layers of one input, some of which may be plain ones."""
+        return SideBySide([one.product if isinstance(one, QuantisedLinear) else _plain(one) for one in linears])
+
     def forward(self, x: Tensor) -> Tensor:
         """Same as ``nn.Linear``: [..., in] -> [..., out]."""
         return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+def _plain(linear: Any) -> Callable[[Tensor], Tensor]:
+    """A layer that is not quantised, for input of any dtype."""
+    return lambda x: linear(x.to(linear.weight.dtype)).to(x.dtype)
 
 
 class SideBySide:
@@ -55,7 +65,7 @@ class SideBySide:
     It has the interface of :class:`foretoken.models.packing.Projection`.
     """
 
-    def __init__(self, products: Sequence[QuantisedProduct]) -> None:
+    def __init__(self, products: Sequence[Callable[[Tensor], Tensor]]) -> None:
         self.products = products
 
     def __call__(self, x: Tensor) -> Tensor:

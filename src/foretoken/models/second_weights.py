@@ -10,9 +10,10 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
@@ -20,7 +21,7 @@ from foretoken.models.call import Call
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.inflation import available_bytes
 from foretoken.models.layers import LayerPlan, _replace
-from foretoken.models.packing import PackedLinear, Projection
+from foretoken.models.packing import PackedLinear, Packing
 from foretoken.models.quantised import QuantisedProduct, available, fastest_draft_product, make_product
 from foretoken.models.quantised_linear import QuantisedLinear
 from foretoken.models.quantised_weights import GROUPS, fits_int4
@@ -68,6 +69,9 @@ class Scheme:
 class QuantisedWeights:
     """Every linear layer of a model's decoder layers and its vocabulary projection, quantised.
 
+    A model on the lean forward gets a second lean forward, whose projections are quantised; of one on the public
+    forward the linear layers are replaced for the time of a call.
+
     Args:
         owner: the model, on a CPU; it is not changed.
         scheme: how.
@@ -79,43 +83,23 @@ class QuantisedWeights:
 
     def __init__(self, owner: HuggingFaceModel, scheme: Scheme) -> None:
         check_quantisable(owner, scheme)
-        self.scheme = scheme
         self.products: dict[nn.Module, QuantisedProduct] = {}
-        self._layers: list[Any] = []
-        self._head: QuantisedProduct | None = None
+        self.all_products: list[QuantisedProduct] = []
+        self._lean: Any = None
+        head = owner.model.get_output_embeddings()
         if owner.is_lean:
-            self._layers = [self._lean_layer(layer) for layer in owner._lean.layers]
-            self._head = self._made(owner._lean.head.dense, owner._lean.head.bias, scheme.head_product)
+            shadow = copy.copy(owner)
+            shadow.packing = QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
+            self._lean = type(owner._lean)(shadow)
+            self._lean.owner = self._lean.cache = None  # whoever runs it brings its own
         else:
-            head = owner.model.get_output_embeddings()
             for linear in linears(owner.model):
                 pick = scheme.head_product if linear is head else scheme.product
-                product = self._made(linear.weight, linear.bias, pick)
+                product = pick(linear.weight.shape)
                 if product is not None:
-                    self.products[linear] = product
-
-    def _made(
-        self, weight: Tensor, bias: Tensor | None, pick: Callable[[Sequence[int]], type[QuantisedProduct] | None]
-    ) -> QuantisedProduct | None:
-        product = pick(weight.shape)
-        return None if product is None else make_product(product, weight, bias, self.scheme.group)
-
-    def _lean_layer(self, layer: Any) -> Any:
-        """A layer of the lean forward with other projections and everything else in common."""
-        twin = copy.copy(layer)
-        for name, value in vars(layer).items():
-            if isinstance(value, Projection):
-                product = self._made(value.dense, value.bias, self.scheme.product)
-                if product is not None:
-                    setattr(twin, name, product)
-        return twin
-
-    @property
-    def all_products(self) -> list[QuantisedProduct]:
-        """What was made."""
-        of_layers = [value for layer in self._layers for value in vars(layer).values()]
-        found = [*of_layers, self._head, *self.products.values()]
-        return [value for value in found if isinstance(value, QuantisedProduct)]
+                    made = make_product(product, linear.weight, linear.bias, scheme.group)
+                    self.products[linear] = made
+                    self.all_products.append(made)
 
     @property
     def nbytes(self) -> int:
@@ -124,16 +108,58 @@ class QuantisedWeights:
 
     def run(self, owner: HuggingFaceModel, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of ``owner``."""
-        if self._layers:
-            twin = copy.copy(owner._lean)  # a sibling of the owner has a cache of its own
-            twin.layers = self._layers
-            if self._head is not None:
-                twin.head, twin.head_dtype = self._head, owner.dtype
-            return twin.run(call)
+        if self._lean is not None:
+            lean = copy.copy(self._lean)
+            lean.owner, lean.cache = owner, owner.cache
+            found: tuple[list[Tensor], dict[str, Tensor]] = lean.run(call)
+            return found
         with ExitStack() as swapped:
             for linear, product in self.products.items():
                 swapped.callback(_replace(linear, _forward(product)))
             return owner._run_public(call)
+
+
+@dataclass(frozen=True)
+class QuantisedPacking:
+    """A :class:`~foretoken.models.packing.Packing` whose projections are quantised.
+
+    Attributes:
+        base: how the model's own layers became projections.
+        scheme: how weights are quantised.
+        head: the vocabulary projection.
+        made: all products so far.
+    """
+
+    base: Packing
+    scheme: Scheme
+    head: Any
+    made: list[QuantisedProduct]
+
+    @property
+    def blocks(self) -> bool:
+        """As for the model's own weights."""
+        return self.base.blocks
+
+    def activations(self, dtype: torch.dtype) -> torch.dtype:
+        """As for the model's own weights: both read one cache."""
+        return self.base.activations(dtype)
+
+    def projection(self, *linears: Any) -> Any:
+        """One product that gives the outputs of all of them side by side; the model's own where none fits."""
+        shape = (sum(linear.out_features for linear in linears), linears[0].in_features)
+        pick = self.scheme.head_product if linears[0] is self.head else self.scheme.product
+        product = pick(shape)
+        if product is None:
+            own = {id(getattr(linear, "projection", None)): getattr(linear, "projection", None) for linear in linears}
+            return next(iter(own.values())) if len(own) == 1 and None not in own.values() else self._copied(linears)
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        made = make_product(product, weight, torch.cat(biases) if biases else None, self.scheme.group)
+        self.made.append(made)
+        return made
+
+    def _copied(self, linears: Sequence[Any]) -> Any:
+        return replace(self.base, home=None).projection(*linears)
 
 
 def _forward(product: QuantisedProduct) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,111 @@
+"""What ``drafter="auto"`` chooses from: what a target has for nothing, as the drafters themselves say."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import foretoken as ft
+import foretoken.registry as registry
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.router import RouterDrafter
+from foretoken.loading import DEFAULT_GROUP, build_drafter, default_drafter, default_members, free_drafters
+from foretoken.models import wrap
+from foretoken.models.base import LanguageModel
+from foretoken.models.table import TableModel
+from foretoken.registry import Row, rows
+from foretoken.types import Budget, Context, TokenTree
+from toys import llama
+
+
+class OwnHead(Drafter):
+    """Stands for a head inside a target's checkpoint: there for some sources only."""
+
+    name = "own_head"
+    asked: ClassVar[list[Any]] = []
+
+    @classmethod
+    def free_for(cls, target: Any, source: Any) -> bool:
+        cls.asked.append((target, source))
+        return str(source).endswith("with_head")
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        return TokenTree.chain(context.root, context.tokens[-2:][: budget.max_depth])
+
+
+@pytest.fixture(autouse=True)
+def own_head(monkeypatch: pytest.MonkeyPatch) -> type[OwnHead]:
+    """A row of its own in the registry, behind all others, that nothing else knows of."""
+    module = ModuleType("foretoken.drafters.own_head")
+    module.OwnHead = OwnHead  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    row = Row("own_head", "drafter", "drafters.own_head:OwnHead", "", "A head.", kind="point", needs="a head")
+    monkeypatch.setattr(registry, "ROWS", (*registry.ROWS, row))
+    registry.find.cache_clear()
+    monkeypatch.setattr(OwnHead, "asked", [])
+    return OwnHead
+
+
+@pytest.fixture
+def target() -> LanguageModel:
+    return wrap(llama(dtype=torch.float32))
+
+
+def test_nothing_is_free_unless_its_class_says_so(target: LanguageModel) -> None:
+    assert free_drafters(target, "somewhere") == ["ngram"]
+    assert [row.name for row in rows("drafter") if row.load().free_for(target, "somewhere")] == ["ngram"]
+
+
+def test_the_default_is_a_group_of_what_is_free_networks_first(target: LanguageModel) -> None:
+    assert default_drafter(target, "somewhere") == "ngram"
+    assert default_drafter(target, "model_with_head") == "router,drafters=(own_head|ngram)"
+    assert OwnHead.asked == [(target, "somewhere"), (target, "model_with_head")]
+
+
+def test_the_builtin_target_keeps_its_group() -> None:
+    plain = TableModel.random(4, seed=0)
+    assert default_drafter(plain, "builtin") == DEFAULT_GROUP == default_drafter(plain, "builtin:early_exit")
+    assert OwnHead.asked == []
+
+
+def test_what_cannot_be_rolled_back_is_decoded_plainly(target: LanguageModel, monkeypatch: Any) -> None:
+    class Recurrent:
+        capabilities = type("C", (), {"rollback": False})
+
+    assert default_drafter(Recurrent(), "model_with_head") is None  # type: ignore[arg-type]
+
+
+def test_nothing_free_is_plain_decoding(target: LanguageModel, monkeypatch: Any) -> None:
+    monkeypatch.setattr(registry, "ROWS", tuple(row for row in rows() if row.name != "ngram"))
+    assert default_drafter(target, "somewhere") is None
+
+
+def test_the_default_group_can_be_built_and_is_served_by_auto(target: LanguageModel) -> None:
+    built = build_drafter(default_drafter(target, "model_with_head"), target, target_source="model_with_head")
+    assert isinstance(built, RouterDrafter) and [one.name for one in built.drafters] == ["own_head", "ngram"]
+    llm = ft.load(target, built)
+    assert type(llm.engine.controller).__name__ == "AutoController"
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1]
+    asked = {"max_new_tokens": 24, "ignore_eos": True}
+    assert llm.generate(prompt, **asked).token_ids == llm.plain.generate(prompt, **asked).token_ids
+
+
+def test_groups_without_members_take_what_is_free(target: LanguageModel) -> None:
+    assert default_members(target, "somewhere") == ["ngram", "suffix,share=false"]
+    assert default_members(target, "model_with_head") == ["own_head", "ngram", "suffix,share=false"]
+    assert default_members(target, "builtin") == ["model", "ngram", "suffix,share=false"]
+
+
+def test_load_asks_for_the_target_and_its_source_and_a_profile_wins(tmp_path: Any) -> None:
+    model = llama(dtype=torch.float32)
+    llm = ft.load(model)
+    assert llm.drafter is not None and llm.drafter.spec == "ngram"
+    assert [(type(target).__name__, source) for target, source in OwnHead.asked] == [("HuggingFaceModel", model)]
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"drafter": "ngram,k=3"}', encoding="utf-8")
+    llm = ft.load(model, profile=profile)
+    assert llm.drafter is not None and llm.drafter.spec == "ngram,k=3"
