@@ -18,6 +18,7 @@ from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import Detokenizer, FinishReason
 from foretoken.loading import BUILTIN, build_drafter, default_drafter, load_model, load_tokenizer, read_profile
 from foretoken.models.base import LanguageModel
+from foretoken.models.graphs import with_graphs
 from foretoken.noise import samples_of, seeds_of
 from foretoken.registry import make
 from foretoken.sampling import LogitsProcessor, SamplingParams
@@ -330,6 +331,7 @@ def load(
     exact: str = "distribution",
     profile: str | Path | None = None,
     inflate: str | int | None = None,
+    graphs: bool | str = "auto",
 ) -> Llm:
     """Load a target and everything around it.
 
@@ -352,6 +354,8 @@ def load(
             with the costs that ``foretoken tune`` measured.
         inflate: for benchmarks, make the target one of this size (``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, or a number
             of parameters) with the outputs that it had.
+        graphs: run the target and its draft model as CUDA graphs (:mod:`foretoken.models.graphs`): ``"auto"`` where
+            they are on a CUDA device and a check at load passes, ``True`` (an error where that cannot be), ``False``.
 
     Warns:
         ProfileWarning: the profile was measured with another target or on another machine.
@@ -365,7 +369,7 @@ def load(
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
-    model = load_model(target, dtype=dtype, device=device, exact=exact, inflate=inflate)
+    model = with_graphs(load_model(target, dtype=dtype, device=device, exact=exact, inflate=inflate), graphs)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
     beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be
