@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from foretoken.sampling import SamplingParams
 from toys import engine, llama, outputs
 
 RECORDERS: dict[str, Callable[[], Recorder]] = {"eager": Eager, "frozen": Recordings}
+ROUNDING = {"chunked": 1e-5}
+"""Llama 4 turns queries and keys in float32, whatever the model's dtype."""
 MODELS: dict[str, Callable[[], Any]] = {
     "lean": llama,
     "public": lambda: _float64("gpt_neox"),
@@ -52,7 +55,8 @@ def graphed(model: Any, recorder: Recorder | None = None) -> HuggingFaceModel:
 class Pair:
     """The same texts in an ordinary model and in one with fixed steps; every call is made to both and compared."""
 
-    def __init__(self, model: Any, recorder: Recorder | None = None) -> None:
+    def __init__(self, model: Any, recorder: Recorder | None = None, atol: float = 1e-9) -> None:
+        self.atol = atol
         self.models = (HuggingFaceModel(model), graphed(model, recorder))
         self.texts: list[tuple[SequenceState, SequenceState]] = []
         self.fixed = self.forwards = 0
@@ -78,14 +82,16 @@ class Pair:
         """Each of ``feeds``: text, tokens, parents, wanted."""
         self.forwards += 1
         rows = [
-            model.forward([Feed(self.texts[i][m], tokens, parents, wanted) for i, tokens, parents, wanted in feeds], taps)
+            model.forward(
+                [Feed(self.texts[i][m], tokens, parents, wanted) for i, tokens, parents, wanted in feeds], taps
+            )
             for m, model in enumerate(self.models)
         ]
         for mine, other in zip(*rows, strict=True):
-            torch.testing.assert_close(mine.logits, other.logits, rtol=0, atol=1e-9)
+            torch.testing.assert_close(mine.logits, other.logits, rtol=0, atol=self.atol)
             assert mine.taps.keys() == other.taps.keys()
             for name, states in mine.taps.items():
-                torch.testing.assert_close(states, other.taps[name], rtol=0, atol=1e-9)
+                torch.testing.assert_close(states, other.taps[name], rtol=0, atol=self.atol)
 
     def commit(self, index: int, path: Sequence[int]) -> None:
         for model, sequence in zip(self.models, self.texts[index], strict=True):
@@ -98,7 +104,7 @@ class Pair:
                 for a, b in self.texts:
                     n = len(a.tokens)
                     assert a.tokens == b.tokens
-                    torch.testing.assert_close(mine[a.row, :, :n], other[b.row, :, :n], rtol=0, atol=1e-9)
+                    torch.testing.assert_close(mine[a.row, :, :n], other[b.row, :, :n], rtol=0, atol=self.atol)
 
 
 def random_path(rng: random.Random, sequence: SequenceState) -> list[int]:
@@ -109,13 +115,12 @@ def random_path(rng: random.Random, sequence: SequenceState) -> list[int]:
     return path[::-1]
 
 
-@pytest.mark.parametrize("recorder", RECORDERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "recorder"), [("lean", "eager"), *((name, "frozen") for name in MODELS)])
 def test_a_session_of_any_shapes(name: str, recorder: str) -> None:
     """Texts join and leave, grow chains and trees, some or all at a time, keep any path, and take tokens back."""
     rng = random.Random(len(name))
-    pair = Pair(MODELS[name](), RECORDERS[recorder]())
-    for _ in range(40):
+    pair = Pair(MODELS[name](), RECORDERS[recorder](), ROUNDING.get(name, 1e-9))
+    for _ in range(25):
         if len(pair.texts) < 2 or (len(pair.texts) < 5 and rng.random() < 0.2):
             pair.open([rng.randrange(3, 30) for _ in range(rng.randrange(1, 30))])
         some = rng.sample(range(len(pair.texts)), rng.randrange(1, len(pair.texts) + 1))
@@ -160,11 +165,12 @@ def test_the_cache_grows_and_graphs_with_it() -> None:
         rounds.append(pair.models[1].cache.generation)
     assert len(set(rounds)) == 3 and len(pair.texts[0][0].tokens) == 542  # two growths: 512 and 1024 slots
     assert {bucket.slots for bucket in graphs.buckets} == {1024}  # the graphs of the old buffers are gone
-    pair.open([5])  # a second row: buffers move once more
-    pair.forward([(1, [6, 7], None, None), (0, [3], None, None)])
-    pair.commit(1, [0])
-    pair.forward([(1, [6, 7], None, None)])
-    assert {(bucket.batch, bucket.slots) for bucket in graphs.buckets} == {(2, 1024), (2, 256)}
+    for token in (5, 6):
+        pair.open([token])  # a third row: buffers move once more
+    pair.forward([(2, [6, 7], None, None), (0, [3], None, None)])
+    pair.commit(2, [0])
+    pair.forward([(2, [6, 7], None, None)])
+    assert {(bucket.batch, bucket.slots) for bucket in graphs.buckets} == {(4, 1024), (4, 256)}
     assert pair.fixed == pair.forwards
     pair.check_cache()
 
@@ -229,7 +235,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def _causal(numbers: Any, layer: Any, slots: int, dtype: torch.dtype) -> torch.Tensor:
     keys = torch.arange(slots)
-    return torch.where(keys <= numbers["slots"][:, None, :, None], 0.0, torch.finfo(dtype).min).to(dtype)
+    hidden = keys > numbers["slots"][:, None, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
 
 
 def _first_slots(self: FixedCache, store: Any, new: torch.Tensor, layer: int) -> torch.Tensor:
@@ -278,7 +285,8 @@ def test_a_forward_that_waits_for_the_device() -> None:
     model = HuggingFaceModel(network, lean=False)
     with_graphs(model, "auto", Recordings())
     assert model.graphs is None
-    assert model.graphs_off == "its forward waits for the device (_local_scalar_dense), which cannot be captured"
+    told = r"its forward waits for the device \((item|_local_scalar_dense)\), which cannot be captured"
+    assert re.fullmatch(told, model.graphs_off)
     sequence = model.open()
     assert model.forward([Feed(sequence, [1, 2])])[0].logits.shape == (2, 32)
 
@@ -376,18 +384,17 @@ def test_warm_up_captures_the_largest_first() -> None:
     assert len(made) == before
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_two_requests_join_and_leave(device: str) -> None:
-    """A target and a draft model in one pool; requests of several lengths, of which two run at a time."""
-    requests = [Request([3 + i, 4, 5, 3 + i, 4], SamplingParams(temperature=i % 2), 4 + 5 * i, seed=i) for i in range(5)]
+def test_two_requests_join_and_leave() -> None:
+    """On the stand-in for CUDA, a target and a draft model in one pool; of three requests two run at a time."""
+    requests = [Request([3 + i, 4, 5, 3 + i], SamplingParams(temperature=i % 2), 3 + 2 * i, seed=i) for i in range(3)]
     plain = outputs(engine(HuggingFaceModel(llama()), max_batch=2), requests)
     with fake_cuda_graphs() as made:
-        target, draft = (HuggingFaceModel(copy.deepcopy(llama(noise=n)).to(device)) for n in (0.0, 0.3))
-        with_graphs(target, True, Recordings() if device == "cpu" else None)
+        target, draft = (HuggingFaceModel(copy.deepcopy(llama(noise=n)).to("cuda")) for n in (0.0, 0.3))
+        with_graphs(target, True)
         follow(draft, target)
         assert draft.graphs is not None and draft.graphs.recorder is target.graphs.recorder
-        serving = engine(target, ModelDrafter(draft, tree="2x2x1"), max_batch=2)
+        serving = engine(target, ModelDrafter(draft, tree="2x1"), max_batch=2)
         assert outputs(serving, requests) == plain
-        assert (sum(graph.recording.replays for graph in made) > 20) == (device == "cuda")
+        assert sum(graph.recording.replays for graph in made) > len(made) > 8
         for model in (target, draft):
             assert model.graphs_off == "" and {bucket.batch for bucket in model.graphs.buckets} == {1, 2}

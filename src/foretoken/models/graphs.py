@@ -181,6 +181,7 @@ class Graphs:
             results.append(Rows(logits[row, place.new - wanted : place.new], kept))
         return results
 
+    @torch.inference_mode()
     def warm_up(self, batches: Sequence[int] = (1,), rows: Sequence[int] = ROWS, taps: Sequence[str] = ()) -> None:
         """Capture the steps of these sizes for texts up to the length that the cache has room for, largest first."""
         slots = self._cache.view_of(self._cache.num_slots)
@@ -288,8 +289,9 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
     if model.context_length < CHECKED_TOKENS:
         return f"a context of {model.context_length} tokens is too short to check them"
     before = model.cache
-    model._separate(FixedCache(before.num_layers, before.max_slots))
+    model._separate(type(before)(before.num_layers, before.max_slots))
     wanted = _sample(model)
+    model._separate(FixedCache(before.num_layers, before.max_slots))
     try:
         model.graphs = graphs = Graphs(model, recorder or CudaGraphs(model.device))
         found = _sample(model)
