@@ -17,6 +17,7 @@ from foretoken.engine.request import Emission, Origin, Request, Running
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import Detokenizer, FinishReason
 from foretoken.loading import BUILTIN, build_drafter, default_drafter, load_model, load_tokenizer, read_profile
+from foretoken.loading.memory import told_when_full
 from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import with_graphs
 from foretoken.noise import samples_of, seeds_of
@@ -318,6 +319,7 @@ def _prediction_of(value: Any, index: int, single: bool) -> Any:
     return value[index]
 
 
+@told_when_full
 def load(
     target: Any = BUILTIN,
     drafter: str | Drafter | Sequence[str | Drafter] | None = "auto",
@@ -361,8 +363,9 @@ def load(
         ProfileWarning: the profile was measured with another target or on another machine.
 
     Raises:
-        LoadError: a checkpoint is missing, damaged or pickled.
-        ValueError: an unknown name, option or device, a bad profile, or parts that do not fit each other.
+        LoadError: a checkpoint is missing, damaged or pickled, or the device is full.
+        ValueError: an unknown name, option or device, graphs that cannot be had, a bad profile, or parts that do not
+            fit each other.
     """
     tuned = {} if profile is None else read_profile(profile)
     if tuned:
