@@ -16,9 +16,9 @@ from foretoken.sampling import SamplingParams
 from toys import engine, llama, outputs
 
 REQUESTS = [
-    Request([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], SamplingParams(), 8),
-    Request([3], SamplingParams(temperature=1.0), 5, seed=1),
-    Request([9, 1, 2, 3, 4, 9, 1, 2], SamplingParams(temperature=0.8, top_p=0.9), 6, seed=2),
+    Request([5, 6, 7, 8, 5, 6, 7, 8, 5, 6], SamplingParams(), 7),
+    Request([3], SamplingParams(temperature=1.0), 4, seed=1),
+    Request([9, 1, 2, 3, 4, 9, 1, 2], SamplingParams(temperature=0.8, top_p=0.9), 4, seed=2),
 ]
 
 

@@ -19,9 +19,10 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request
 from foretoken.models import fixed_step
 from foretoken.models.base import CapabilityError, Feed
+from foretoken.models.capture import Eager, Recorder
 from foretoken.models.fixed_cache import PATH, FixedCache
 from foretoken.models.fixed_step import Bucket, Numbers, fixed_mask, size_of
-from foretoken.models.graphs import Eager, Recorder, follow, with_graphs
+from foretoken.models.graphs import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.masks import LayerMask, RowPlan, additive_mask
 from foretoken.models.sequential import SequentialModel
