@@ -11,6 +11,7 @@ from foretoken.loading.checkpoints import BUILTIN, is_builtin, resolve
 from foretoken.loading.models import load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.models.base import Feed, LanguageModel
+from foretoken.models.graphs import follow
 from foretoken.models.packing import pays_packed
 
 COMPILED_ROWS = 32
@@ -93,7 +94,7 @@ def _load_draft_model(
     )
     if small and half:
         _compile(draft)
-    return draft
+    return follow(draft, target) if packed else draft
 
 
 def _compile(draft: LanguageModel) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, resolve
+from foretoken.loading.memory import moved
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.inflated import InflatedModel
@@ -154,7 +155,7 @@ def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.d
         raise LoadError(
             f"{path} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
         )
-    return model.to(device) if device is not None else model
+    return moved(model, device, path)
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -61,6 +61,10 @@ class HuggingFaceModel(LanguageModel):
 
     _extra: tuple[Tensor, ...] = ()
     _second: Mapping[str, SecondWeights] = MappingProxyType({})
+    graphs: Any = None
+    """What runs forwards as CUDA graphs (:mod:`foretoken.models.graphs`), if anything does."""
+    graphs_off: str = "not asked for"
+    """Why nothing does; empty where it does."""
 
     def __init__(self, model: Any, *, exact: str = "distribution", lean: bool = True, in_place: bool = False) -> None:
         if exact not in ("distribution", "bitwise", "approximate"):
@@ -115,7 +119,8 @@ class HuggingFaceModel(LanguageModel):
         if self._sequences:
             raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
         unpack_linears(self.model)
-        self._lean = None
+        self._lean, self._second = None, {}
+        self.graphs, self.graphs_off = None, "the model was unpacked"
         self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
 
     def extra_embeddings(self, rows: Tensor) -> int:
@@ -169,6 +174,7 @@ class HuggingFaceModel(LanguageModel):
     def _separate(self, cache: TreeCache) -> None:
         """A shallow copy of another model gets a cache, sequences and counts of its own."""
         self.cache, self._sequences = cache, []
+        self.graphs, self.graphs_off = None, "this copy of a model has a cache of its own"
         self.run_s, self.run_rows, self.num_layer_runs = 0.0, 0, 0.0
         if self._lean is not None:
             self._lean = copy.copy(self._lean)
@@ -330,6 +336,10 @@ class HuggingFaceModel(LanguageModel):
 
         ``inputs`` are, per feed, the hidden states [D] of its nodes at layer ``plan.start``.
         """
+        if self.graphs is not None and self.graphs.owner is self and plan.is_whole and not inputs:
+            fixed: list[Rows] | None = self.graphs.score(feeds, places, taps)
+            if fixed is not None:
+                return fixed
         by_row = {feed.sequence.row: place for feed, place in zip(feeds, places, strict=True)}
         low, high = min(by_row), max(by_row) + 1
         width = max(place.new for place in places)

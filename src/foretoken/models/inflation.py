@@ -199,6 +199,8 @@ def _sources(layers: Any, count: int) -> Iterator[Any]:
 def _check_memory(big: Any, device: torch.device) -> None:
     needed = sum(p.numel() * p.element_size() for p in big.parameters())
     free = available_bytes() if device.type == "cpu" else None
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
     if free is not None and needed > free:
         raise ValueError(
             f"the inflated model needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free: "
