@@ -22,8 +22,8 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.stateful import StatefulModel
 
 ABLE = [name for name in HYBRIDS if name not in ("mamba", "falcon_mamba", "jamba", "lfm2")]
-PROMPTS = [prompt_of(13), prompt_of(1, seed=1), [5, 6, 7, 8] * 5]
-NEW = 14
+PROMPTS = [prompt_of(13), prompt_of(1, seed=1), [5, 6, 7, 8] * 3]
+NEW = 11
 CHAINS = ("suffix,k=4", "jacobi", "ngram_cache")
 
 
@@ -99,7 +99,7 @@ def test_sampled_text_of_a_seed_is_that_of_plain_decoding(network: Any) -> None:
     assert plain != written(target, None)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2", "zamba2"])
+@pytest.mark.parametrize("name", ["olmo_hybrid", "mamba2"])
 def test_hybrid_draft_models(name: str) -> None:
     """As the draft of a tree-taking target, and of the same model with other weights, where much is rejected."""
     with whole_float64(network := unclamped(hybrid(name))):
@@ -195,7 +195,7 @@ def test_the_front_doors(qwen: Any) -> None:
 def test_parity(qwen: Any) -> None:
     """The distribution of sampled text is tested as well as greedy and seeded ones."""
     draft = wrap(new_model("llama").double())
-    settings = Settings(max_new_tokens=8, samples=64, controller="constant")
-    report = run_parity(StatefulModel(qwen), None, ["ngram", ModelDrafter(draft, k=2)], PROMPTS[:2], settings)
+    settings = Settings(max_new_tokens=4, samples=16, controller="constant")
+    report = run_parity(StatefulModel(qwen), None, [ModelDrafter(draft, k=2)], PROMPTS[1:2], settings)
     assert report.passed
     assert {check.mode for check in report.checks} >= {"greedy", "seed", "transformers", "batch"}
