@@ -78,13 +78,13 @@ def test_the_state_after_every_verdict_is_that_of_a_fresh_reading(network: Any) 
     check_verdicts(StatefulModel(network), VERDICTS)
 
 
-@pytest.mark.parametrize("options", [{"flush": 0}, {"flush": 100}, {"replay": "capture"}])
+@pytest.mark.parametrize("options", [{"flush": 0}, {"flush": 4}, {"flush": 100}])
 def test_every_form_of_replay_keeps_the_state(qwen: Any, options: dict[str, Any]) -> None:
-    check_verdicts(StatefulModel(qwen, **options), VERDICTS)
+    check_verdicts(StatefulModel(qwen, replay="lazy", **options), VERDICTS)
 
 
 def test_fifty_rounds(qwen: Any) -> None:
-    model = StatefulModel(qwen)
+    model = StatefulModel(qwen, replay="lazy")
     sequence = model.open()
     model.prefill(sequence, prompt_of(2))
     generator = torch.Generator().manual_seed(0)
@@ -99,7 +99,7 @@ def test_fifty_rounds(qwen: Any) -> None:
 
 def test_a_rejection_costs_rows_and_no_forward(qwen: Any) -> None:
     for flush, forwards, rows in ((0, [1, 2, 1], [4, 6, 4]), (8, [1, 1, 1], [4, 6, 4])):
-        model = StatefulModel(qwen, flush=flush)
+        model = StatefulModel(qwen, replay="lazy", flush=flush)
         sequence = model.open()
         model.prefill(sequence, prompt_of(9))
         counted = []
@@ -156,9 +156,10 @@ def test_drafting_one_by_one_and_catching_up(qwen: Any, replay: str) -> None:
     assert worst(model, sequence) < TOLERANCE
 
 
-def test_taps_prefill_and_rewind(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replay", ["lazy", "capture"])
+def test_taps_prefill_and_rewind(qwen: Any, replay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.models.stateful.PREFILL_CHUNK", 4)
-    model = StatefulModel(qwen)
+    model = StatefulModel(qwen, replay=replay)
     whole, sequence = model.open(), model.open()
     text = prompt_of(11)
     taps = model.prefill(sequence, text, ["layer:2", "last"])
@@ -167,7 +168,7 @@ def test_taps_prefill_and_rewind(qwen: Any, monkeypatch: pytest.MonkeyPatch) -> 
         assert rows.shape == (11, 48)
         assert float((rows - wanted.taps[name]).abs().max()) < TOLERANCE
     verify(model, sequence, 5, [6, 7, 8], 0)
-    (rows,) = model.forward([Feed(sequence, [9, 10])], ["last"])  # one token is read again in front of them
+    (rows,) = model.forward([Feed(sequence, [9, 10])], ["last"])  # lazily, a token is read again in front of them
     assert rows.taps["last"].shape == (2, 48)
     model.commit(sequence, [0])
     for length in (12, 7, 2):
@@ -248,15 +249,25 @@ def test_every_recurrent_layer_must_report(qwen: Any, monkeypatch: pytest.Monkey
     assert {name: getattr(file, name) for name in RULES} == honest  # the modeling file is as it was
     with pytest.raises(ValueError, match="needs Gated DeltaNet layers"):
         StatefulModel(hybrid("mamba2"), replay="capture")
-    with pytest.raises(ValueError, match="must be one of lazy, capture"):
+    with pytest.raises(ValueError, match="must be one of auto, lazy, capture"):
         StatefulModel(qwen, replay="magic")
 
 
-def test_a_wrong_rule_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["a token less", "no copy", "convolution not cropped", "keys not cropped"])
+def test_planted_faults_of_capture_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import foretoken.models.state_cache as place
 
     honest = place.replay
-    monkeypatch.setattr(place, "replay", lambda state, windows, count: honest(state, windows, count - 1))
+    if fault == "a token less":
+        monkeypatch.setattr(place, "replay", lambda state, windows, count: honest(state, windows, count - 1))
+    elif fault == "no copy":
+        monkeypatch.setattr(place, "copied", lambda source, into: source)
+    elif fault == "keys not cropped":
+        monkeypatch.setattr(place, "crop", lambda layer, count: None)
+    else:
+        mixin = place.LinearAttentionCacheLayerMixin
+        uncropped = mixin.crop
+        monkeypatch.setattr(mixin, "crop", lambda layer, count: uncropped(layer, 0))
     with pytest.raises(CapabilityError, match="differ from a fresh reading"):
         StatefulModel(hybrid("qwen3_5_text"), replay="capture")
 
@@ -324,8 +335,8 @@ FAULTS = (
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_planted_faults_are_caught(fault: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = StatefulModel(hybrid("qwen3_5_text", dtype=dtype))
-    again = hybrid("qwen3_5_text", dtype=dtype)
+    name = "bamba"  # recurrent states, convolutions and keys
+    model, again = StatefulModel(hybrid(name, dtype=dtype)), hybrid(name, dtype=dtype)
     plant(monkeypatch, fault)
     sequence = model.open()
     model.prefill(sequence, prompt_of(13))
