@@ -30,9 +30,8 @@ from foretoken.models.traits import eos_ids
 
 PREFILL_CHUNK = 512
 """Tokens that are read in one forward when no logits are wanted."""
-FLUSH = {torch.bfloat16: 8, torch.float16: 8}
-"""How far the state may lag behind the text; rows of half precision cost less beside the weights than others."""
-FLUSH_ELSE = 4
+FLUSH = 8
+"""How far the state may lag behind the text.  In float32 on a CPU, where rows cost most, 4 was slower still."""
 REPLAYS = ("auto", "lazy", "capture")
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
@@ -50,7 +49,7 @@ class StatefulModel(LanguageModel):
         replay: ``"capture"`` makes the state of the accepted tokens from what the recurrences were fed (Gated DeltaNet
             only), ``"lazy"`` feeds those tokens again; ``"auto"`` captures where the model can.
         flush: lazily, from how many such tokens on they are fed in a forward of their own, before nodes that may be
-            rejected (0 or 1: always); ``None`` for 8 in half precision and 4 otherwise.
+            rejected (0 or 1: always).
 
     Raises:
         ValueError: a negative ``flush``, or a form of ``replay`` that is unknown or that the model cannot.
@@ -58,10 +57,10 @@ class StatefulModel(LanguageModel):
             decodes plainly); the message says what differed.
     """
 
-    def __init__(self, model: Any, *, flush: int | None = None, replay: str = "auto") -> None:
+    def __init__(self, model: Any, *, flush: int = FLUSH, replay: str = "auto") -> None:
         if replay not in REPLAYS:
             raise ValueError(f"replay must be one of {', '.join(REPLAYS)}, not {replay!r}")
-        if flush is not None and flush < 0:
+        if flush < 0:
             raise ValueError(f"flush must be at least 0, not {flush}")
         self.model = model.eval()
         self.config = model.config.get_text_config()
@@ -70,7 +69,7 @@ class StatefulModel(LanguageModel):
         self.eos_token_ids = eos_ids(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.flush = FLUSH.get(self.dtype, FLUSH_ELSE) if flush is None else flush
+        self.flush = flush
         self._files: list[ModuleType] = []
         self.num_forwards = 0
         self._num_layers = len(decoder_layers(model))
