@@ -43,7 +43,7 @@ class FeatureModel(HuggingFaceModel):
         self.device = parts.device
         self.dtype = torch.float32
         self.exact = "distribution"
-        self.layer_masks = {"": LayerMask()}
+        self.layer_masks = {"": getattr(net, "mask", LayerMask())}
         self.num_layers = 1
         self.num_layer_runs = 0.0
         self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
