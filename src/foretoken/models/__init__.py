@@ -10,14 +10,23 @@ from foretoken.models.base import LanguageModel
 def wrap(model: Any, *, exact: str = "distribution", lean: bool = True) -> LanguageModel:
     """A ``PreTrainedModel`` (or a :class:`LanguageModel`, returned as it is) as a language model.
 
-    Models that cannot take trees get :class:`~foretoken.models.sequential.SequentialModel`.
+    Models that cannot take trees get :class:`~foretoken.models.sequential.SequentialModel`, or
+    :class:`~foretoken.models.stateful.StatefulModel` where they have recurrent layers whose state survives a trial.
     """
     if isinstance(model, LanguageModel):
         return model
+    from foretoken.models.base import CapabilityError
     from foretoken.models.capabilities import detect
     from foretoken.models.huggingface import HuggingFaceModel
     from foretoken.models.sequential import SequentialModel
+    from foretoken.models.stateful import StatefulModel
 
-    if detect(model).tree_mask:
+    capabilities = detect(model)
+    if capabilities.tree_mask:
         return HuggingFaceModel(model, exact=exact, lean=lean)
-    return SequentialModel(model)
+    if capabilities.rollback:
+        return SequentialModel(model)
+    try:
+        return StatefulModel(model)
+    except CapabilityError as error:
+        return SequentialModel(model, str(error))

@@ -1,0 +1,137 @@
+"""Recurrent states, convolution windows and keys of one sequence, with a checkpoint to go back to.
+
+Beside :mod:`foretoken.models.cache` the only file that knows Transformers' cache API.  A recurrent state sums up the
+whole text and is overwritten in place, so a checkpoint copies it (and the few inputs that a convolution looks back
+on); keys and values of attention layers only grow, so that going back drops their end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+
+from foretoken.models.base import CapabilityError
+
+NONE = -1
+
+
+class StateCache:
+    """The cache of one sequence.
+
+    Attributes:
+        cache: Transformers' cache; the model's first forward makes it.
+        length: tokens that it has read.
+        saved: tokens that it had read at the checkpoint; -1 without one.
+    """
+
+    def __init__(self) -> None:
+        self.cache: Any = None
+        self.length = 0
+        self.saved = NONE
+        self._copies: dict[tuple[int, str, int], Tensor] = {}
+        self._windows: dict[int, tuple[Tensor | None, Tensor | None, int]] = {}
+
+    def advance(self, cache: Any, count: int) -> None:
+        """A forward has read ``count`` more tokens and handed out ``cache``.
+
+        Raises:
+            CapabilityError: it is no cache of Transformers.
+        """
+        if not isinstance(cache, Cache):
+            raise CapabilityError(f"a state of type {type(cache).__name__} cannot be saved")
+        self.cache = cache
+        self.length += count
+
+    def reset(self) -> None:
+        """Forget everything: the text must be read again."""
+        self.cache, self.length, self.saved = None, 0, NONE
+        self._windows.clear()
+
+    @torch.inference_mode()
+    def save(self) -> None:
+        """Make a checkpoint of the present state, in the memory of the last one.
+
+        Raises:
+            CapabilityError: a layer of a kind that cannot be saved.
+        """
+        self.saved = NONE
+        if self.cache is not None:
+            for index, layer in enumerate(self.cache.layers):
+                self._save_layer(index, layer)
+        self.saved = self.length
+
+    def _save_layer(self, index: int, layer: Any) -> None:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for name, i, state in states_of(layer):
+                self._copies[index, name, i] = copied(state, self._copies.get((index, name, i)))
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            # Such a layer forgets what leaves its window; it never writes in place, so that a reference is a copy.
+            self._windows[index] = (layer.keys, layer.values, layer.cumulative_length)
+        elif not (isinstance(layer, LinearAttentionCacheLayerMixin) or hasattr(layer, "crop")):
+            raise CapabilityError(f"a cache layer of type {type(layer).__name__} cannot be saved")
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Go back to the checkpoint, which stays.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.saved == NONE:
+            raise ValueError("there is no checkpoint to go back to")
+        if self.saved == 0:
+            self.reset()
+            return
+        surplus = self.length - self.saved
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                for name, i, state in states_of(layer):
+                    getattr(layer, name)[i] = copied(self._copies[index, name, i], state)
+            if index in self._windows:
+                layer.keys, layer.values, layer.cumulative_length = self._windows[index]
+            else:
+                crop(layer, surplus)
+        self.length = self.saved
+
+    def num_bytes(self) -> int:
+        """Memory that the checkpoint's copies hold."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
+
+def states_of(layer: Any) -> Iterator[tuple[str, int, Tensor]]:
+    """Attribute, number and tensor of every convolution window and recurrent state of a layer; none elsewhere."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for name in ("conv_states", "recurrent_states"):
+            for i, state in getattr(layer, name).items():
+                if state is not None:
+                    yield name, i, state
+
+
+def tensors_of(cache: Any) -> Iterator[tuple[str, Tensor]]:
+    """Kind and tensor of everything that a cache holds, layer by layer."""
+    for layer in cache.layers:
+        yield from ((name, state) for name, _, state in states_of(layer))
+        for name in ("keys", "values"):
+            held = getattr(layer, name, None)
+            if held is not None:
+                yield name, held
+
+
+def copied(source: Tensor, into: Tensor | None) -> Tensor:
+    """A copy of ``source``, in the memory of ``into`` where it fits."""
+    if into is None or into.shape != source.shape or into.dtype != source.dtype:
+        return source.clone()
+    return into.copy_(source)
+
+
+def crop(layer: Any, count: int) -> None:
+    """Drop the last ``count`` slots of a layer's keys and values, if it has any."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        if isinstance(layer, DynamicLayer):  # a layer with both: its own crop would look for recorded inputs
+            DynamicLayer.crop(layer, -count)
+    else:
+        layer.crop(-count)
