@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from foretoken.models.base import CapabilityError
+from foretoken.models.delta_rule import Window, replay
 
 NONE = -1
 
@@ -32,6 +33,7 @@ class StateCache:
         self.cache: Any = None
         self.length = 0
         self.saved = NONE
+        self._tape: list[list[Window]] | None = None
         self._copies: dict[tuple[int, str, int], Tensor] = {}
         self._windows: dict[int, tuple[Tensor | None, Tensor | None, int]] = {}
 
@@ -48,7 +50,7 @@ class StateCache:
 
     def reset(self) -> None:
         """Forget everything: the text must be read again."""
-        self.cache, self.length, self.saved = None, 0, NONE
+        self.cache, self.length, self.saved, self._tape = None, 0, NONE, None
         self._windows.clear()
 
     @torch.inference_mode()
@@ -74,6 +76,59 @@ class StateCache:
         elif not (isinstance(layer, LinearAttentionCacheLayerMixin) or hasattr(layer, "crop")):
             raise CapabilityError(f"a cache layer of type {type(layer).__name__} cannot be saved")
 
+    # -- capture and replay --------------------------------------------------------------------------------------------
+
+    @property
+    def num_recurrent(self) -> int:
+        """Layers with a recurrent state."""
+        return sum(any(name == "recurrent_states" for name, _, _ in states_of(layer)) for layer in self.cache.layers)
+
+    def start_tape(self) -> None:
+        """From now on convolutions keep their past inputs, and :meth:`record` what the recurrences are fed."""
+        if self.cache is not None and not self._windows:
+            self._tape = []
+            self._set_recording(True)
+
+    @property
+    def on_tape(self) -> bool:
+        """Whether forwards since the checkpoint are recorded."""
+        return self._tape is not None
+
+    def record(self, windows: list[Window]) -> None:
+        """What the recurrent layers were fed in a forward.
+
+        Raises:
+            RuntimeError: not every recurrent layer has reported once.
+        """
+        if len(windows) != self.num_recurrent:
+            raise RuntimeError(f"{len(windows)} reports of {self.num_recurrent} recurrent layers: use replay='lazy'")
+        if self._tape is not None:
+            self._tape.append(windows)
+
+    def _set_recording(self, on: bool) -> None:
+        for layer in self.cache.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.record_past = on
+
+    @torch.inference_mode()
+    def cut(self, length: int) -> None:
+        """End the tape and keep the first ``length`` tokens; recurrent states are made from the checkpoint's."""
+        surplus, tape = self.length - length, self._tape or []
+        number = 0
+        for index, layer in enumerate(self.cache.layers):
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                LinearAttentionCacheLayerMixin.crop(layer, -surplus)
+                for name, i, state in states_of(layer):
+                    if surplus and name == "recurrent_states":
+                        state.copy_(self._copies[index, name, i])
+                        replay(state, [windows[number] for windows in tape], length - self.saved)
+                        number += 1
+            crop(layer, surplus)
+        self._set_recording(False)
+        self._tape, self.length = None, length
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
     @torch.inference_mode()
     def restore(self) -> None:
         """Go back to the checkpoint, which stays.
@@ -86,6 +141,9 @@ class StateCache:
         if self.saved == 0:
             self.reset()
             return
+        if self._tape is not None:
+            self._set_recording(False)
+            self._tape = None
         surplus = self.length - self.saved
         for index, layer in enumerate(self.cache.layers):
             if isinstance(layer, LinearAttentionCacheLayerMixin):

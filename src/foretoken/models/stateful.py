@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
+from foretoken.models.delta_rule import recorded, rule_files
 from foretoken.models.self_test import state_fault
 from foretoken.models.sequential import cache_name
 from foretoken.models.state_cache import StateCache
@@ -30,8 +31,9 @@ PREFILL_CHUNK = 512
 FLUSH = {torch.bfloat16: 8, torch.float16: 8}
 """How far the state may lag behind the text; rows of half precision cost less beside the weights than others."""
 FLUSH_ELSE = 4
+REPLAYS = ("lazy", "capture")
 
-_FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device], str | None]] = WeakKeyDictionary()
+_FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
 """Results of self-tests: ``custom_generate`` wraps the same model anew in every call."""
 
 
@@ -52,7 +54,9 @@ class StatefulModel(LanguageModel):
             decodes plainly); the message says what differed.
     """
 
-    def __init__(self, model: Any, *, flush: int | None = None) -> None:
+    def __init__(self, model: Any, *, flush: int | None = None, replay: str = "lazy") -> None:
+        if replay not in REPLAYS:
+            raise ValueError(f"replay must be one of {', '.join(REPLAYS)}, not {replay!r}")
         if flush is not None and flush < 0:
             raise ValueError(f"flush must be at least 0, not {flush}")
         self.model = model.eval()
@@ -63,6 +67,10 @@ class StatefulModel(LanguageModel):
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.flush = FLUSH.get(self.dtype, FLUSH_ELSE) if flush is None else flush
+        self.replay = replay
+        self._files = rule_files(model) if replay == "capture" else []
+        if replay == "capture" and not self._files:
+            raise ValueError(f"replay='capture' needs Gated DeltaNet layers, which {self.config.model_type} lacks")
         self.num_forwards = 0
         self._num_layers = len(decoder_layers(model))
         self._states: dict[int, StateCache] = {}
@@ -81,7 +89,7 @@ class StatefulModel(LanguageModel):
     def _fault(self) -> str | None:
         """What the self-test found, once per model object, dtype and device."""
         known = _FAULTS.setdefault(self.model, {})
-        key = (self.dtype, self.device)
+        key = (self.dtype, self.device, self.replay)
         if key not in known:
             known[key] = state_fault(self)
         return known[key]
@@ -123,7 +131,9 @@ class StatefulModel(LanguageModel):
         state, length = self._states[sequence.row], len(sequence.tokens)
         guarded = sequence.row in self._guarded
         self._guarded.discard(sequence.row)
-        if state.length > length:
+        if state.on_tape and state.saved <= length <= state.length:
+            state.cut(length)
+        elif state.length > length:
             if not guarded:
                 self._careful.add(sequence.row)
             if 0 <= state.saved <= length:
@@ -182,11 +192,16 @@ class StatefulModel(LanguageModel):
             if at_risk and sequence.row not in self._guarded:
                 if state.saved != state.length:
                     state.save()
+                if self._files:
+                    state.start_tape()
                 self._guarded.add(sequence.row)
             began = now(self.device)
-            with recording(self.model, taps) as hidden:
+            files = self._files if state.on_tape else []
+            with recording(self.model, taps) as hidden, recorded(files) as windows:
                 logits = self.read(state, [*sequence.tokens[state.length :], *feed.tokens], wanted)
             self.run_s += now(self.device) - began
+            if files:
+                state.record(windows)
         except BaseException:
             state.reset()  # a forward that broke off has changed a part of the layers
             raise
