@@ -7,6 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+import foretoken as ft
+from foretoken.drafters.mtp import MtpDrafter
+from foretoken.loading import LoadError, load_model, read_head
+from foretoken.models.base import Feed
+from foretoken.models.features import FeatureModel
+from foretoken.models.native_mtp import NativeModule, fused, native_module
+from foretoken.models.parts import TargetParts
+from foretoken.models.stacked import StackedModel, StackedModules
 from native_checkpoints import (
     FAMILIES,
     SIZE,
@@ -19,16 +29,6 @@ from native_checkpoints import (
     save_target,
     single_experts,
 )
-from torch import Tensor
-
-import foretoken as ft
-from foretoken.drafters.mtp import MtpDrafter
-from foretoken.loading import LoadError, load_model, read_head
-from foretoken.models.base import Feed
-from foretoken.models.features import FeatureModel
-from foretoken.models.native_mtp import NativeModule, fused, native_module
-from foretoken.models.parts import TargetParts
-from foretoken.models.stacked import StackedModel, StackedModules
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 TREES = {"glm4_moe": "float64", "deepseek_v3": "float32"}  # Transformers' products of experts know no float64
@@ -152,6 +152,24 @@ def test_greedy_text_is_that_of_plain_decoding(family: str, spec: str, tmp_path:
     out = ft.load(tmp_path, spec, controller="constant", dtype=dtype).generate(prompts, max_new_tokens=20)
     assert [o.token_ids for o in out] == [o.token_ids for o in plain]
     assert all(o.stats.num_draft_tokens for o in out)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_hybrid_targets_draft_chains_with_their_own_head(family: str, count: int, tmp_path: Path) -> None:
+    """Text and seeded samples are those of plain decoding, in a ragged batch and alone."""
+    save_family(tmp_path, family, count=count)
+    prompts, dtype = [PROMPT, [7], PROMPT[::-1] * 2], "float64" if family == "qwen3_5_text" else "float32"
+    plain = ft.load(tmp_path, None, dtype=dtype)
+    llm = ft.load(tmp_path, "mtp,nodes=3,depth=3", controller="constant", dtype=dtype)
+    for more in ({}, {"temperature": 1.0, "seed": [3, 4, 5]}):
+        out = llm.generate(prompts, max_new_tokens=16, **more)
+        assert [o.token_ids for o in out] == [o.token_ids for o in plain.generate(prompts, max_new_tokens=16, **more)]
+        assert all(o.stats.num_draft_tokens for o in out)
+    assert llm.generate(PROMPT, max_new_tokens=16).token_ids == plain.generate(PROMPT, max_new_tokens=16).token_ids
+    if count == 1:
+        with pytest.raises(ValueError, match="linear_attention"):
+            ft.load(tmp_path, "mtp,width=2", dtype=dtype)
 
 
 def oracle(folder: Path, network: Any) -> None:
