@@ -7,12 +7,14 @@ and its recurrent layers add nothing yet.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 KEY_WIDTH = 0.5
 """Width of a recurrent layer's keys, as a share of its values'."""
+PROBE = 1024
+"""Tokens on which the sizes of queries and keys are measured."""
 DECAYS = (0.02, 1.0)
 """exp(A_log) of the first and the last recurrent head: one that remembers hundreds of tokens, one a few."""
 
@@ -62,11 +66,11 @@ def build_hybrid(config: LmConfig, eos_token_id: int) -> Any:
 
 
 @torch.no_grad()
-def start_from_llama(model: Any, source: Path, tokens: Tensor) -> None:
+def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
     """Copy the Llama in the folder ``source`` into the hybrid ``model``, which has twice its layers.
 
     A gate of sigmoid(0) is undone by doubling the output projection.  The norms of queries and keys, which a Llama does
-    not have, get the mean size that its queries and keys have on ``tokens`` [b, n].
+    not have, get the mean size that its queries and keys have on the beginning of ``tokens`` [n].
 
     Raises:
         ValueError: no Llama, or one of other widths.
@@ -82,7 +86,7 @@ def start_from_llama(model: Any, source: Path, tokens: Tensor) -> None:
         raise ValueError(f"a hybrid that starts from {source} must have {2 * other.num_hidden_layers} layers")
     model.model.embed_tokens.weight.copy_(llama.model.embed_tokens.weight)
     _norm(model.model.norm, llama.model.norm)
-    sizes = _head_sizes(llama, tokens)
+    sizes = _head_sizes(llama, torch.from_numpy(tokens[:PROBE].astype("int64"))[None])
     for index, layer in enumerate(llama.model.layers):
         recurrent, full = model.model.layers[2 * index], model.model.layers[2 * index + 1]
         for ours in (recurrent, full):
@@ -96,6 +100,12 @@ def start_from_llama(model: Any, source: Path, tokens: Tensor) -> None:
         recurrent.linear_attn.A_log.copy_(decays.log())
         recurrent.linear_attn.dt_bias.zero_()
         _attention(full.self_attn, layer.self_attn, sizes[index])
+
+
+def is_llama(folder: Path) -> bool:
+    """Whether a folder holds a Llama."""
+    file = folder / "config.json"
+    return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("model_type") == "llama"
 
 
 def _attention(ours: Any, theirs: Any, sizes: Sequence[float]) -> None:

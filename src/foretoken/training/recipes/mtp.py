@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from foretoken.drafters.mtp import MtpDrafter
 from foretoken.drafters.nets.mtp import MtpConfig, MtpNet, module_for
 from foretoken.models.native_mtp import NativeModule
+from foretoken.models.taps import decoder_layers
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.features import FeatureRecipe, some_rows
 
@@ -42,6 +43,11 @@ class MtpRecipe(FeatureRecipe):
     net_class = MtpNet
     drafter_class = MtpDrafter
     config: MtpSettings
+
+    def from_target(self) -> dict[str, Any]:
+        """The shape of the target's own layers, and whether they have experts."""
+        names = (name for name, _ in decoder_layers(self.parts.network)[-1].named_modules())
+        return {**super().from_target(), "experts": any("experts" in name.split(".") for name in names)}
 
     def build(self) -> nn.Module:
         """A new module, of the target's own class where that is asked for: it then starts from the target's layer."""
