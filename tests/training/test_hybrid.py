@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,15 @@ from foretoken.formats import export_drafter
 from foretoken.training.hybrid import build_hybrid, start_from_llama
 from foretoken.training.lm import LmConfig, train_lm
 
-SHAPE = {"hidden": 32, "heads": 2, "kv_heads": 1, "ffn": 48, "context": 48, "vocab": 300, "batch_size": 2}
+SHAPE: dict[str, Any] = {
+    "hidden": 32,
+    "heads": 2,
+    "kv_heads": 1,
+    "ffn": 48,
+    "context": 48,
+    "vocab": 300,
+    "batch_size": 2,
+}
 
 
 @pytest.fixture(scope="module")
