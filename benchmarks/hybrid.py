@@ -28,9 +28,9 @@ from foretoken.models.stateful import StatefulModel
 
 VOCAB = 4096
 CHOICES: dict[str, dict[str, Any]] = {
-    "lazy, flush 8": {"flush": 8},
-    "lazy, flush 4": {"flush": 4},
-    "eager": {"flush": 0},
+    "lazy, flush 8": {"replay": "lazy", "flush": 8},
+    "lazy, flush 4": {"replay": "lazy", "flush": 4},
+    "eager": {"replay": "lazy", "flush": 0},
     "capture": {"replay": "capture"},
 }
 

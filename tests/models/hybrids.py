@@ -21,6 +21,7 @@ GDN = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+SHORT = {**GDN, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 MOE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
@@ -32,9 +33,9 @@ MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chu
 # model_type: config values on top of checkpoints.COMMON
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": GDN,
-    "qwen3_next": {**GDN, **MOE},
-    "qwen3_5_moe_text": {**GDN, **MOE},
-    "olmo_hybrid": {**GDN, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 4, "bos_token_id": None},
+    "qwen3_next": {**SHORT, **MOE},
+    "qwen3_5_moe_text": {**SHORT, **MOE},
+    "olmo_hybrid": {**SHORT, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 4, "bos_token_id": None},
     "mamba": {"state_size": 8, "num_hidden_layers": 2},
     "falcon_mamba": {"state_size": 8, "num_hidden_layers": 2},
     "mamba2": {
@@ -45,11 +46,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
         "num_hidden_layers": 2,
     },
-    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "bamba": {**MAMBA2, "num_hidden_layers": 2, "attn_layer_indices": [1]},
     "falcon_h1": {**MAMBA2, "num_hidden_layers": 2, "mamba_d_ssm": 96, "head_dim": 12},
     "granitemoehybrid": {
         **MAMBA2,
-        "layer_types": ["mamba", "attention", "mamba"],
+        "num_hidden_layers": 2,
+        "layer_types": ["mamba", "attention"],
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 32,
@@ -65,7 +67,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "head_dim": 12,
     },
     "zamba2": {
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "mamba_d_state": 8,
         "mamba_d_conv": 4,
         "mamba_ngroups": 2,
@@ -73,8 +75,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "mamba_headdim": 16,
         "chunk_size": 8,
         "num_mem_blocks": 1,
-        "hybrid_layer_ids": [1, 3],
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "layers_block_type": ["mamba", "hybrid"],
         "num_key_value_heads": 4,
     },
     "jamba": {

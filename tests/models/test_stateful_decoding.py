@@ -22,8 +22,8 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.stateful import StatefulModel
 
 ABLE = [name for name in HYBRIDS if name not in ("mamba", "falcon_mamba", "jamba", "lfm2")]
-PROMPTS = [prompt_of(13), prompt_of(1, seed=1), [5, 6, 7, 8] * 5]
-NEW = 14
+PROMPTS = [prompt_of(13), prompt_of(1, seed=1), [5, 6, 7, 8] * 3]
+NEW = 11
 CHAINS = ("suffix,k=4", "jacobi", "ngram_cache")
 
 
@@ -75,7 +75,9 @@ def test_greedy_text_is_that_of_plain_decoding_and_of_transformers(network: Any)
     assert not target._states
 
 
-@pytest.mark.parametrize("options", [{"flush": 0}, {"flush": 2}, {"replay": "capture"}])
+@pytest.mark.parametrize(
+    "options", [{"replay": "lazy", "flush": 0}, {"replay": "lazy", "flush": 2}, {"replay": "lazy"}]
+)
 def test_every_replay_writes_the_same(qwen: Any, options: dict[str, Any]) -> None:
     plain = written(StatefulModel(qwen), None)
     target = StatefulModel(qwen, **options)
@@ -93,13 +95,13 @@ def test_drafters_of_chains_run(qwen: Any, drafter: str) -> None:
 
 def test_sampled_text_of_a_seed_is_that_of_plain_decoding(network: Any) -> None:
     target = wrap(network)
-    options = {"temperature": 0.7, "top_k": 20, "seed": 11}
+    options = {"temperature": 2.0, "top_k": 20, "seed": 11}
     plain = written(target, None, **options)
     assert written(target, "ngram,k=4", **options) == plain
     assert plain != written(target, None)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "mamba2", "zamba2"])
+@pytest.mark.parametrize("name", ["olmo_hybrid", "mamba2"])
 def test_hybrid_draft_models(name: str) -> None:
     """As the draft of a tree-taking target, and of the same model with other weights, where much is rejected."""
     with whole_float64(network := unclamped(hybrid(name))):
@@ -130,7 +132,7 @@ def test_forwards_of_a_draft_model(qwen: Any) -> None:
 
 @pytest.mark.parametrize(("flush", "worst"), [(0, 2), (100, 1)])
 def test_forwards_of_a_round(qwen: Any, flush: int, worst: int) -> None:
-    target = StatefulModel(qwen, flush=flush)
+    target = StatefulModel(qwen, replay="lazy", flush=flush)
     truth = written(target, None, [PROMPTS[0]])[0]
     for drafter, is_right in ((ScriptedDrafter(as_output=True, script=truth), True), (half_right(truth), False)):
         llm = ft.load(target, drafter=drafter, controller="constant,k=4")
@@ -195,7 +197,7 @@ def test_the_front_doors(qwen: Any) -> None:
 def test_parity(qwen: Any) -> None:
     """The distribution of sampled text is tested as well as greedy and seeded ones."""
     draft = wrap(new_model("llama").double())
-    settings = Settings(max_new_tokens=8, samples=64, controller="constant")
-    report = run_parity(StatefulModel(qwen), None, ["ngram", ModelDrafter(draft, k=2)], PROMPTS[:2], settings)
+    settings = Settings(max_new_tokens=4, samples=16, controller="constant")
+    report = run_parity(StatefulModel(qwen), None, [ModelDrafter(draft, k=2)], PROMPTS[1:2], settings)
     assert report.passed
     assert {check.mode for check in report.checks} >= {"greedy", "seed", "transformers", "batch"}

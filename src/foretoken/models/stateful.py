@@ -1,8 +1,9 @@
-"""Recurrent and hybrid models as target or draft model: chains, with exact rollback by checkpoint and lazy replay.
+"""Recurrent and hybrid models as target or draft model: chains, with exact rollback by checkpoint and replay.
 
 What a recurrent layer has summed up cannot be taken apart.  So before rows are scored that may be rejected, the state
-is copied; after a rejection it is put back, and the accepted tokens behind it are fed again *in front of the next
-verification*: a rejection costs rows, not a forward.  See ``docs/hybrid.md``.
+is copied.  After a rejection it is put back, and either brought forward by what the recurrences of the accepted tokens
+were fed (:mod:`foretoken.models.delta_rule`), or those tokens are fed again *in front of the next verification*: a
+rejection costs rows, not a forward (Wu et al., "Snakes and Ladders").  See ``docs/hybrid.md``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,7 +33,7 @@ PREFILL_CHUNK = 512
 FLUSH = {torch.bfloat16: 8, torch.float16: 8}
 """How far the state may lag behind the text; rows of half precision cost less beside the weights than others."""
 FLUSH_ELSE = 4
-REPLAYS = ("lazy", "capture")
+REPLAYS = ("auto", "lazy", "capture")
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
 """Results of self-tests: ``custom_generate`` wraps the same model anew in every call."""
@@ -45,16 +47,18 @@ class StatefulModel(LanguageModel):
 
     Args:
         model: any causal LM that hands out a Transformers cache.
-        flush: from how many such tokens on they are fed in a forward of their own before nodes that may be rejected
-            (0 or 1: always); ``None`` for 8 in half precision and 4 otherwise.
+        replay: ``"capture"`` makes the state of the accepted tokens from what the recurrences were fed (Gated DeltaNet
+            only), ``"lazy"`` feeds those tokens again; ``"auto"`` captures where the model can.
+        flush: lazily, from how many such tokens on they are fed in a forward of their own, before nodes that may be
+            rejected (0 or 1: always); ``None`` for 8 in half precision and 4 otherwise.
 
     Raises:
-        ValueError: a negative ``flush``.
+        ValueError: a negative ``flush``, or a form of ``replay`` that is unknown or that the model cannot.
         CapabilityError: the model's state does not survive a rollback (use :func:`foretoken.models.wrap`, which then
             decodes plainly); the message says what differed.
     """
 
-    def __init__(self, model: Any, *, flush: int | None = None, replay: str = "lazy") -> None:
+    def __init__(self, model: Any, *, flush: int | None = None, replay: str = "auto") -> None:
         if replay not in REPLAYS:
             raise ValueError(f"replay must be one of {', '.join(REPLAYS)}, not {replay!r}")
         if flush is not None and flush < 0:
@@ -67,10 +71,7 @@ class StatefulModel(LanguageModel):
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.flush = FLUSH.get(self.dtype, FLUSH_ELSE) if flush is None else flush
-        self.replay = replay
-        self._files = rule_files(model) if replay == "capture" else []
-        if replay == "capture" and not self._files:
-            raise ValueError(f"replay='capture' needs Gated DeltaNet layers, which {self.config.model_type} lacks")
+        self._files: list[ModuleType] = []
         self.num_forwards = 0
         self._num_layers = len(decoder_layers(model))
         self._states: dict[int, StateCache] = {}
@@ -80,14 +81,31 @@ class StatefulModel(LanguageModel):
         self.capabilities = found = detect(model)
         self._cache_name = cache_name(model) or ""
         self._parameters = frozenset(inspect.signature(inspect.unwrap(type(model).forward)).parameters)
-        fault = self._fault()
+        fault = self._choose(replay)
         if fault is not None:
             raise CapabilityError(f"{self.config.model_type} cannot be rolled back: {fault}")
         missing = {name: reason for name, reason in found.missing.items() if name != "rollback"}
         self.capabilities = replace(found, rollback=True, missing=missing)
 
+    @property
+    def replay(self) -> str:
+        """How a rejection is undone: ``"capture"`` or ``"lazy"``."""
+        return "capture" if self._files else "lazy"
+
+    def _choose(self, replay: str) -> str | None:
+        """Settle on a form of replay that passes the self-test; what goes wrong if none does."""
+        files = rule_files(self.model) if replay != "lazy" else []
+        if replay == "capture" and not files:
+            raise ValueError(f"replay='capture' needs Gated DeltaNet layers, which {self.config.model_type} lacks")
+        self._files = files
+        fault = self._fault()
+        if fault is not None and files and replay == "auto":
+            self._files = []
+            fault = self._fault()
+        return fault
+
     def _fault(self) -> str | None:
-        """What the self-test found, once per model object, dtype and device."""
+        """What the self-test found, once per model object, dtype, device and form of replay."""
         known = _FAULTS.setdefault(self.model, {})
         key = (self.dtype, self.device, self.replay)
         if key not in known:
