@@ -40,6 +40,8 @@ class Layout:
 
 LAYOUTS: tuple[Layout, ...] = (
     # Where two could read a checkpoint, the first one does.
+    Layout("mtp", "speculators", "mtp_speculators:MtpSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("mtp", "native", "mtp_native:MtpNative", "the target's own checkpoint (Qwen)", {"vllm": "", "sglang": ""}),
     Layout("eagle3", "speculators", "eagle3_speculators:Eagle3Speculators", "vllm-project/speculators", {"vllm": ""}),
     Layout("eagle3", "plain", "eagle3_plain:Eagle3Plain", "EAGLE, SpecForge, AngelSlim", {"vllm": "", "sglang": ""}),
     Layout("eagle", "vllm", "eagle_vllm:EagleVllm", "vLLM: the bias of fc is folded into the attention", {"vllm": ""}),
