@@ -1,10 +1,11 @@
 """A Llama-like target as a GGUF file, in its own dtype, for llama.cpp to run the same weights.
 
-Prompts and outputs are token ids, so that the file holds no vocabulary.
+Without a tokenizer the file holds no vocabulary: prompts and outputs are then token ids.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,16 @@ NAMES = {
 """Transformers' module below a layer -> llama.cpp's tensor below ``blk.N``."""
 
 
-def write_gguf(model: Any, file: Path) -> None:
+def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
     """Write the weights, one tensor in memory at a time.
 
     Args:
         model: a ``PreTrainedModel`` of the Llama family (packed layers too).
         file: written anew.
+        tokenizer: a byte-level BPE tokenizer that splits words as GPT-2 does (the built-in one), to go into the file.
 
     Raises:
-        ValueError: another architecture, or the ``gguf`` package is missing.
+        ValueError: another architecture, another kind of tokenizer, or the ``gguf`` package is missing.
         OSError: the file cannot be written.
     """
     config = model.config.get_text_config()
@@ -46,8 +48,13 @@ def write_gguf(model: Any, file: Path) -> None:
             f"only {' and '.join(FAMILIES)} with default ones"
         )
     gguf = gguf_package()
+    vocabulary = None if tokenizer is None else _vocabulary(tokenizer, int(config.vocab_size), gguf)
     writer = gguf.GGUFWriter(file, "llama")
     _describe(writer, config, gguf)
+    if vocabulary is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        _add_tokenizer(writer, tokenizer, *vocabulary)
     for name, shape, dtype in ((name, tensor.shape, tensor.dtype) for name, tensor in tensors(model)):
         kind, item = _kind(dtype, gguf)
         size = item * shape.numel()
@@ -116,7 +123,35 @@ def _describe(writer: Any, config: Any, gguf: Any) -> None:
     writer.add_rope_dimension_count(head)
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_tokenizer_model("no_vocab")
+
+
+def _vocabulary(tokenizer: Any, size: int, gguf: Any) -> tuple[list[str], list[int], list[str]]:
+    """Names and kinds of ``size`` tokens, and the merges."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    splitter = backend.get("pre_tokenizer") or {}
+    plain = splitter.get("type") == "ByteLevel" and splitter.get("use_regex") and not splitter.get("add_prefix_space")
+    if backend["model"]["type"] != "BPE" or not plain or backend.get("normalizer"):
+        raise ValueError("only a byte-level BPE tokenizer that splits as GPT-2 does can be written into a GGUF file")
+    kinds = gguf.TokenType
+    names, types = [f"[PAD{i}]" for i in range(size)], [int(kinds.UNUSED)] * size
+    special = set(tokenizer.all_special_ids)
+    for name, index in tokenizer.get_vocab().items():
+        names[index], types[index] = name, int(kinds.CONTROL if index in special else kinds.NORMAL)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in backend["model"]["merges"]]
+    return names, types, merges
+
+
+def _add_tokenizer(writer: Any, tokenizer: Any, names: list[str], types: list[int], merges: list[str]) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(names)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_add_bos_token(False)
+    if tokenizer.eos_token_id is not None:
+        writer.add_eos_token_id(tokenizer.eos_token_id)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
 
 
 def _kind(dtype: torch.dtype, gguf: Any) -> tuple[Any, int]:

@@ -9,6 +9,7 @@ import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, resolve
+from foretoken.loading.gguf import is_gguf, load_gguf
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
@@ -38,7 +39,8 @@ def load_model(
 ) -> LanguageModel:
     """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
 
-    A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  ``inflate``
+    A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  The path of a
+    GGUF file loads through llama.cpp, which takes none of the other options.  ``inflate``
     (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
     :mod:`foretoken.models.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps and cpu
     that there is; ``None``: the cpu); a model that is handed in stays where it is.
@@ -47,6 +49,8 @@ def load_model(
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
         ValueError: unknown dtype, no such device, or a model that cannot be inflated to that size.
     """
+    if is_gguf(source):
+        return load_gguf(source, dtype=dtype, device=device, exact=exact, inflate=inflate)
     if inflate is not None:
         return _load_inflated(source, inflate, role, dtype, device, exact, lean)
     if isinstance(source, LanguageModel):
