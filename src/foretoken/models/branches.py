@@ -83,7 +83,7 @@ class Branches:
         """Keep one path of the scratch tree; returns the cells that leave their ids."""
         kept = self.through[path[-1]] if path else self.main
         removals = [(found, committed) for found in self.used if found != kept]
-        if kept in self.used:
+        if kept in self.used and (not path or self.ends.get(path[-1]) != kept):
             removals.append((kept, committed + len(path)))
         self.spare.update((found, committed) for found in self.used | {self.main} if found != kept)
         self.main = kept
