@@ -50,7 +50,8 @@ def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
     gguf = gguf_package()
     vocabulary = None if tokenizer is None else _vocabulary(tokenizer, int(config.vocab_size), gguf)
     writer = gguf.GGUFWriter(file, "llama")
-    _describe(writer, config, gguf)
+    writer.add_file_type(_file_type(model.model.embed_tokens.weight.dtype, gguf))
+    _describe(writer, config)
     if vocabulary is None:
         writer.add_tokenizer_model("no_vocab")
     else:
@@ -107,10 +108,9 @@ def _ordered(name: str, tensor: Tensor, config: Any) -> Tensor:
     return tensor.float() if tensor.dim() == 1 else tensor
 
 
-def _describe(writer: Any, config: Any, gguf: Any) -> None:
+def _describe(writer: Any, config: Any) -> None:
     head = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     rope = getattr(config, "rope_parameters", None) or {}
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -161,6 +161,12 @@ def _kind(dtype: torch.dtype, gguf: Any) -> tuple[Any, int]:
     if dtype not in known:
         raise ValueError(f"llama.cpp runs no {dtype} weights: load the target with dtype=bfloat16 or float32")
     return known[dtype]
+
+
+def _file_type(dtype: torch.dtype, gguf: Any) -> Any:
+    kinds = gguf.LlamaFileType
+    known = {torch.bfloat16: kinds.MOSTLY_BF16, torch.float16: kinds.MOSTLY_F16}
+    return known.get(dtype, kinds.ALL_F32)
 
 
 def _uint8() -> Any:
