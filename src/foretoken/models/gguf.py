@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.branches import Branches, Removal, num_leaves
-from foretoken.models.llama_context import MOST_IDS, PIECE, LlamaContext
+from foretoken.models.llama_context import CACHE_TYPES, MOST_IDS, PIECE, LlamaContext
 from foretoken.models.llama_cpp import GgufError, Weights
 
 USUAL_CONTEXT = 4096
@@ -33,28 +33,40 @@ NO_LAYERS = "llama.cpp runs a file's layers as a whole and hands out logits only
 class GgufModel(LanguageModel):
     """Runs a GGUF file.
 
-    Logits are those of llama.cpp in its default settings (keys and values in float16), so that speculation keeps the
-    distribution that this file has in llama.cpp.  The cache begins with room for one text and grows when more texts
+    Logits are those of llama.cpp in its default settings, so that speculation keeps the distribution that this file has
+    in llama.cpp.  The cache begins with room for one text and grows when more texts
     are open than it holds.
 
     Args:
         path: the file (of several parts: the first).
         context_length: most tokens of a text; by default what the model was made for, at most 4096.
         threads: CPU threads; PyTorch's number by default.
+        cache_type: how keys and values are kept, ``"f16"`` (llama.cpp's own default), ``"q8_0"``, or ``"f32"``, which
+            also turns flash attention off, since that rounds to float16: slower, and logits within 1e-5 of exact.
 
     Attributes:
         dtype: how the file stores its weights, in llama.cpp's words.
 
     Raises:
         GgufError: the file cannot be opened, is no causal language model, or llama-cpp-python is missing.
-        ValueError: a context or a number of threads below 1.
+        ValueError: a context or a number of threads below 1, or an unknown type of cache.
     """
 
-    def __init__(self, path: str | Path, *, context_length: int | None = None, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        context_length: int | None = None,
+        threads: int | None = None,
+        cache_type: str = "f16",
+    ) -> None:
         if context_length is not None and context_length < 1:
             raise ValueError(f"context_length must be at least 1, not {context_length}")
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
+        if cache_type not in CACHE_TYPES:
+            raise ValueError(f"unknown cache_type {cache_type!r}: choose one of {', '.join(CACHE_TYPES)}")
+        self.cache_type = cache_type
         self.weights = Weights(path)
         self.path = self.weights.path
         self.capabilities = capabilities_of(self.weights)
@@ -127,7 +139,8 @@ class GgufModel(LanguageModel):
         branches.commit((), len(sequence.tokens))
         kept = sequence.tokens[:length]
         again = 0 if not self.capabilities.rollback else length
-        self._remove([(found, again) for found in branches.ids])
+        for found in branches.ids:
+            self._context.leave(found, again)
         branches.rewind(again)
         del sequence.tokens[again:]
         sequence.clear_scratch()
@@ -224,7 +237,7 @@ class GgufModel(LanguageModel):
     # -- room --------------------------------------------------------------------------------------------------------
 
     def _start(self, cells: int, num_ids: int) -> None:
-        self._context = LlamaContext(self.weights, cells, num_ids, self.threads)
+        self._context = LlamaContext(self.weights, cells, num_ids, self.threads, self.cache_type)
         self._free = list(range(num_ids))[::-1]
 
     def _reserve(self, feeds: Sequence[Feed]) -> None:

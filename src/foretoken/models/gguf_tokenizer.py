@@ -71,6 +71,10 @@ class GgufTokenizer:
         data = b"".join(self._piece(int(token), skip_special_tokens) for token in tokens)
         return (data.removeprefix(b" ") if self._adds_space else data).decode("utf-8", errors="replace")
 
+    def spelling(self, token: int) -> bytes:
+        """The bytes that a token adds to a text; a special token spells its own name."""
+        return self._piece(token, False)
+
     def _piece(self, token: int, skip_special: bool) -> bytes:
         """The bytes that a token adds to a text."""
         found = self._pieces.get((token, skip_special))

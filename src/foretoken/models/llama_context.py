@@ -17,6 +17,8 @@ PIECE = 512
 """Most tokens of one decode."""
 SCORED = 256
 """Most tokens of one decode that need logits; llama.cpp keeps room for this many rows of them."""
+CACHE_TYPES = {"f16": 1, "f32": 0, "q8_0": 8}
+"""``ggml_type`` by name."""
 MOST_IDS = 256
 """``LLAMA_MAX_SEQ``: sequence ids that the library can tell apart."""
 
@@ -29,18 +31,22 @@ class LlamaContext:
         cells: tokens that the cache holds, of all texts together.
         num_ids: sequence ids, at most :data:`MOST_IDS`.
         threads: CPU threads.
+        cache_type: how keys and values are kept, a key of :data:`CACHE_TYPES`.
 
     Raises:
         GgufError: llama.cpp cannot make it (too little memory, most often).
     """
 
-    def __init__(self, weights: Weights, cells: int, num_ids: int, threads: int) -> None:
+    def __init__(self, weights: Weights, cells: int, num_ids: int, threads: int, cache_type: str = "f16") -> None:
         self.weights, self.num_ids = weights, num_ids
         c = self._c = weights.library.c
         options = c.llama_context_default_params()
         options.n_ctx, options.n_seq_max = cells, num_ids
         options.n_batch = options.n_ubatch = PIECE
         options.n_outputs_max = SCORED
+        options.type_k = options.type_v = CACHE_TYPES[cache_type]
+        if cache_type == "f32":
+            options.flash_attn_type = c.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it would round them to float16 all the same
         options.n_threads = options.n_threads_batch = threads
         options.kv_unified = True  # one cache: a shared prefix is kept and read once
         options.swa_full = True  # layers with a window keep what a rollback needs
