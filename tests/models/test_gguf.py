@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from gguf_files import mamba, need_packages, toy
 from torch import Tensor
+
+from gguf_files import mamba, need_packages, toy
 from toys import llama
 
 need_packages()
@@ -198,7 +199,7 @@ def test_many_leaves_and_spare_ids(file: Path) -> None:
 
 def test_too_many_paths_is_one_line(model: GgufModel) -> None:
     sequence = started(model, tokens(10))
-    with pytest.raises(CapabilityError, match="tells 256 paths apart.*draft smaller trees") as error:
+    with pytest.raises(CapabilityError, match=r"tells 256 paths apart.*draft smaller trees") as error:
         model.forward([Feed(sequence, [1] * 300, [-1] * 300)])
     assert "\n" not in str(error.value)
     assert differs(model, sequence) < ROUNDING

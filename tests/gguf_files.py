@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from toys import llama
 
 WHY = "llama-cpp-python or gguf is not installed (make gguf compiles it for some minutes)"
