@@ -27,6 +27,9 @@ NAMES = {
 }
 """Transformers' module below a layer -> llama.cpp's tensor below ``blk.N``."""
 
+KINDS = {"BF16": 32, "F16": 1, "Q8_0": 7, "Q4_K_M": 15, "Q4_0": 2, "Q5_K_M": 17, "Q6_K": 18}
+"""``llama_ftype`` of :func:`quantize_gguf` by name."""
+
 
 def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
     """Write the weights, one tensor in memory at a time.
@@ -182,3 +185,27 @@ def _byte_shape(shape: torch.Size, item: int) -> tuple[int, ...]:
 def _bytes(tensor: Tensor) -> Any:
     """The numbers as bytes, in rows."""
     return tensor.contiguous().cpu().view(torch.uint8).numpy()
+
+
+def quantize_gguf(source: Path, file: Path, kind: str, threads: int = 1) -> None:
+    """Another file of the same model with smaller weights, by llama.cpp.
+
+    Args:
+        source: a GGUF file in bfloat16, float16 or float32.
+        file: written anew.
+        kind: one of :data:`KINDS`.
+        threads: CPU threads.
+
+    Raises:
+        ValueError: an unknown kind, a source that cannot be read, or llama-cpp-python is missing.
+    """
+    from foretoken.models.llama_cpp import library
+
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of weights {kind!r}: choose one of {', '.join(KINDS)}")
+    found = library()
+    options = found.c.llama_model_quantize_default_params()
+    options.ftype, options.nthread = KINDS[kind], threads
+    found.errors.clear()
+    if found.c.llama_model_quantize(str(source).encode(), str(file).encode(), options) != 0:
+        raise ValueError(f"llama.cpp cannot write {kind} weights of {source}: {found.reason()}")
