@@ -234,6 +234,12 @@ def test_attributes(model: GgufModel, file: Path) -> None:
         GgufModel(file, context_length=0)
 
 
+def test_what_counts_as_a_tie(model: GgufModel, file: Path) -> None:
+    assert (model.rounds_like, GgufModel(file).rounds_like) == (torch.float32, torch.float16)
+    with pytest.raises(ValueError, match="unknown cache_type 'f8': choose one of f16, f32, q8_0"):
+        GgufModel(file, cache_type="f8")
+
+
 def test_time_and_rows_are_counted(model: GgufModel) -> None:
     sequence = started(model, tokens(10))
     before = model.run_s, model.run_rows

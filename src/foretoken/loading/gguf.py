@@ -15,7 +15,7 @@ SUFFIX = ".gguf"
 REASONS = {
     "dtype": "its weights are stored as they run; choose a file with other weights",
     "device": "it runs where llama.cpp was built for",
-    "exact": "llama.cpp's kernels are what they are",
+    "exact": "its kernels round as they do (docs/gguf.md says how much)",
     "inflate": "inflate the model that it was made of, and convert that (docs/gguf.md)",
     "quantize": "llama.cpp's own tools quantise such files (docs/gguf.md)",
     "pack": "llama.cpp arranges its weights itself",

@@ -46,6 +46,8 @@ class GgufModel(LanguageModel):
 
     Attributes:
         dtype: how the file stores its weights, in llama.cpp's words.
+        rounds_like: the dtype whose rounding comes nearest to that of llama.cpp's kernels here (``docs/gguf.md``):
+            what parity takes for a tie.
 
     Raises:
         GgufError: the file cannot be opened, is no causal language model, or llama-cpp-python is missing.
@@ -77,6 +79,7 @@ class GgufModel(LanguageModel):
         self.eos_token_ids = eog_ids(self.weights)
         self.device = torch.device("cpu")
         self.dtype = c.llama_ftype_name(c.llama_model_ftype(handle)).decode()
+        self.rounds_like = _rounding(self.dtype, cache_type)
         self.threads = threads or torch.get_num_threads()
         self._sequences: list[SequenceState] = []
         self._branches: dict[int, Branches] = {}
@@ -312,6 +315,14 @@ def capabilities_of(weights: Weights) -> Capabilities:
         missing.update(dict.fromkeys(("tree_mask", "keep_path", "rollback"), reason))
         return Capabilities(False, False, False, False, False, missing)
     return Capabilities(taps=False, layer_windows=False, missing=missing)
+
+
+def _rounding(weights: str, cache_type: str) -> torch.dtype:
+    """Activations are rounded to what the weights are stored in (to 8 bits for quantised ones), and flash attention
+    sums in float16."""
+    if weights == "all F32":
+        return torch.float32 if cache_type == "f32" else torch.float16
+    return torch.float16 if weights == "F16" else torch.bfloat16
 
 
 def eog_ids(weights: Weights) -> frozenset[int]:
