@@ -15,6 +15,7 @@ need_packages()
 
 import foretoken as ft  # noqa: E402
 from foretoken.cli.main import main  # noqa: E402
+from foretoken.drafters.datastore import build_datastore  # noqa: E402
 from foretoken.engine.stopping import Detokenizer  # noqa: E402
 from foretoken.llm import Llm  # noqa: E402
 from foretoken.loading import LoadError, load_model, load_tokenizer  # noqa: E402
@@ -131,6 +132,16 @@ def test_verifiers_sample(model: GgufModel, plain: Llm, draft: Path, spec: str, 
     llm = ft.load(model, spec.format(draft=draft), verifier, tokenizer=plain.tokenizer)
     outputs = llm.generate(PROMPTS[:2], max_new_tokens=12, temperature=0.8, seed=1)
     assert [len(output.token_ids) for output in outputs] == [12, 12]
+
+
+def test_retrieval_is_built_with_the_files_tokenizer(model: GgufModel, plain: Llm, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("The old house was empty. The old house was sold.")
+    build_datastore([tmp_path / "texts"], plain.tokenizer, tmp_path / "store")
+    llm = ft.load(model, drafter=f"retrieval:{tmp_path / 'store'}", controller="constant", tokenizer=plain.tokenizer)
+    output = llm.generate(PROMPTS[1], max_new_tokens=NEW)
+    assert output.token_ids == plain.generate(PROMPTS[1], max_new_tokens=NEW).token_ids
+    assert output.stats.num_draft_tokens > 0
 
 
 def test_batches_are_singles(model: GgufModel, plain: Llm, draft: Path) -> None:
