@@ -7,11 +7,16 @@ from typing import Any
 
 from foretoken.loading.adapters import read_adapter
 from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, is_adapter, resolve
+from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
 from foretoken.models.base import LanguageModel
 
 
 def load_tokenizer(source: Any) -> Any | None:
     """The tokenizer that belongs to a model source, or ``None`` when it has none."""
+    if isinstance(source, LanguageModel):
+        source = getattr(source, "path", source)
+    if is_gguf(source):
+        return load_gguf_tokenizer(source)
     from transformers import AutoTokenizer
 
     if not isinstance(source, str | Path):
