@@ -159,6 +159,9 @@ class _Functions(TorchFunctionMode):
             return func(args[0].on_cpu)
         if func in (Tensor.detach, Tensor.contiguous) and isinstance(args[0], FakeCuda):
             return FakeCuda(func(args[0].on_cpu, *args[1:], **kwargs))
+        if func is Tensor.copy_ and isinstance(args[0], FakeCuda):
+            args[0].on_cpu.copy_(_lowered(args[1]))
+            return args[0]
         if func is Tensor.__getitem__ and isinstance(args[0], FakeCuda):
             return _item(*args)
         if func is Tensor.__setitem__ and isinstance(args[0], FakeCuda):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import foretoken as ft
 from fake_cuda import fake_cuda
-from foretoken.loading import load_model, parse_device
+from foretoken.loading import LoadError, load_model, parse_device
 
 
 @pytest.fixture
@@ -70,3 +71,41 @@ def test_a_draft_model_stays_where_it_was_asked_for(tmp_path: Path) -> None:
         found = [build_draft_model(None, near, "builtin", None, device) for device in (None, "cpu")]
         assert [m.device.type for m in found] == ["cuda", "cpu"]  # type: ignore[attr-defined]
         assert build_draft_model(None, own, "builtin", None, None).device.type == "cpu"  # type: ignore[attr-defined]
+
+
+def test_a_device_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the weights are there when the rest does not fit: one line, and they are gone again."""
+    networks: list[torch.nn.Module] = []
+    real = torch.nn.Module.to
+    report = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB\nand more"
+
+    def full(self: torch.nn.Module, device: object) -> torch.nn.Module:
+        if str(device) == "meta":
+            return real(self, "meta")
+        networks.append(self)
+        self.model.layers.cuda()
+        raise torch.OutOfMemoryError(report)
+
+    with fake_cuda():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (5 * 2**20, 2**30), raising=False)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.nn.Module, "to", full)
+        with pytest.raises(LoadError) as error:
+            ft.load(device="cuda", drafter=None)
+        told = r".*zoo/target needs \d\d MiB on cuda, and 5 MiB are free there: choose dtype=bfloat16, .*"
+        assert re.fullmatch(told, str(error.value))
+        assert {weight.device.type for weight in networks[0].parameters()} == {"meta"}
+        monkeypatch.setattr(torch.nn.Module, "to", real)
+
+        def later(*_: object, **__: object) -> None:
+            raise torch.OutOfMemoryError(report)
+
+        monkeypatch.setattr("foretoken.llm.with_graphs", later)
+        with pytest.raises(LoadError) as error:
+            ft.load(device="cuda", drafter=None)
+        assert str(error.value) == (
+            "loading needs another 20.00 MiB on cuda:0, and 5 MiB are free there: "
+            "choose dtype=bfloat16, a smaller model, another device, or device=cpu"
+        )
+        with pytest.raises(ValueError, match=r"needs 0\.\d GiB and 0\.0 GiB are free"):
+            ft.load(device="cuda", drafter=None, inflate="100m")

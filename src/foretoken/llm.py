@@ -17,7 +17,9 @@ from foretoken.engine.request import Emission, Origin, Request, Running
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import Detokenizer, FinishReason
 from foretoken.loading import BUILTIN, build_drafter, default_drafter, load_model, load_tokenizer, read_profile
+from foretoken.loading.memory import told_when_full
 from foretoken.models.base import LanguageModel
+from foretoken.models.graphs import with_graphs
 from foretoken.noise import samples_of, seeds_of
 from foretoken.registry import make
 from foretoken.sampling import LogitsProcessor, SamplingParams
@@ -317,6 +319,7 @@ def _prediction_of(value: Any, index: int, single: bool) -> Any:
     return value[index]
 
 
+@told_when_full
 def load(
     target: Any = BUILTIN,
     drafter: str | Drafter | Sequence[str | Drafter] | None = "auto",
@@ -330,6 +333,9 @@ def load(
     exact: str = "distribution",
     profile: str | Path | None = None,
     inflate: str | int | None = None,
+    pack: bool | str = "auto",
+    quantize: str | None = None,
+    graphs: bool | str = "auto",
 ) -> Llm:
     """Load a target and everything around it.
 
@@ -352,20 +358,29 @@ def load(
             with the costs that ``foretoken tune`` measured.
         inflate: for benchmarks, make the target one of this size (``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, or a number
             of parameters) with the outputs that it had.
+        pack: whether linear layers may be laid out anew, in place, where this machine multiplies them faster so
+            (measured once per machine, see ``docs/packing.md``): by default those of models that are loaded here;
+            ``True``: also those of a model that is handed in (``llm.target.unpack()`` takes it back); ``False``: none.
+        quantize: ``"int8"`` or ``"int4"``: quantise the weights of a target that is loaded, on the CPU.  A quantised
+            target has a distribution of its own, which speculation keeps.
+        graphs: run the target and its draft model as CUDA graphs (:mod:`foretoken.models.graphs`): ``"auto"`` where
+            they are on a CUDA device and a check at load passes, ``True`` (an error where that cannot be), ``False``.
 
     Warns:
         ProfileWarning: the profile was measured with another target or on another machine.
 
     Raises:
-        LoadError: a checkpoint is missing, damaged or pickled.
-        ValueError: an unknown name, option or device, a bad profile, or parts that do not fit each other.
+        LoadError: a checkpoint is missing, damaged or pickled, or the device is full.
+        ValueError: an unknown name, option or device, graphs that cannot be had, a bad profile, or parts that do not
+            fit each other.
     """
     tuned = {} if profile is None else read_profile(profile)
     if tuned:
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
-    model = load_model(target, dtype=dtype, device=device, exact=exact, inflate=inflate)
+    model = load_model(target, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
+    model = with_graphs(model, graphs)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
     beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be

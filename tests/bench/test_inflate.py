@@ -19,7 +19,7 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.inflated import InflatedModel
 from foretoken.models.inflation import Shape, big_config, layer_ends, parse_size, shape_for
 from foretoken.models.layers import LayerPlan
-from foretoken.models.packing import PackedLinear, can_pack
+from foretoken.models.packing import PackedLinear, weight_bytes
 from foretoken.models.parts import TargetParts
 from toys import llama
 
@@ -260,14 +260,14 @@ def test_notes() -> None:
     assert "small model's outputs" in target_name(big, "x")
 
 
-def test_packed_layer_by_layer() -> None:
-    """bfloat16 weights are packed while they are made (where the CPU can)."""
+def test_packed_in_place() -> None:
+    """Of an inflated model there is one copy of the weights, packed where this machine has a faster layout for them."""
     small = copy.deepcopy(llama()).bfloat16()
-    plain, packed = inflate(small, SHAPE), inflate(small, SHAPE, packed=True)
-    if not can_pack(plain.lm_head.weight):
-        pytest.skip("this CPU has no packed bfloat16 layers")
-    assert isinstance(packed.model.layers[3].mlp.up_proj, PackedLinear)
-    assert torch.equal(packed.model.layers[3].mlp.up_proj.weight, plain.model.layers[3].mlp.up_proj.weight)
+    model = InflatedModel(inflate(small, SHAPE), small, SHAPE, in_place=True)
+    assert model.is_lean
+    packed = any(isinstance(module, PackedLinear) for module in model.model.modules())
+    assert packed == (model.packing.layout != "plain")
+    assert weight_bytes(model.model) <= 1.1 * sum(p.nbytes for p in inflate(small, SHAPE).parameters())
 
 
 def test_seed_fixes_the_weights() -> None:

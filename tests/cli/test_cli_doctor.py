@@ -16,7 +16,8 @@ def test_json(run: Any, target: str, draft: str) -> None:
     before = torch.get_num_threads()
     found = run("doctor", "--target", target, "--drafter", f"model:{draft},k=2", "--repeat", "1", "--json").json
     assert set(found) == {
-        "versions", "hardware", "threads", "target", "dtypes", "scoring", "draft", "thread_check", "recommendations",
+        "versions", "hardware", "threads", "target", "dtypes", "layouts", "scoring", "draft", "thread_check",
+        "recommendations",
     }  # fmt: skip
     assert [row["tokens"] for row in found["scoring"]] == [1, 2, 4, 8, 16, 32, 64]
     assert found["scoring"][0]["ratio"] == 1.0

@@ -41,6 +41,7 @@ from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.online import OnlineDrafter
 from foretoken.drafters.pass_tokens import PassTokensDrafter
+from foretoken.drafters.quantized import QuantizedDrafter
 from foretoken.drafters.recycling import RecyclingDrafter
 from foretoken.drafters.router import RouterDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
@@ -326,6 +327,7 @@ OWN_LAYERS: dict[str, Callable[[LanguageModel, LanguageModel], ModelDrafter]] = 
     "early_exit": lambda target, draft: EarlyExitDrafter(target, layer=1, k=3),
     "early_exit-tree": lambda target, draft: EarlyExitDrafter(target, layer=1, tree="2x2x1"),
     "layer_skip": lambda target, draft: LayerSkipDrafter(target, mlp="0", k=3),
+    "quantized": lambda target, draft: QuantizedDrafter(target, "8", k=3),
     "kangaroo": lambda target, draft: kangaroo(target, k=3, eta=0.0),
     "kangaroo-tree": lambda target, draft: kangaroo(target, tree="2x2x1"),
     "online": lambda target, draft: OnlineDrafter(draft, target=target, every=1, budget=1.0, tree="2x2"),

@@ -47,6 +47,7 @@ from foretoken.drafters.ngram_cache import NgramCacheDrafter
 from foretoken.drafters.online import OnlineDrafter
 from foretoken.drafters.pass_tokens import PassTokensDrafter
 from foretoken.drafters.prediction import PredictionDrafter
+from foretoken.drafters.quantized import QuantizedDrafter
 from foretoken.drafters.recycling import RecyclingDrafter
 from foretoken.drafters.retokenize import RetokenizeDrafter
 from foretoken.drafters.retrieval import RetrievalDrafter
@@ -62,6 +63,7 @@ from foretoken.drafters.vocabulary import Vocabulary
 from foretoken.models.base import LanguageModel
 from foretoken.models.features import FeatureModel
 from foretoken.models.parts import TargetParts
+from foretoken.models.second_weights import OwnWeightsModel, Scheme
 from foretoken.training.recipes import RECIPES
 from foretoken.trees.operations import first_nodes, from_paths
 from foretoken.verifiers.pairing import inner_rule
@@ -257,6 +259,31 @@ CASES: dict[str, list[Case]] = {
         Case("chain", lambda target, draft: LayerSkipDrafter(target, attention="1", k=3), network=True),
         Case("greedy-chain", lambda target, draft: LayerSkipDrafter(target, mlp="0", k=3, draw="greedy"), network=True),
         Case("wor-tree", lambda target, draft: LayerSkipDrafter(target, mlp="0-1", tree="2x2x1"), network=True),
+    ],
+    "quantized": [
+        *(
+            Case(label, lambda target, draft, o=options: QuantizedDrafter(target, "8", **o), network=True)  # type: ignore[misc]
+            for label, options in {
+                "chain": {"k": 3},
+                "greedy-chain": {"k": 3, "draw": "greedy"},
+                "iid-tree": {"tree": "3x2x1", "draw": "iid"},
+                "wor-tree": {"tree": "2x2x1"},
+            }.items()
+        ),
+        Case(
+            "cascade",
+            lambda target, draft: CascadeDrafter(
+                OwnWeightsModel(target, Scheme("8")), NgramDrafter(n=2, k=3), inner_rule, k=4
+            ),
+            network=True,
+        ),
+        Case(
+            "staged",
+            lambda target, draft: StagedDrafter(
+                OwnWeightsModel(target, Scheme("8")), NgramDrafter(n=2, k=3), inner_rule, k=3, width=2
+            ),
+            network=True,
+        ),
     ],
     "swift": [
         Case(

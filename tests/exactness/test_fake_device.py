@@ -19,8 +19,9 @@ from foretoken import registry
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.online import OnlineDrafter
+from foretoken.drafters.quantized import QuantizedDrafter
 from foretoken.engine.request import Request
-from foretoken.models.base import LanguageModel
+from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
 from foretoken.verifiers.base import Verifier
@@ -69,10 +70,10 @@ def texts(
 
 
 def cases() -> list[tuple[str, Case]]:
-    """All but what has been trained (which differs in its weights alone) and what trains while it drafts: gradients
-    are beyond the stand-in."""
-    found = [(name, case) for name, case in rows() if case.label != "trained" and name != "online"]
-    assert {name for name, _ in found} == CASES.keys() - {"online"}
+    """All but what has been trained (which differs in its weights alone), what trains while it drafts (gradients are
+    beyond the stand-in) and quantised weights, which are the CPU's."""
+    found = [(name, case) for name, case in rows() if case.label != "trained" and name not in ("online", "quantized")]
+    assert {name for name, _ in found} == CASES.keys() - {"online", "quantized"}
     untaught = Case("untaught", lambda target, draft: OnlineDrafter(draft, target=target, k=3, every=10**6))
     return [*found, ("online", untaught)]
 
@@ -85,6 +86,11 @@ each_case = pytest.mark.parametrize("case", [case for _, case in cases()], ids=[
 def test_every_drafter(case: Case, seeded: bool) -> None:
     wanted = texts("cpu", case.build, seeded=seeded)
     assert texts("cuda", case.build, seeded=seeded) == wanted
+
+
+def test_quantised_weights_are_refused(cuda: Device) -> None:
+    with pytest.raises(CapabilityError, match="on the cpu only, and the target's are on cuda"):
+        QuantizedDrafter(models("cuda")[0])
 
 
 @pytest.mark.parametrize("lean", [True, False])

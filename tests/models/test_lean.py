@@ -1,60 +1,28 @@
-"""The lean forward and packed weights equal their plain twins."""
+"""The lean forward equals the public one."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import PLAIN_ROPE, checkpoint, new_model, prompt_of
-from torch import Tensor, nn
+from forwards import TAPS, compare, outputs
+from torch import nn
+from torch.nn import functional as F
 
 import foretoken as ft
 from foretoken.models import lean as lean_module
-from foretoken.models.base import Feed, Rows
+from foretoken.models.base import Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.lean import build_lean
-from foretoken.models.packing import PackedLinear, Projection, can_pack, pack_linears
+from foretoken.models.lean_parts import RmsNorm
+from foretoken.models.packing import Packing, Projection
 
 FAMILIES = ["llama", "llama_gqa_tied", "mistral_sliding", "qwen2", "qwen2_sliding", "qwen3"]
 TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 0.1}
 """Root mean square difference of a row in standard deviations; a wrong mask or norm is off by one or more."""
-TAPS = ["layer:0", "layer:1", "layer:3", "last"]
-
-packs = pytest.mark.skipif(
-    not can_pack(torch.zeros(2, 2, dtype=torch.bfloat16)), reason="this CPU has no oneDNN bfloat16 matrix product"
-)
-
-
-def outputs(model: HuggingFaceModel) -> list[Rows]:
-    """Prefill, ragged trees, growth, a commit and a plain token: everything that a forward is asked."""
-    rng = random.Random(0)
-    a, b = model.open(), model.open()
-    model.prefill(a, prompt_of(21))
-    model.prefill(b, prompt_of(4, seed=1))
-    rows = model.forward(
-        [Feed(s, prompt_of(n, seed=n), [rng.randrange(-1, i) for i in range(n)]) for s, n in ((a, 7), (b, 3))], TAPS
-    )
-    rows += model.forward([Feed(b, [5, 6], [1, 3], wanted=1)], TAPS)
-    model.commit(b, [0])
-    rows += model.forward([Feed(b, [9]), Feed(a, [4, 4], [2, 2], wanted=0)], ["last"])
-    model.commit(a, [])
-    rows += model.forward([Feed(a, [8])])
-    for sequence in (b, a):
-        model.release(sequence)
-    return rows
-
-
-def compare(got: list[Rows], wanted: list[Rows], tolerance: float) -> None:
-    for mine, theirs in zip(got, wanted, strict=True):
-        assert mine.taps.keys() == theirs.taps.keys()
-        pairs = [(mine.logits, theirs.logits), *((mine.taps[k], theirs.taps[k]) for k in mine.taps)]
-        for left, right in pairs:
-            assert left.shape == right.shape
-            if len(left):
-                assert float((left - right).square().mean(-1).sqrt().max() / right.std()) < tolerance
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -95,13 +63,12 @@ def test_siblings_share_weights_and_nothing_else(lean: bool, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("gemma2", {}),
-        ("olmo2", {}),
         ("gpt2", {}),
-        ("mixtral", {}),
-        ("llama", {"hidden_act": "gelu"}),
+        ("deepseek_v3", {}),
+        ("gpt_oss", {}),
         ("llama", {"rope_parameters": {**PLAIN_ROPE, "rope_type": "dynamic", "factor": 2.0}}),
-        ("llama", {"rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}}),
+        ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0}),
+        ("gemma2", {"use_bidirectional_attention": True}),
     ],
     ids=str,
 )
@@ -113,7 +80,14 @@ def test_what_lean_does_not_cover_runs_publicly(name: str, changes: dict[str, An
 
 def test_static_rope_variants_are_covered() -> None:
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    for rope in ({"rope_type": "linear", "factor": 4.0}, {**llama3, "original_max_position_embeddings": 32}):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    half = {"partial_rotary_factor": 0.5}
+    for rope in (
+        {"rope_type": "linear", "factor": 4.0},
+        {**llama3, "original_max_position_embeddings": 32},
+        yarn,
+        half,
+    ):
         model = HuggingFaceModel(new_model("llama", rope_parameters={**PLAIN_ROPE, **rope}))
         assert model._lean is not None
         compare(outputs(model), outputs(HuggingFaceModel(model.model, lean=False)), 1e-4)
@@ -130,10 +104,10 @@ def test_a_lean_forward_with_other_numbers_is_refused(fault: str, monkeypatch: p
     model = new_model("qwen2")
     layer = model.model.layers[1]
     if fault == "activation":
-        layer.mlp.act_fn = nn.GELU()
+        layer.mlp.forward = lambda x: layer.mlp.down_proj(F.gelu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x))
     elif fault == "bias":
-        real = lean_module._fused
-        monkeypatch.setattr(lean_module, "_fused", lambda *a, **k: without_bias(real(*a, **k)))
+        real = Packing.projection
+        monkeypatch.setattr(Packing, "projection", lambda *a: without_bias(real(*a)))
     else:
         layer.input_layernorm.forward = lambda x: x
     for dtype in (torch.float32, torch.bfloat16):
@@ -144,6 +118,27 @@ def test_a_lean_forward_with_other_numbers_is_refused(fault: str, monkeypatch: p
 def without_bias(projection: Projection) -> Projection:
     projection.bias = None
     return projection
+
+
+@pytest.mark.parametrize("names", [("q_proj",), ("lm_head",)])
+def test_adapted_linear_layers_are_left_alone(names: tuple[str, ...]) -> None:
+    model = new_model("llama")
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if name in names:
+                setattr(parent, name, Adapted(child))
+    assert HuggingFaceModel(model)._lean is None
+
+
+class Adapted(nn.Linear):
+    """A linear layer that does more than it seems to."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.weight = linear.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
 
 
 @pytest.mark.parametrize(("lean", "rows"), [(True, 33), (False, 60)])
@@ -173,103 +168,12 @@ def test_generated_tokens_are_the_same() -> None:
         assert first.token_ids == second.token_ids
 
 
-# -- packed weights ----------------------------------------------------------------------------------------------------
-
-
-def random_projection(bias: bool, pack: bool, out: int = 96, inner: int = 64) -> Projection:
-    generator = torch.Generator().manual_seed(1)
-    weight = torch.randn(out, inner, generator=generator).bfloat16() / 8
-    offset = torch.randn(out, generator=generator).bfloat16() if bias else None
-    return Projection(weight, offset, pack=pack)
-
-
-def inputs(rows: int, width: int = 64, seed: int = 2) -> Tensor:
-    return torch.randn(64, width, generator=torch.Generator().manual_seed(seed)).bfloat16()[:rows]
-
-
-@packs
-@pytest.mark.parametrize("bias", [False, True])
-def test_packed_is_plain(bias: bool) -> None:
-    packed, plain = random_projection(bias, True), random_projection(bias, False)
-    assert packed.packed is not None
-    assert plain.packed is None
-    exact = plain.weight.double()
-    for rows in range(1, 65):
-        x, residual = inputs(rows), inputs(rows, 96, seed=3)
-        wanted = x.double() @ exact.T + (0.0 if plain.bias is None else plain.bias.double())
-        # One rounding to bfloat16 (8 bits), for the sum with the residual one more.
-        for result in (packed(x), plain(x)):
-            assert torch.allclose(result.double(), wanted, rtol=2**-7, atol=2**-7)
-        for result in (packed.plus(x, residual), plain.plus(x, residual)):
-            assert torch.allclose(result.double(), wanted + residual.double(), rtol=2**-6, atol=2**-5)
-        assert torch.equal(residual, inputs(rows, 96, seed=3)), "the residual was written to"
-
-
-SHAPES = [(96, 48), (64, 64), (97, 320), (320, 512), (300, 1024)]
-
-
-@packs
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_in_blocks_a_rows_bits_do_not_depend_on_the_other_rows(pack: bool, shape: tuple[int, int]) -> None:
-    """What ``exact="bitwise"`` rests on: 1 row or 64, first or last, the same bits."""
-    out, inner = shape
-    weight = torch.randn(out, inner, generator=torch.Generator().manual_seed(1)).bfloat16() / inner**0.5
-    projection = Projection(weight, None, pack=pack, blocks=True)
-    x, residual = inputs(64, inner), inputs(64, out, seed=3)
-    alone = torch.cat([projection(row[None]) for row in x])
-    sums = torch.cat([projection.plus(row[None], r[None]) for row, r in zip(x, residual, strict=True)])
-    for rows in range(1, 65):
-        assert torch.equal(projection(x[:rows]), alone[:rows]), f"{rows} rows"
-        assert torch.equal(projection(x[64 - rows :]), alone[64 - rows :]), f"the last {rows} rows"
-        assert torch.equal(projection.plus(x[:rows], residual[:rows]), sums[:rows])
-    assert torch.allclose(alone.double(), x.double() @ weight.double().T, rtol=2**-7, atol=2**-7)
-
-
-@packs
-def test_without_blocks_they_may() -> None:
-    """The control: on a CPU with AMX the kernel, and the order of its sums, depends on the number of rows."""
-    if not torch.cpu._is_amx_tile_supported():
-        pytest.skip("this CPU has no AMX, whose kernels are the known ones to differ")
-    differing = 0
-    for out, inner in SHAPES:
-        weight = torch.randn(out, inner, generator=torch.Generator().manual_seed(1)).bfloat16() / inner**0.5
-        x = torch.randn(640, inner, generator=torch.Generator().manual_seed(2)).bfloat16()
-        projection = Projection(weight, None)
-        alone = torch.cat([projection(row[None]) for row in x])
-        differing += int((torch.cat([projection(part) for part in x.split(64)]) != alone).any(-1).sum())
-    assert differing > 0
-
-
-@packs
-def test_packing_a_model_keeps_its_outputs() -> None:
-    plain, packed = (new_model("llama", tie_word_embeddings=True).bfloat16() for _ in range(2))
-    count = pack_linears(packed)
-    assert count == 3 * 7  # the head shares its weight with the embedding and stays
-    assert isinstance(packed.model.layers[0].mlp.down_proj, PackedLinear)
-    ids = torch.tensor([prompt_of(12)])
-    with torch.inference_mode():
-        wanted, got = plain(ids).logits, packed(ids).logits
-    assert float((wanted - got).square().mean().sqrt() / wanted.std()) < 0.05
-    assert HuggingFaceModel(packed)._lean is None
-
-
-def test_float32_is_not_packed() -> None:
-    weight = torch.randn(8, 4)
-    projection = Projection(weight, None)
-    assert projection.packed is None
-    x, residual = torch.randn(3, 4), torch.randn(3, 8)
-    assert torch.equal(projection(x), x @ weight.T)
-    assert torch.allclose(projection.plus(x, residual), residual + x @ weight.T)
-    assert pack_linears(nn.Sequential(nn.Linear(4, 4))) == 0
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_norm_is_the_models_own(dtype: torch.dtype) -> None:
     module = nn.RMSNorm(48, eps=1e-5).to(dtype)
     module.variance_epsilon = module.eps  # as Transformers calls it
     module.weight.data = torch.rand(48, generator=torch.Generator().manual_seed(0)).to(dtype)
-    own, plain = lean_module._Norm(module, blocks=False), lean_module._Norm(module, blocks=True)
+    own, plain = RmsNorm(module, Packing()), RmsNorm(module, Packing(blocks=True))
     assert own.own and not plain.own
     for scale in (0.0, 1e-4, 1.0, 1e4):
         x = scale * torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

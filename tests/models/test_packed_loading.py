@@ -7,39 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, OlmoConfig, OlmoForCausalLM
+from transformers import OlmoConfig, OlmoForCausalLM
 
 from foretoken.loading import load_model
 from foretoken.loading.draft_models import COMPILED_ROWS, build_draft_model
 from foretoken.models import packing
 from foretoken.models.base import Feed, Rows
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.packing import PackedLinear, can_pack
-from foretoken.models.parts import TargetParts
+from foretoken.models.layouts import usable_layouts
+from foretoken.models.packing import PackedLinear
 
 
-def test_loaded_bfloat16_model_is_packed(tmp_path: Path) -> None:
-    if not can_pack(torch.zeros(1, 1, dtype=torch.bfloat16)):
-        pytest.skip("this CPU has no packed bfloat16 products")
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-    )  # fmt: skip
-    plain = Gemma2ForCausalLM(config).to(torch.bfloat16).eval()
-    plain.save_pretrained(tmp_path)
-    model = load_model(tmp_path)
-    assert any(isinstance(m, PackedLinear) for m in model.model.modules())  # type: ignore[attr-defined]
-    sequence = model.open()
-    got = model.forward([Feed(sequence, [1, 2, 3, 4])])[0].logits.float()
-    wanted = plain(torch.tensor([[1, 2, 3, 4]])).logits[0].detach().float()
-    assert float((got - wanted).abs().max()) < 0.05 * float(wanted.std())
-
-
-def test_a_packed_head_serves_trained_drafters(tmp_path: Path) -> None:
-    """An own vocabulary projection that was packed still has its weight, for laws and for gradients."""
-    if not can_pack(torch.zeros(1, 1, dtype=torch.bfloat16)):
-        pytest.skip("this CPU has no packed bfloat16 products")
+def test_what_has_no_lean_forward_is_packed_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "fastest_layout", lambda dtype, shapes, names: names[-1])
+    if len(usable_layouts(torch.bfloat16)) == 1:
+        pytest.skip("this machine has the plain layout alone")
     torch.manual_seed(0)
     config = OlmoConfig(
         vocab_size=60, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -48,16 +30,12 @@ def test_a_packed_head_serves_trained_drafters(tmp_path: Path) -> None:
     plain = OlmoForCausalLM(config).to(torch.bfloat16).eval()
     plain.save_pretrained(tmp_path)
     model = load_model(tmp_path)
-    parts = TargetParts(model)
-    assert isinstance(parts.head, PackedLinear)
-    assert torch.equal(parts.head.weight, plain.lm_head.weight)
-    hidden = torch.randn(3, 32, requires_grad=True)
-    logits = parts.logits(hidden)
-    assert torch.allclose(logits, hidden @ plain.lm_head.weight.float().T, atol=1e-5)
-    logits.sum().backward()
-    assert hidden.grad is not None
-    drafts = parts.draft_logits(hidden.detach())
-    assert float((drafts - logits).detach().abs().max()) < 0.05 * float(logits.detach().std())
+    assert isinstance(model, HuggingFaceModel) and not model.is_lean
+    assert any(isinstance(m, PackedLinear) for m in model.model.modules())
+    sequence = model.open()
+    got = model.forward([Feed(sequence, [1, 2, 3, 4])])[0].logits.float()
+    wanted = plain(torch.tensor([[1, 2, 3, 4]])).logits[0].detach().float()
+    assert float((got - wanted).abs().max()) < 0.05 * float(wanted.std())
 
 
 @pytest.mark.parametrize(("dtype", "fast"), [("bfloat16", True), ("bfloat16", False), ("float32", True)])
@@ -69,7 +47,7 @@ def test_products_of_a_packed_draft_model_are_compiled_when_it_is_loaded(
     Where the CPU has no products of bfloat16 of its own, the draft model is a float32 one.
     """
     monkeypatch.setattr(packing, "has_bfloat16", lambda: fast)
-    if dtype == "bfloat16" and not can_pack(torch.zeros(1, 1, dtype=torch.bfloat16)):
+    if dtype == "bfloat16" and "onednn" not in usable_layouts(torch.bfloat16):
         pytest.skip("this CPU has no packed bfloat16 products")
     target = load_model("builtin", dtype=dtype)
     rows: list[int] = []

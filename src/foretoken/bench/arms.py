@@ -122,16 +122,10 @@ def unpacked(model: Any) -> Any:
     """The same network with plain ``Linear`` layers, as Transformers runs it; everything that is plain is shared."""
     import copy
 
-    from torch import nn
-
-    from foretoken.models.packing import PackedLinear
+    from foretoken.models.packing import PackedLinear, plain_linear
 
     if isinstance(model, PackedLinear):
-        plain = nn.Linear(model.in_features, model.out_features, bias=model.bias is not None, device="meta")
-        plain.weight = nn.Parameter(model.weight, requires_grad=False)
-        if model.bias is not None:
-            plain.bias = nn.Parameter(model.bias, requires_grad=False)
-        return plain
+        return plain_linear(model)
     if not any(isinstance(module, PackedLinear) for module in model.modules()):
         return model
     twin = copy.copy(model)

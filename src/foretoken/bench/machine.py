@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foretoken.models.base import Feed, LanguageModel
-from foretoken.models.packing import Projection
+from foretoken.models.packing import Projection, shapes_of
+from foretoken.models.product_costs import known_times
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
@@ -88,22 +89,41 @@ def _time_ms(run: Callable[[], Any]) -> float:
 
 @torch.inference_mode()
 def dtype_costs(width: int, device: Any, repeat: int = 30) -> list[dict[str, Any]]:
-    """Milliseconds of [1, width] x [width, width] products per dtype, and of ``ROWS`` such rows at once; ``None`` where
-    the device cannot."""
+    """Milliseconds of [1, width] x [width, width] products per dtype, in the layout that is fastest for it, and of
+    ``ROWS`` such rows at once; ``None`` where the device cannot."""
     table: list[dict[str, Any]] = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         costs: list[float | None] = []
         for rows in (1, ROWS):
+            layout = None
             try:
                 x = torch.randn(rows, width, device=device).to(dtype)
                 product = Projection(torch.randn(width, width, device=device).to(dtype), None)
+                layout = product.layout.name
                 costs.append(median_ms(lambda x=x, product=product: product(x), repeat))  # type: ignore[misc]
             except (RuntimeError, TypeError):
                 costs.append(None)
         one, several = costs
         name = str(dtype).removeprefix("torch.")
-        table.append({"dtype": name, "supported": one is not None, "linear_ms": one, "linear_rows_ms": several})
+        table.append(
+            {
+                "dtype": name,
+                "supported": one is not None,
+                "layout": layout,
+                "linear_ms": one,
+                "linear_rows_ms": several,
+            }
+        )
     return table
+
+
+def layout_costs(target: LanguageModel) -> list[dict[str, Any]]:
+    """What was measured of the target's matrices in every layout, in microseconds by number of rows."""
+    model, dtype = getattr(target, "model", None), getattr(target, "dtype", None)
+    if not isinstance(model, torch.nn.Module) or dtype is None:
+        return []
+    known = known_times(dtype, shapes_of(model))
+    return [{"product": key, **{f"rows_{n}_us": 1e6 * s for n, s in times.items()}} for key, times in known.items()]
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def _run(
     device = None if common.device == "auto" else common.device
     dtype = None if common.dtype == "auto" else common.dtype
     shared = Shared(
-        load_model(common.target, dtype=dtype, device=common.device, inflate=inflate),
+        load_model(common.target, dtype=dtype, device=common.device, inflate=inflate, quantize=common.quantize),
         common.target,
         load_tokenizer(common.target),
         common.verifier,

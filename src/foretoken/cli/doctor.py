@@ -57,6 +57,7 @@ def _measure(common: Common, repeat: int) -> dict[str, Any]:
         stage("dtypes")
         width = getattr(getattr(target, "config", None), "hidden_size", 0) or 512
         report["dtypes"] = machine.dtype_costs(width, getattr(target, "device", "cpu"))
+        report["layouts"] = machine.layout_costs(target)
         stage("scoring 1 to 64 tokens")
         report["scoring"] = machine.scoring_costs(target, repeat)
         stage("drafting")
@@ -71,13 +72,18 @@ def _measure(common: Common, repeat: int) -> dict[str, Any]:
 
 def _about(source: str, target: Any) -> dict[str, Any]:
     from foretoken.bench.inflate import target_name
+    from foretoken.models.packing import num_parameters
 
     model = getattr(target, "model", None)
-    parameters = sum(p.numel() for p in model.parameters()) if model is not None else None
+    packing = getattr(target, "packing", None)
     return {
         "source": target_name(target, source),
-        "parameters": parameters,
+        "parameters": num_parameters(model) if model is not None else None,
+        "weight_bytes": target.weight_bytes,
         "dtype": str(getattr(target, "dtype", "")).removeprefix("torch."),
+        "computes_in": str(getattr(target, "run_dtype", getattr(target, "dtype", ""))).removeprefix("torch."),
+        "layout": packing.layout if packing is not None else "plain",
+        "lean": bool(getattr(target, "is_lean", False)),
         "device": str(getattr(target, "device", "cpu")),
         "context": target.context_length,
         "trees": target.capabilities.tree_mask,
@@ -95,6 +101,15 @@ def _print(report: dict[str, Any]) -> None:
     for row in report["scoring"]:
         table.add_row(str(row["tokens"]), f"{row['median_ms']:.2f}", f"{row['ratio']:.2f}")
     console.print(table)
+    if report["layouts"]:
+        table = Table(title="products x W^T in each layout, us", title_justify="left", title_style="bold")
+        table.add_column("weight")
+        rows = [key for key in report["layouts"][0] if key != "product"]
+        for key in rows:
+            table.add_column(key.removesuffix("_us").replace("rows_", "") + " rows", justify="right")
+        for row in report["layouts"]:
+            table.add_row(row["product"], *(f"{row[key]:.0f}" for key in rows))
+        console.print(table)
     table = Table(title="threads", title_justify="left", title_style="bold")
     for name in ("threads", "1 token, ms", "16 tokens, ms"):
         table.add_column(name, justify="right")
@@ -126,6 +141,8 @@ def _print_facts(console: Console, report: dict[str, Any]) -> None:
         "threads": f"{threads['torch_threads']} in use{load}; {variables}",
         "target": f"{target['source']}{size}, {target['dtype']} on {target['device']}, context {target['context']}, "
         + ("takes trees" if target["trees"] else "takes no trees"),
+        "weights": f"{target['weight_bytes'] / 1e6:.0f} MB, layout {target['layout']}, computes in "
+        f"{target['computes_in']} on the {'lean' if target['lean'] else 'public'} forward",
         "1-row product": _by_dtype(report, "linear_ms"),
         "16-row product": _by_dtype(report, "linear_rows_ms"),
     }
@@ -135,6 +152,8 @@ def _print_facts(console: Console, report: dict[str, Any]) -> None:
 
 def _by_dtype(report: dict[str, Any], key: str) -> str:
     return ", ".join(
-        f"{row['dtype']} {row[key] * 1000:.0f} us" if row[key] is not None else f"{row['dtype']} not supported"
+        f"{row['dtype']} ({row['layout']}) {row[key] * 1000:.0f} us"
+        if row[key] is not None
+        else f"{row['dtype']} not supported"
         for row in report["dtypes"]
     )

@@ -51,6 +51,9 @@ class Common:
     inflate: Annotated[
         str | None, typer.Option(help="For measuring: the target's outputs at the cost of 300m, 1b, 3b, 7b parameters.")
     ] = None
+    quantize: Annotated[
+        str | None, typer.Option(help="Quantise the target's weights on the cpu: int8 or int4. It is then another one.")
+    ] = None
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0
@@ -106,6 +109,7 @@ class Common:
             allow_lossy=self.allow_lossy,
             profile=self.profile,
             inflate=self.inflate,
+            quantize=self.quantize,
         )
         self._tell_inflated(llm.target)
         return llm
@@ -123,6 +127,7 @@ class Common:
             dtype=None if self.dtype == "auto" else self.dtype,
             device=self.device,
             inflate=self.inflate,
+            quantize=self.quantize,
         )
         self._tell_inflated(target)
         return target

@@ -50,7 +50,7 @@ def load_target(target: str, device: str | None = None) -> tuple[LanguageModel, 
     """
     from foretoken.loading import load_model, load_tokenizer
 
-    model, tokenizer = load_model(target, device=device), load_tokenizer(target)
+    model, tokenizer = load_model(target, device=device, pack=False), load_tokenizer(target)
     if tokenizer is None:
         raise ValueError(f"{target} has no tokenizer beside it: training text must be encoded with the target's own")
     return model, tokenizer

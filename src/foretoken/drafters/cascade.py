@@ -145,16 +145,18 @@ class CascadeDrafter(Drafter):
         device: Any,
         inner: str = "ngram",
         late: str = "",
+        quantize: str = "",
         **options: Any,
     ) -> Self:
-        """From a spec ``cascade[:PATH][,inner=SPEC]``: load the draft model and what guesses for it.
+        """From a spec ``cascade[:PATH][,inner=SPEC]``: load the draft model (``quantize`` as for ``model``) and what
+        guesses for it.
 
         Raises:
             ValueError: no path where there is no built-in draft, another tokenizer, or a wrong nested spec.
         """
         from foretoken.loading import build_draft_model, build_nested_drafter, inner_rule
 
-        model = build_draft_model(path, target, target_source, tokenizer, device, cls.name)
+        model = build_draft_model(path, target, target_source, tokenizer, device, cls.name, quantize=quantize or None)
         # Inner drafters speak the target's vocabulary, and no draft model is built in for a draft model.
         parts = {"target_source": "", "tokenizer": tokenizer, "device": device}
         if late:

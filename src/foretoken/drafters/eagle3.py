@@ -99,6 +99,6 @@ def draft_projection(net: Eagle3Net, parts: TargetParts) -> Callable[[Tensor], T
     weight, bias = target_rows(net, parts) if net.lm_head is None else (net.lm_head.weight.detach(), None)
     half = weight.to(torch.bfloat16)
     weight = half if pays_packed(half) else weight
-    packed = Projection(weight, None if bias is None else bias.to(weight.dtype))
+    packed = Projection(weight, bias)
     behind = parts.behind if net.lm_head is None else lambda logits: logits
-    return lambda states: behind(packed(states.to(weight.dtype)).float())
+    return lambda states: behind(packed(states).float())

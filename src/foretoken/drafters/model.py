@@ -122,12 +122,21 @@ class ModelDrafter(Drafter):
 
     @classmethod
     def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
+        cls,
+        path: str | None,
+        *,
+        target: LanguageModel,
+        target_source: Any,
+        tokenizer: Any,
+        device: Any,
+        quantize: str = "",
+        **options: Any,
     ) -> ModelDrafter:
-        """From a spec ``model[:PATH]``: load the draft model and check that it fits the target."""
+        """From a spec ``model[:PATH][,quantize=int8|int4]``: load the draft model and check that it fits the target."""
         from foretoken.loading import build_draft_model
 
-        return cls(build_draft_model(path, target, target_source, tokenizer, device), target=target, **options)
+        draft = build_draft_model(path, target, target_source, tokenizer, device, quantize=quantize or None)
+        return cls(draft, target=target, **options)
 
     @property
     def kind(self) -> Kind:

@@ -11,6 +11,7 @@ from foretoken.loading.checkpoints import BUILTIN, is_builtin, resolve
 from foretoken.loading.models import load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.models.base import Feed, LanguageModel
+from foretoken.models.graphs import follow
 from foretoken.models.packing import pays_packed
 
 COMPILED_ROWS = 32
@@ -26,11 +27,12 @@ def build_draft_model(
     device: Any,
     drafter: str = "model",
     packed: bool = True,
+    quantize: str | None = None,
 ) -> LanguageModel:
     """The draft model of a ``model:PATH`` spec (or of another ``drafter`` with one), checked against the target.
 
     It is loaded on ``device``, or on the target's where that is ``None``.  Unless it is ``packed``, its weights stay
-    where they can be trained.
+    where they can be trained.  ``quantize`` as in :func:`~foretoken.loading.models.load_model`.
 
     Raises:
         ValueError: no path and no built-in draft for this target, or another tokenizer.
@@ -40,7 +42,7 @@ def build_draft_model(
             f"drafter {drafter!r} needs a path for this target: {drafter}:PATH (a draft LM of the same tokenizer)"
         )
     path = BUILTIN if path is None else path
-    draft = _load_draft_model(path, target, device, packed)
+    draft = _load_draft_model(path, target, device, packed, quantize)
     check_vocabularies(target, draft, path)
     if tokenizer is not None and path != BUILTIN:
         check_same_tokenizer(tokenizer, load_tokenizer(path), path)
@@ -71,7 +73,9 @@ def build_foreign_draft_model(
     return draft, own
 
 
-def _load_draft_model(path: str, target: LanguageModel, device: Any, packed: bool = True) -> LanguageModel:
+def _load_draft_model(
+    path: str, target: LanguageModel, device: Any, packed: bool = True, quantize: str | None = None
+) -> LanguageModel:
     # A draft model's law may be anything: on a CPU small ones are fastest in bfloat16 where it has products of that and
     # they can be packed, and in float32 elsewhere (docs/log.md).  A few bits of packed ones depend on the batch, so
     # that only a target that is like that itself gets one.
@@ -86,10 +90,11 @@ def _load_draft_model(path: str, target: LanguageModel, device: Any, packed: boo
         dtype=("bfloat16" if half else "float32") if small else None,
         device=device,
         exact="approximate" if small or not packed else "distribution",
+        quantize=quantize,
     )
     if small and half:
         _compile(draft)
-    return draft
+    return follow(draft, target) if packed else draft
 
 
 def _compile(draft: LanguageModel) -> None:

@@ -9,14 +9,14 @@ import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, resolve
+from foretoken.loading.memory import moved
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
-from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.inflated import InflatedModel
 from foretoken.models.inflation import inflate as inflate_network
-from foretoken.models.inflation import parse_size, shape_for
-from foretoken.models.lean import MAX_PARAMETERS
-from foretoken.models.packing import pack_linears
+from foretoken.models.inflation import shape_for
+from foretoken.models.packing import check_packable
+from foretoken.models.quantised_linear import quantise_linears
 
 DTYPES = {
     "float32": torch.float32,
@@ -35,26 +35,43 @@ def load_model(
     exact: str = "distribution",
     lean: bool = True,
     inflate: str | int | None = None,
+    pack: bool | str = "auto",
+    quantize: str | None = None,
 ) -> LanguageModel:
     """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
 
     A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  ``inflate``
     (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
     :mod:`foretoken.models.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps and cpu
-    that there is; ``None``: the cpu); a model that is handed in stays where it is.
+    that there is; ``None``: the cpu); a model that is handed in stays where it is.  ``pack`` says whether linear layers
+    may be laid out anew, in place, where this machine then multiplies them faster: by default those of models that are
+    loaded here (but of ``"approximate"`` ones, which may be trained or written), ``True`` also those of a model that is
+    handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``) replaces the weights of what is loaded by
+    quantised ones, see :mod:`foretoken.models.quantised_linear`.
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
-        ValueError: unknown dtype, no such device, or a model that cannot be inflated to that size.
+        ValueError: unknown dtype, no such device, a model that cannot be inflated to that size, or ``pack=True`` or
+            ``quantize`` for one that cannot be packed or quantised.
     """
+    if pack not in ("auto", True, False):
+        raise ValueError(f"pack must be 'auto', True or False, not {pack!r}")
+    ours = pack is True or (pack == "auto" and exact != "approximate")
+    if quantize is not None and inflate is None and not isinstance(source, str | Path):
+        raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")
     if inflate is not None:
-        return _load_inflated(source, inflate, role, dtype, device, exact, lean)
+        return _load_inflated(source, inflate, role, dtype, device, exact, lean, ours, quantize)
     if isinstance(source, LanguageModel):
+        if pack is True:
+            raise ValueError(f"pack=True is for checkpoints and Transformers models, not {type(source).__name__}")
         return source
-    if not isinstance(source, str | Path):
-        return wrap(source, exact=exact, lean=lean)
-    model = wrap(_load_network(source, role, dtype, device), exact=exact, lean=lean)
-    return _packed(model)
+    given = not isinstance(source, str | Path)
+    network = source if given else _load_network(source, role, dtype, device)
+    if pack is True:
+        check_packable(network)
+    if quantize is not None:
+        quantise_linears(network, quantize, wide=exact != "bitwise")
+    return wrap(network, exact=exact, lean=lean, in_place=ours and (not given or pack is True))
 
 
 def _load_inflated(
@@ -65,22 +82,18 @@ def _load_inflated(
     device: str | torch.device | None,
     exact: str,
     lean: bool,
+    in_place: bool,
+    quantize: str | None,
 ) -> LanguageModel:
-    """A model that is inflated in memory; what is packed is packed layer by layer."""
+    """A model that is inflated in memory."""
     if isinstance(source, LanguageModel):
         raise ValueError(f"only a checkpoint or a Transformers model can be inflated, not {type(source).__name__}")
-    wanted = parse_size(size)
     small = _load_network(source, role, dtype, device) if isinstance(source, str | Path) else source
-    shape = shape_for(small.config.get_text_config(), wanted)
-    big = inflate_network(small, shape, packed=exact == "distribution" and wanted > MAX_PARAMETERS)
-    return _packed(InflatedModel(big, small, shape, exact=exact, lean=lean))
-
-
-def _packed(model: LanguageModel) -> LanguageModel:
-    """Pack a model's layers where that is faster: they are ours to change, the model was just loaded."""
-    if isinstance(model, HuggingFaceModel) and not model.is_lean and model.exact == "distribution":
-        pack_linears(model.model)
-    return model
+    shape = shape_for(small.config.get_text_config(), size)
+    big = inflate_network(small, shape)
+    if quantize is not None:
+        quantise_linears(big, quantize, wide=exact != "bitwise")
+    return InflatedModel(big, small, shape, exact=exact, lean=lean, in_place=in_place)
 
 
 def _load_network(
@@ -142,7 +155,7 @@ def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.d
         raise LoadError(
             f"{path} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
         )
-    return model.to(device) if device is not None else model
+    return moved(model, device, path)
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

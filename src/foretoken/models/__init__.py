@@ -7,17 +7,27 @@ from typing import Any
 from foretoken.models.base import LanguageModel
 
 
-def wrap(model: Any, *, exact: str = "distribution", lean: bool = True) -> LanguageModel:
+def wrap(model: Any, *, exact: str = "distribution", lean: bool = True, in_place: bool = False) -> LanguageModel:
     """A ``PreTrainedModel`` (or a :class:`LanguageModel`, returned as it is) as a language model.
 
-    Models that cannot take trees get :class:`~foretoken.models.sequential.SequentialModel`.
+    Models that cannot take trees get :class:`~foretoken.models.sequential.SequentialModel`, or
+    :class:`~foretoken.models.stateful.StatefulModel` where they have recurrent layers whose state survives a trial.
+    ``in_place`` lets linear layers be packed (see :class:`~foretoken.models.huggingface.HuggingFaceModel`).
     """
     if isinstance(model, LanguageModel):
         return model
+    from foretoken.models.base import CapabilityError
     from foretoken.models.capabilities import detect
     from foretoken.models.huggingface import HuggingFaceModel
     from foretoken.models.sequential import SequentialModel
+    from foretoken.models.stateful import StatefulModel
 
-    if detect(model).tree_mask:
-        return HuggingFaceModel(model, exact=exact, lean=lean)
-    return SequentialModel(model)
+    capabilities = detect(model)
+    if capabilities.tree_mask:
+        return HuggingFaceModel(model, exact=exact, lean=lean, in_place=in_place)
+    if capabilities.rollback:
+        return SequentialModel(model)
+    try:
+        return StatefulModel(model)
+    except CapabilityError as error:
+        return SequentialModel(model, str(error))

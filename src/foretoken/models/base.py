@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from foretoken.models.packing import weight_bytes
+
 if TYPE_CHECKING:
     from foretoken.models.layers import LayerPlan
 
@@ -163,7 +165,7 @@ class LanguageModel(ABC):
     def weight_bytes(self) -> int:
         """Memory that the weights take; 0 for a model without any."""
         module = getattr(self, "model", None)
-        return sum(p.nbytes for p in module.parameters()) if isinstance(module, nn.Module) else 0
+        return weight_bytes(module) if isinstance(module, nn.Module) else 0
 
     @abstractmethod
     def open(self) -> SequenceState:

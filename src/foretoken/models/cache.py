@@ -1,9 +1,9 @@
 """The KV cache: preallocated rows, written in place, one path kept on commit.
 
-The only file of the library that knows Transformers' cache API.  Every layer keeps keys [B, H, S, Dk] and values
-[B, H, S, Dv]; a sequence owns one row; slot ``s`` of a row holds the token at position ``s`` for committed tokens, and
-scratch nodes follow in the order in which they were fed.  Positions were given by depth, so that a commit only moves
-rows: rotary embeddings are already right.
+Beside :mod:`foretoken.models.state_cache` the only file that knows Transformers' cache API.  Every layer keeps keys
+[B, H, S, Dk] and values [B, H, S, Dv]; a sequence owns one row; slot ``s`` of a row holds the token at position ``s``
+for committed tokens, and scratch nodes follow in the order in which they were fed.  Positions were given by depth, so
+that a commit only moves rows: rotary embeddings are already right.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class TreeCache(Cache):
         else:
             if self._rows.device != new.device:
                 self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
-            buffer[self._rows, :, self._slots] = new.transpose(1, 2)
-        return view[:, :, : self._used]
+            buffer[self._rows, :, self._slots] = new.transpose(1, 2).to(buffer.dtype)
+        return view[:, :, : self._used].to(new.dtype)  # a copy only for who computes in another dtype than wrote
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
         """The buffer of a layer, made for tensors ``like`` [..., H, n, D] when there is none."""
@@ -136,6 +136,10 @@ class TreeCache(Cache):
             for buffer in store:
                 if buffer is not None:
                     buffer[target, :, :slots] = buffer[source, :, :slots]
+
+    def clear(self) -> None:
+        """Drop all buffers: the next forward makes new ones, in its own dtype."""
+        self.keys, self.values = [None] * self.num_layers, [None] * self.num_layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Where the next forward writes (models that are given position ids do not depend on it)."""

@@ -22,7 +22,8 @@ def detect(model: Any) -> Capabilities:
         reason = f"{config.model_type} has conv layers, which mix neighbouring slots, so that no path can branch off"
         return Capabilities(False, False, True, True, False, dict.fromkeys(("tree_mask", "keep_path"), reason))
     if recurrent:
-        reason = f"{config.model_type} has {recurrent} layers, whose state cannot be rolled back or branched"
+        # Whether its end can be dropped again a trial says (foretoken.models.stateful).
+        reason = f"{config.model_type} has {recurrent} layers, whose state cannot be branched"
         return Capabilities(
             False, False, False, True, False, dict.fromkeys(("tree_mask", "keep_path", "rollback"), reason)
         )

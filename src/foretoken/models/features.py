@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
+from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
 from foretoken.models.layers import WHOLE
+from foretoken.models.lean_heads import HeadRun, LeanHead
 from foretoken.models.masks import LayerMask
 from foretoken.models.parts import TargetParts
 
@@ -49,6 +50,7 @@ class FeatureModel(HuggingFaceModel):
         self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
         self._sequences = []
         self._lean = self  # the one way to run it
+        self.head = LeanHead.of(self.model)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
@@ -72,14 +74,15 @@ class FeatureModel(HuggingFaceModel):
 
     def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
-        (b, width), first = call.ids.shape, call.first
-
-        def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            return self.cache.update(key, value, 0)
-
-        output = self.model(self.parts.embedding(call.ids).float(), call.states, call.positions, call.masks[""], keep)
-        kept = self.model.head_state(output[:, first:]).flatten(0, 1)
-        logits = (
-            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
-        )
-        return call.taken(logits), {"state": output}
+        if self.head is None:
+            raise CapabilityError(f"{type(self.model).__name__} has no decoder layer that a FeatureModel can run")
+        run = HeadRun(self.head, call, self.cache)
+        places = run.places
+        embeddings = self.parts.embedding(places.taken(call.ids)).float()
+        output = self.model(embeddings, places.taken(call.states), run.positions, None, run)  # type: ignore[arg-type]
+        kept, spans = places.wanted(output, call.wanted)
+        if len(kept):
+            logits = self.project(self.model.head_state(kept))
+        else:
+            logits = kept.new_zeros(0, self.vocab_size)
+        return [logits[start:end] for start, end in spans], {"state": places.padded(output)}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from foretoken.models.clock import now
 from foretoken.models.extra import check_rows, embedding_rows
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
 from foretoken.models.masks import RowPlan, additive_mask
-from foretoken.models.packing import BlockedProducts
+from foretoken.models.packing import BlockedProducts, Packing, pack_linears, unpack_linears
 from foretoken.models.taps import check_taps, decoder_layers, recording
 from foretoken.models.traits import attention_configs, eos_ids, layer_masks
 
@@ -32,6 +33,13 @@ SCRATCH_ROOM = 512
 """Slots beyond the context for scratch nodes."""
 
 
+class SecondWeights(Protocol):
+    """A network of the model's shape whose weights are others, see :meth:`HuggingFaceModel.add_weights`."""
+
+    def run(self, owner: HuggingFaceModel, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Logits [n, V] per feed and taps, with the keys and values in the cache of ``owner``."""
+
+
 class HuggingFaceModel(LanguageModel):
     """Runs a ``PreTrainedModel`` over committed prefixes plus scratch trees.
 
@@ -42,15 +50,23 @@ class HuggingFaceModel(LanguageModel):
         exact: ``"distribution"`` (any kernel) or ``"bitwise"`` (attention sums in float64 and matrix products on a
             constant number of rows, so that a bfloat16 target gives the same tokens with and without speculation), or
             ``"approximate"`` (cheaper arithmetic for a draft model, whose law may be anything).
-        lean: run Llama-like models on a forward with few Python calls, after checking it against the public one.
+        lean: run models of known families on a forward with few Python calls, after checking it against the public one.
+        in_place: the model is ours to change: projections take the place of its linear layers where this machine
+            multiplies them faster in another layout (:meth:`unpack` takes that back).  Otherwise the lean forward has
+            copies of the weights, and large models are not run on it.
 
     Raises:
         CapabilityError: the model cannot take trees (use :func:`foretoken.models.wrap`, which falls back).
     """
 
     _extra: tuple[Tensor, ...] = ()
+    _second: Mapping[str, SecondWeights] = MappingProxyType({})
+    graphs: Any = None
+    """What runs forwards as CUDA graphs (:mod:`foretoken.models.graphs`), if anything does."""
+    graphs_off: str = "not asked for"
+    """Why nothing does; empty where it does."""
 
-    def __init__(self, model: Any, *, exact: str = "distribution", lean: bool = True) -> None:
+    def __init__(self, model: Any, *, exact: str = "distribution", lean: bool = True, in_place: bool = False) -> None:
         if exact not in ("distribution", "bitwise", "approximate"):
             raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
         self.model = model.eval()
@@ -74,15 +90,38 @@ class HuggingFaceModel(LanguageModel):
         self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
         self._sequences: list[SequenceState] = []
         self._lean: Any = None
+        self.packing = Packing.of(model, self.dtype, self.device, exact == "bitwise", in_place)
         if lean:
             from foretoken.models.lean import build_lean
 
             self._lean = build_lean(self)
+        if in_place and not self.is_lean and exact != "bitwise":
+            pack_linears(model, self.packing)
 
     @property
     def is_lean(self) -> bool:
         """Whether forwards run on the lean twin instead of the public one."""
         return self._lean is not None
+
+    @property
+    def run_dtype(self) -> torch.dtype:
+        """What hidden states, keys and values are computed in: the dtype of the model, but float32 on a lean forward
+        whose 16-bit weights are multiplied with float32 activations."""
+        dtype: torch.dtype = self.dtype if self._lean is None else self._lean.dtype
+        return dtype
+
+    def unpack(self) -> None:
+        """Give the model its plain linear layers back, with the same weights; forwards are the public ones from now on.
+
+        Raises:
+            ValueError: sequences are open, whose keys and values another arithmetic made.
+        """
+        if self._sequences:
+            raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
+        unpack_linears(self.model)
+        self._lean, self._second = None, {}
+        self.graphs, self.graphs_off = None, "the model was unpacked"
+        self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
 
     def extra_embeddings(self, rows: Tensor) -> int:
         """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
@@ -102,6 +141,12 @@ class HuggingFaceModel(LanguageModel):
     def extra_rows(self) -> Tensor | None:
         """[K, D] what ids from ``vocab_size`` on are embedded as; ``None`` as long as there are none."""
         return torch.cat(self._extra) if self._extra else None
+
+    def add_weights(self, name: str, make: Callable[[HuggingFaceModel], SecondWeights]) -> SecondWeights:
+        """A second set of weights that :meth:`forward_part` can run by this name; made where it is not there yet."""
+        if name not in self._second:
+            self._second = {**self._second, name: make(self)}
+        return self._second[name]
 
     def take_weights(self, source: torch.nn.Module) -> None:
         """Copy the weights of ``source``, a network of the same shape, over the present ones.
@@ -129,6 +174,7 @@ class HuggingFaceModel(LanguageModel):
     def _separate(self, cache: TreeCache) -> None:
         """A shallow copy of another model gets a cache, sequences and counts of its own."""
         self.cache, self._sequences = cache, []
+        self.graphs, self.graphs_off = None, "this copy of a model has a cache of its own"
         self.run_s, self.run_rows, self.num_layer_runs = 0.0, 0, 0.0
         if self._lean is not None:
             self._lean = copy.copy(self._lean)
@@ -225,6 +271,8 @@ class HuggingFaceModel(LanguageModel):
             CapabilityError: a skipped sublayer is no module of its own.
         """
         self._check(feeds, taps)
+        if plan.weights and plan.weights not in self._second:
+            raise ValueError(f"this model has no second weights {plan.weights!r}: add them first")
         if plan not in self._checked_plans:  # a draft runs the same plan at every step
             plan.check(self.num_layers)
             check_sublayers(self.model, plan)
@@ -288,6 +336,10 @@ class HuggingFaceModel(LanguageModel):
 
         ``inputs`` are, per feed, the hidden states [D] of its nodes at layer ``plan.start``.
         """
+        if self.graphs is not None and self.graphs.owner is self and plan.is_whole and not inputs:
+            fixed: list[Rows] | None = self.graphs.score(feeds, places, taps)
+            if fixed is not None:
+                return fixed
         by_row = {feed.sequence.row: place for feed, place in zip(feeds, places, strict=True)}
         low, high = min(by_row), max(by_row) + 1
         width = max(place.new for place in places)
@@ -297,7 +349,7 @@ class HuggingFaceModel(LanguageModel):
         self.cache.plan(low, high, starts, width, used)
         ids, positions = self._inputs(rows, low, feeds, width)
         masks: dict[str, Tensor | None] = {
-            name: additive_mask(rows, layer, width, used, self.dtype, self.device)
+            name: additive_mask(rows, layer, width, used, self.run_dtype, self.device)
             for name, layer in self.layer_masks.items()
         }
         wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
@@ -352,7 +404,7 @@ class HuggingFaceModel(LanguageModel):
     def _padded(self, inputs: Sequence[Sequence[Tensor]], feeds: Sequence[Feed], low: int, ids: Tensor) -> Tensor:
         """Hidden states [b, width, D] of the fed nodes, zero elsewhere."""
         size = next(len(state) for states in inputs for state in states)
-        padded = torch.zeros((*ids.shape, size), dtype=self.dtype, device=self.device)
+        padded = torch.zeros((*ids.shape, size), dtype=self.run_dtype, device=self.device)
         for feed, states in zip(feeds, inputs, strict=True):
             rows = states if isinstance(states, Tensor) else torch.stack(list(states))
             padded[feed.sequence.row - low, : len(rows)] = rows
@@ -360,6 +412,8 @@ class HuggingFaceModel(LanguageModel):
 
     def _run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and taps on the lean forward, or on the public one where there is none."""
+        if call.plan.weights:
+            return self._second[call.plan.weights].run(self, call)
         run = self._lean.run if self._lean is not None else self._run_public
         return run(call)
 

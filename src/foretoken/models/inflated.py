@@ -24,11 +24,20 @@ class InflatedModel(HuggingFaceModel):
         model: what :func:`foretoken.models.inflation.inflate` made.
         small: the model that it was made from.
         shape: what it grew to.
-        exact, lean: as for :class:`HuggingFaceModel`.
+        exact, lean, in_place: as for :class:`HuggingFaceModel`.
     """
 
-    def __init__(self, model: Any, small: Any, shape: Shape, *, exact: str = "distribution", lean: bool = True) -> None:
-        super().__init__(model, exact=exact, lean=lean)
+    def __init__(
+        self,
+        model: Any,
+        small: Any,
+        shape: Shape,
+        *,
+        exact: str = "distribution",
+        lean: bool = True,
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(model, exact=exact, lean=lean, in_place=in_place)
         self.small, self.shape = small.eval(), shape
         self.num_layers = int(small.config.get_text_config().num_hidden_layers)
         self._ends = layer_ends(self.num_layers, shape.layers)

@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.models.packing import pack_linears
-
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 SIZES = ("300m", "1b", "3b", "7b")
 """Sizes that are written about; any other number of parameters works too."""
@@ -155,7 +153,6 @@ def inflate(
     size: str | int | Shape,
     seed: int = 0,
     *,
-    packed: bool = False,
     on_layer: Callable[[int, int], None] = lambda done, layers: None,
 ) -> Any:
     """A model of about ``size`` parameters with the outputs of ``model``, in its dtype and on its device.
@@ -164,7 +161,6 @@ def inflate(
         model: a Llama-like ``PreTrainedModel``; it is not changed.
         size: ``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, another number of parameters, or a shape.
         seed: of the weights that have no effect.
-        packed: pack bfloat16 layers for the CPU as they are made, so that no second copy of all weights is held.
         on_layer: told after every layer how many of all are done.
 
     Raises:
@@ -183,8 +179,6 @@ def inflate(
     sources = _sources(model.model.layers, shape.layers)
     for i, (layer, source) in enumerate(zip(big.model.layers, sources, strict=True)):
         fill.layer(layer, source)
-        if packed:
-            pack_linears(layer)
         on_layer(i + 1, shape.layers)
     fill.norm(big.model.norm, model.model.norm)
     if config.tie_word_embeddings:
@@ -205,6 +199,8 @@ def _sources(layers: Any, count: int) -> Iterator[Any]:
 def _check_memory(big: Any, device: torch.device) -> None:
     needed = sum(p.numel() * p.element_size() for p in big.parameters())
     free = available_bytes() if device.type == "cpu" else None
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
     if free is not None and needed > free:
         raise ValueError(
             f"the inflated model needs {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free: "

@@ -32,17 +32,19 @@ class LayerPlan:
         stop: the layer before which it ends (``None``: behind the last one).
         skip_attention: layers whose attention is left out.
         skip_mlp: layers whose MLP is left out.
+        weights: a second set of weights that was registered with the model; empty for its own.
     """
 
     start: int = 0
     stop: int | None = None
     skip_attention: frozenset[int] = frozenset()
     skip_mlp: frozenset[int] = frozenset()
+    weights: str = ""
 
     @property
     def is_whole(self) -> bool:
         """Whether every sublayer of every layer runs."""
-        return self == WHOLE
+        return self in (WHOLE, LayerPlan(weights=self.weights))
 
     def end(self, num_layers: int) -> int:
         """One past the last layer that runs."""

@@ -1,30 +1,31 @@
-"""A forward with few Python calls for small Llama-like models, checked against the public one when it is built.
+"""A forward with few Python calls for Llama-like models, checked against the public one when it is built.
 
-A Transformers layer costs 55-65 tensor calls; this one about 18 (fused projections, one norm call, rotary tables,
-writes in place).  For models up to a few hundred million parameters that overhead is most of a decoding step.
+Most of a decoding step of models up to a few hundred million parameters is the overhead of tensor calls, of which a
+Transformers layer takes three times as many as :class:`foretoken.models.lean_layers.LeanLayer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.models.attention import exact_attention
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.extra import known_ids, put_in
-from foretoken.models.packing import Projection, pays_packed
+from foretoken.models.lean_families import Family, family_of, part
+from foretoken.models.lean_layers import Heads, LeanLayer, Pass, Places, Rotary
+from foretoken.models.lean_parts import Norm, norm_of
+from foretoken.models.masks import LayerMask, RowPlan, additive_mask
+from foretoken.models.packing import Projection, pays_packed, unpack_linears
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-STATIC_ROPE = ("default", "linear", "llama3")
 MAX_PARAMETERS = 400_000_000
 """Above this the fused copies of the weights cost memory and the overhead that they save is small."""
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -35,28 +36,8 @@ another activation in one of three layers makes 0.07 or more.
 """
 
 
-class _Layer:
-    """Fused weights of one decoder layer."""
-
-    def __init__(self, layer: Any, mask: str, blocks: bool) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.mask = mask
-        self.norm_in = _Norm(layer.input_layernorm, blocks)
-        self.norm_out = _Norm(layer.post_attention_layernorm, blocks)
-        self.qkv = _fused(attention.q_proj, attention.k_proj, attention.v_proj, blocks=blocks)
-        self.out = _fused(attention.o_proj, blocks=blocks)
-        self.gate_up = _fused(mlp.gate_proj, mlp.up_proj, blocks=blocks)
-        self.down = _fused(mlp.down_proj, blocks=blocks)
-        on_heads = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
-        self.q_norm, self.k_norm = (None if norm is None else _Norm(norm, blocks) for norm in on_heads)
-        self.scaling: float = attention.scaling
-
-
-def _fused(*linears: Any, blocks: bool) -> Projection:
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    biases = [linear.bias for linear in linears]
-    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases])
-    return Projection(weight, bias, blocks=blocks)
+Run = Callable[[Call], tuple[list[Tensor], dict[str, Tensor]]]
+"""A forward, public or lean."""
 
 
 def _head(linear: Any, owner: HuggingFaceModel) -> tuple[Projection, torch.dtype]:
@@ -65,85 +46,79 @@ def _head(linear: Any, owner: HuggingFaceModel) -> tuple[Projection, torch.dtype
     It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16
     where the CPU multiplies that.
     """
+    if owner.exact != "approximate" or owner.dtype != torch.float32 or hasattr(linear, "joined"):
+        return owner.packing.projection(linear), owner.packing.activations(owner.dtype)
     half = linear.weight.detach().to(torch.bfloat16)
-    if owner.exact == "approximate" and owner.dtype == torch.float32 and pays_packed(half):
+    if pays_packed(half):
         bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
         return Projection(half, bias), torch.bfloat16
-    return _fused(linear, blocks=owner.exact == "bitwise"), owner.dtype
-
-
-class _Norm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
-
-    PyTorch's own takes eight tensor calls on a CPU, this one four to six: |x| as a vector, and sqrt(|x|^2 + d eps) as
-    the hypotenuse of two lengths.  Where bits must not depend on how many rows there are, PyTorch's own stays.
-    """
-
-    def __init__(self, module: Any, blocks: bool) -> None:
-        self.weight, self.eps = module.weight.detach(), module.variance_epsilon
-        self.own = self.weight.device.type == "cpu" and not blocks
-        if self.own:
-            self.wide = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
-            size = self.weight.shape[-1]
-            self.scaled = self.weight.to(self.wide) * size**0.5
-            self.floor = torch.tensor((size * self.eps) ** 0.5, dtype=self.wide)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., d] -> [..., d]."""
-        if not self.own:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = x.to(self.wide)
-        length = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), self.floor)
-        return (wide / length).mul_(self.scaled).to(x.dtype)
+    return owner.packing.projection(linear), owner.packing.activations(owner.dtype)
 
 
 class LeanForward:
-    """Same inputs and outputs as the public run of :class:`HuggingFaceModel`."""
+    """Same inputs and outputs as the public run of :class:`HuggingFaceModel`.
+
+    Attributes:
+        layers: the decoder layers.
+        dtype: of hidden states, keys, values and logits.
+
+    Raises:
+        ValueError: a model of a family that is not covered.
+    """
 
     def __init__(self, owner: HuggingFaceModel, cache: TreeCache | None = None) -> None:
-        model, config = owner.model, owner.config
+        config, family = owner.config, family_of(owner.config)
+        if family is None:
+            raise ValueError(f"the lean forward does not cover {config.model_type}: use the public one")
+        decoder: Any = part(owner.model, family.decoder)
         self.owner = owner
         self.cache = cache if cache is not None else owner.cache
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.embedding = model.model.embed_tokens.weight.detach()
-        kinds = getattr(config, "layer_types", None) if not owner._single_mask else None
-        blocks = owner.exact == "bitwise"
-        self.layers = [_Layer(layer, kinds[i] if kinds else "", blocks) for i, layer in enumerate(model.model.layers)]
-        self.final_norm = _Norm(model.model.norm, blocks)
-        self.head, self.head_dtype = _head(model.lm_head, owner)
-        positions = torch.arange(owner.cache.max_slots, device=owner.device)[None]
-        cos, sin = model.model.rotary_emb(self.embedding[:1, None], position_ids=positions)
-        half = sin.shape[-1] // 2
-        # rotate_half(x) * sin == roll(x, half) * (-sin of the first half, sin of the second).
-        signed = torch.cat([-sin[..., :half], sin[..., half:]], -1)
-        self.rotary = torch.stack([cos[0], signed[0]]).to(owner.dtype)
+        packing = owner.packing
+        self.dtype = packing.activations(owner.dtype)
+        self.size = Heads.of(config)
+        kinds: Any = getattr(config, "layer_types", None)
+        self.rotary = _rotary(decoder.rotary_emb, kinds, self.dtype)
+        self.layers = [
+            LeanLayer(
+                layer,
+                family,
+                self.size,
+                kind="" if owner._single_mask or not kinds else kinds[i],
+                rope=kinds[i] if "" not in self.rotary else "",
+                packing=packing,
+            )
+            for i, layer in enumerate(decoder.layers)
+        ]
+        self.final_norm: Norm = norm_of(part(decoder, family.final_norm), packing, family.norm_offset) or _same
+        self.head, self.head_dtype = _head(owner.model.lm_head, owner)
+        embedding = part(decoder, family.embedding)
+        self.embedding = embedding.weight.detach()
+        scale = getattr(embedding, "embed_scale", None)
+        self.embedding_scale: Tensor | None = None if scale is None else scale.to(owner.dtype)
+        self.input_scale = float(getattr(decoder, "embedding_multiplier", None) or 1.0)
+        self.logit_scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
+        self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and taps, in which padding that was left out is zero."""
         (b, width), taps, plan = call.ids.shape, call.taps, call.plan
-        places = _Places(b, width, call.counts, call.ids.device)
+        places = Places(b, width, call.counts, call.ids.device)
         x = places.taken(call.ids if call.states is None else call.states)
         if call.states is None:
             x = self._embed(x)
-        cos, sin = self.rotary[:, places.taken(call.positions)][:, :, None]
-        groups = self.heads // self.kv_heads
-        folded = {
-            name: mask if mask is None or width == 1 or self.owner.exact == "bitwise" else mask.repeat(1, 1, groups, 1)
-            for name, mask in call.masks.items()
-        }
+        positions = places.taken(call.positions)
+        turns = {kind: rotary(positions) for kind, rotary in self.rotary.items()}
+        run = Pass(places, turns, self._masks(call), self.cache)
         hidden: dict[str, Tensor] = {}
         end = plan.end(len(self.layers))
         for i in range(plan.start, end):
             if taps and f"layer:{i}" in taps:
                 hidden[f"layer:{i}"] = places.padded(x)
-            layer = self.layers[i]
+            layer, source = self.layers[i], x
             if i not in plan.skip_attention:
-                x = self._attend(i, layer, x, places, cos, sin, folded[layer.mask])
+                x = layer.attend(i, x, run)
             if i not in plan.skip_mlp:
-                gate, up = layer.gate_up(layer.norm_out(x)).chunk(2, -1)
-                x = layer.down.plus(F.silu(gate).mul_(up), x)
+                x = layer.feed(source if layer.parallel else x, x)
         if taps and f"layer:{end}" in taps:
             hidden[f"layer:{end}"] = places.padded(x)
         if "last" in taps:
@@ -152,120 +127,118 @@ class LeanForward:
         x, spans = places.wanted(x, call.wanted)
         if not len(x):
             return [x.new_zeros(0, self.owner.vocab_size) for _ in spans], hidden
-        if "last" not in taps:
-            x = self.final_norm(x)
-        logits = self.head(x.to(self.head_dtype)).to(self.owner.dtype)
+        logits = self._logits(x if "last" in taps else self.final_norm(x))
         return [logits[start:end] for start, end in spans], hidden
 
     def _embed(self, ids: Tensor) -> Tensor:
+        """What the first layer reads [n, D] of ids [n]."""
         rows, first = self.owner.extra_rows, self.owner.vocab_size
-        if rows is None:
-            return F.embedding(ids, self.embedding)
-        return put_in(F.embedding(known_ids(ids, first), self.embedding), ids, rows, first)
+        x = F.embedding(ids if rows is None else known_ids(ids, first), self.embedding).to(self.dtype)
+        if self.embedding_scale is not None:
+            x = x * self.embedding_scale
+        if rows is not None:
+            x = put_in(x, ids, rows, first)
+        return x if self.input_scale == 1.0 else x * self.input_scale
 
-    def _attend(
-        self, index: int, layer: _Layer, x: Tensor, places: _Places, cos: Tensor, sin: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """One attention with its residual, x [n, D] -> [n, D]; writes this layer's keys and values."""
-        qkv = layer.qkv(layer.norm_in(x)).view(len(x), self.heads + 2 * self.kv_heads, self.head_dim)
-        qk = qkv[:, : self.heads + self.kv_heads]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query, key = layer.q_norm(qk[:, : self.heads]), layer.k_norm(qk[:, self.heads :])
-            qk = torch.cat([query, key], 1)
-        qk = places.padded(torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)).transpose(1, 2)
-        value = places.padded(qkv[:, self.heads + self.kv_heads :]).transpose(1, 2)
-        query = qk[:, : self.heads]
-        keys, values = self.cache.update(qk[:, self.heads :], value, index)
-        if self.owner.exact == "bitwise":
-            out = exact_attention(None, query, keys, values, mask, layer.scaling)[0]  # type: ignore[arg-type]
-        else:
-            folded = query.reshape(places.b, self.kv_heads, -1, self.head_dim)
-            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=layer.scaling)
-            out = out.view(places.b, self.heads, places.width, self.head_dim).transpose(1, 2)
-        return layer.out.plus(places.taken(out.reshape(places.b, places.width, -1)), x)
+    def _masks(self, call: Call) -> Mapping[str, Tensor | None]:
+        """Masks as the layers read them: scaled_dot_product_attention sees the heads of a group as more rows."""
+        groups = self.size.heads // self.size.kv_heads
+        if groups == 1 or call.ids.shape[1] == 1 or self.layers[0].explicit is not None:
+            return call.masks
+        return {name: None if mask is None else mask.repeat(1, 1, groups, 1) for name, mask in call.masks.items()}
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """[n, V] of states [n, D] behind the final norm."""
+        logits = self.head(x.to(self.head_dtype)).to(self.dtype)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
 
 
-class _Places:
-    """Where ``n`` flat rows are among [b, width] places: everywhere, or at the first ``counts`` of each row."""
+def _same(x: Tensor) -> Tensor:
+    return x
 
-    def __init__(self, b: int, width: int, counts: Sequence[int] | None, device: torch.device) -> None:
-        self.b, self.width = b, width
-        self.nodes: Tensor | None = None
-        if counts is None:
-            self.starts: Sequence[int] = range(0, b * width, width)
-        else:
-            self.starts = [0, *accumulate(counts)]
-            nodes = [row * width + column for row, count in enumerate(counts) for column in range(count)]
-            self.nodes = torch.tensor(nodes, device=device)
 
-    def taken(self, padded: Tensor) -> Tensor:
-        """[b, width, ...] -> [n, ...]."""
-        flat = padded.flatten(0, 1)
-        return flat if self.nodes is None else flat[self.nodes]
-
-    def padded(self, rows: Tensor) -> Tensor:
-        """[n, ...] -> [b, width, ...], zero where nothing is."""
-        if self.nodes is not None:
-            rows = rows.new_zeros(self.b * self.width, *rows.shape[1:]).index_copy_(0, self.nodes, rows)
-        return rows.view(self.b, self.width, *rows.shape[1:])
-
-    def wanted(self, x: Tensor, columns: Sequence[tuple[int, int, int]]) -> tuple[Tensor, list[tuple[int, int]]]:
-        """Those of the rows x [n, D] that are wanted, and where each feed's begin and end among them.
-
-        Args:
-            x: all rows.
-            columns: of each feed, as in :attr:`Call.wanted`.
-        """
-        spans = [(self.starts[row] + start, self.starts[row] + end) for row, start, end in columns]
-        counts = [end - start for start, end in spans]
-        if sum(counts) == len(x):
-            return x, spans
-        rows = torch.tensor([place for span in spans for place in range(*span)], dtype=torch.long, device=x.device)
-        ends = list(accumulate(counts))
-        return x[rows], [(end - count, end) for count, end in zip(counts, ends, strict=True)]
+def _rotary(embedding: Any, kinds: Any, dtype: torch.dtype) -> dict[str, Rotary]:
+    """The model's rotary embeddings by layer type, under ``""`` where there is one for all."""
+    names = {kind: f"{kind}_" for kind in set(kinds or ())} if hasattr(embedding, "layer_types") else {"": ""}
+    return {
+        kind: Rotary(getattr(embedding, f"{name}inv_freq"), getattr(embedding, f"{name}attention_scaling"), dtype)
+        for kind, name in names.items()
+    }
 
 
 def build_lean(owner: HuggingFaceModel) -> LeanForward | None:
-    """A lean forward for the model, or ``None`` when its architecture is not covered or its numbers differ."""
-    config = owner.config
-    rope = getattr(config, "rope_parameters", None) or {}
-    covered = (
-        config.model_type in FAMILIES
-        and getattr(config, "hidden_act", "") == "silu"
-        and rope.get("rope_type", "default") in STATIC_ROPE
-        and rope.get("partial_rotary_factor", 1.0) == 1.0
-        and hasattr(owner.model, "lm_head")
-        and all(type(m) is torch.nn.Linear for n, m in owner.model.named_modules() if n.endswith(("_proj", "lm_head")))
-        and sum(p.numel() for p in owner.model.parameters()) <= MAX_PARAMETERS
-    )
-    if not covered:
+    """A lean forward for the model, or ``None`` when its architecture is not covered or its numbers differ.
+
+    The check runs the public forward first: where the model is packed in place, its layers are others afterwards.
+    """
+    family, in_place = family_of(owner.config), owner.packing.home is not None
+    if family is None or not _has_plain_linears(owner.model, family):
         return None
-    lean = LeanForward(owner)
-    return lean if _agrees(owner, lean) else None
+    if not in_place and sum(p.numel() for p in owner.model.parameters()) > MAX_PARAMETERS:
+        return None
+    public = _tree_logits(owner, owner._run_public, owner.dtype)
+    if public is None:
+        return None
+    try:
+        lean = LeanForward(owner)
+    except AttributeError:  # a model of a known type with modules of its own
+        return None
+    if agrees(owner, lean, public):
+        return lean
+    if in_place:
+        unpack_linears(owner.model)
+    return None
+
+
+def _has_plain_linears(model: Any, family: Family) -> bool:
+    """Whether everything that is to be fused is a plain linear layer, or one that we have quantised."""
+    mlp = () if family.experts else (*family.gate_up, family.up, family.down)
+    names = {*family.qkv, family.out, "lm_head", *mlp}
+    return hasattr(model, "lm_head") and all(
+        type(module) is nn.Linear or hasattr(module, "joined")
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in names
+    )
 
 
 @torch.inference_mode()
-def _agrees(owner: HuggingFaceModel, lean: LeanForward) -> bool:
-    """Compare both forwards on a short branching tree behind a short prefix."""
-    from foretoken.models.masks import RowPlan, additive_mask
-
+def _tree_logits(owner: HuggingFaceModel, run: Run, dtype: torch.dtype) -> Tensor | None:
+    """Float64 logits [6, V] of a short branching tree, under windows that are shorter still; ``None`` where the model
+    cannot be run or they are not finite."""
     width = 6
     parents = (-1, 0, 1, 1, 2, 3)
     depths = (0, 1, 2, 2, 3, 3)
     ids = torch.arange(1, width + 1, device=owner.device)[None] % owner.vocab_size
     positions = torch.tensor([depths], device=owner.device)
     plan = RowPlan(0, parents, depths, width)
-    results = []
-    for run in (owner._run_public, lean.run):
-        owner.cache.plan(0, 1, [0], width, width)
-        masks = {
-            name: additive_mask([plan], layer, width, width, owner.dtype, owner.device)
-            for name, layer in owner.layer_masks.items()
-        }
-        results.append(run(Call(ids, positions, masks, [(0, 0, width)], ()))[0][0].double())
-    public, mine = results
-    if not bool(torch.isfinite(public).all()):
+    masks = {
+        name: additive_mask([plan], _narrowed(layer), width, width, dtype, owner.device)
+        for name, layer in owner.layer_masks.items()
+    }
+    owner.cache.plan(0, 1, [0], width, width)
+    try:
+        logits = run(Call(ids, positions, masks, [(0, 0, width)], ()))[0][0].double()
+    except RuntimeError:  # experts in a dtype that their kernel lacks: who uses the model will be told
+        return None
+    finally:
+        owner.cache.clear()  # the other forward may keep keys and values in another dtype
+    return logits if bool(torch.isfinite(logits).all()) else None
+
+
+def agrees(owner: HuggingFaceModel, lean: LeanForward, public: Tensor | None = None) -> bool:
+    """Whether both forwards differ by rounding alone; ``public`` are the logits of the public one, where it has run."""
+    public = _tree_logits(owner, owner._run_public, owner.dtype) if public is None else public
+    mine = _tree_logits(owner, lean.run, lean.dtype)
+    if public is None or mine is None:
         return False
     difference = float((public - mine).square().mean().sqrt())
-    rounding = torch.bfloat16 if lean.head_dtype == torch.bfloat16 else owner.dtype
+    coarse = lean.head_dtype == torch.bfloat16 or any(hasattr(m, "joined") for m in owner.model.modules())
+    rounding = torch.bfloat16 if coarse else owner.dtype
     return difference <= TOLERANCE.get(rounding, 1e-2) * float(public.std())
+
+
+def _narrowed(mask: LayerMask) -> LayerMask:
+    """A window of two tokens instead of thousands, so that layers of different types read different masks."""
+    return mask if mask.kind == "full" else replace(mask, size=2)

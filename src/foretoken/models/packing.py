@@ -1,13 +1,12 @@
-"""Linear layers on CPU: bfloat16 weights packed once instead of at every call.
-
-A plain bfloat16 ``Linear`` hands oneDNN its weight in row order and the kernel repacks it every time; packing once is
-about twice as fast for the small matrices of small models and 15 % for large ones (``docs/log.md``).
+"""Linear layers on CPU: weights laid out once for the machine (:mod:`foretoken.models.layouts`), fused, or in place of
+a model's own layers.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-ROWS_HINT = 16
-"""The number of rows that the packed layout is chosen for: the size of a usual speculation."""
+from foretoken.models.layouts import LAYOUTS, NARROW, Layout, PlainLayout, usable_layouts
+from foretoken.models.product_costs import fastest_layout, least_rows
 
 BLOCK = 32
-"""Rows per matrix product where bits must not depend on how many rows there are.
+"""Rows per matrix product where bits must not depend on how many rows there are (layouts have a count of their own).
 
 oneDNN chooses a kernel, and with it the order of its sums, by the number of rows: for bfloat16 weights [out, in] on a
 CPU with AMX one row differs from several when ``in`` is at most 64, and 32 rows from more when it is at least 512.
@@ -28,19 +27,10 @@ With one constant number of rows a row has the same bits at every place.  32 row
 """
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN's packed path serves this weight."""
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
 def pays_packed(weight: Tensor) -> bool:
-    """Whether this weight is multiplied faster packed than in float32, where a model may have it either way."""
-    return can_pack(weight) and has_bfloat16()
+    """Whether this bfloat16 weight is multiplied faster in oneDNN's layout than in float32, where a model may have it
+    either way."""
+    return "onednn" in usable_layouts(weight.dtype, weight.device) and has_bfloat16()
 
 
 @cache
@@ -55,53 +45,125 @@ def has_bfloat16() -> bool:
 
 
 class Projection:
-    """``x -> x W^T (+ bias)`` for 2-D ``x`` [n, in], by whichever way is right for the weight.
+    """``x -> x W^T (+ bias)`` for 2-D ``x`` [n, in], in the layout that is fastest on this machine.
 
     Args:
         weight: [out, in].
         bias: [out] or ``None``.
-        pack: allow the packed layout (the plain twin is ``pack=False``).
-        blocks: always multiply ``BLOCK`` rows at once, so that a row's bits do not depend on the other rows.
+        layout: ``"auto"`` (as measured) or a name of :mod:`foretoken.models.layouts`; a weight that ``half`` does not
+            hold, or of which this machine knows no such layout, stays plain.
+        blocks: always multiply the same number of rows at once, so that a row's bits do not depend on the others.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, pack: bool = True, blocks: bool = False) -> None:
-        self.bias = bias
-        self.blocks = blocks
-        self.packed: Tensor | None = None
-        self.weight = weight
-        if pack and can_pack(weight):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
-            del self.weight
-        else:
-            self.transposed = weight.t()
+    def __init__(self, weight: Tensor, bias: Tensor | None, layout: str = "auto", blocks: bool = False) -> None:
+        self.out_features, self.in_features = (int(side) for side in weight.shape)
+        self.dtype = weight.dtype
+        self.layout = laid_out(weight, layout)
+        self.activations = self.layout.activations
+        self.bias = None if bias is None else bias.to(self.activations)
+        self.block = self.layout.block if blocks else 0
+        fixed = blocks or self.layout.name == "plain"
+        self.least = 1 if fixed else least_rows(self.layout.name, weight.dtype, self.out_features, self.in_features)
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in] as it was given; a copy, unless the layout is plain."""
+        return self.layout.weight
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weight and bias."""
+        return self.layout.num_bytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, out]."""
-        return in_blocks(self._apply, x) if self.blocks else self._apply(x)
+        """[n, out] in the dtype of x."""
+        if x.requires_grad and self.layout.name != "plain":  # packed products have no derivative
+            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        out = self._apply(x.to(self.activations))
+        return out.to(x.dtype)
 
     def _apply(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            if x.requires_grad:  # the packed product has no derivative
-                return F.linear(x, self.packed.to_dense(), self.bias)
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+        if self.block:
+            return in_blocks(self._product, x, self.block)
+        if len(x) < self.least:
+            return self._product(F.pad(x, (0, 0, 0, self.least - len(x))))[: len(x)]
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return self.layout(x, self.bias)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
-        """``residual + x W^T (+ bias)`` [n, out] in one call."""
-        if self.blocks:
-            return residual + in_blocks(self._apply, x)
-        if self.packed is not None:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, self.bias, "add")
-        if self.bias is not None:
-            return residual + F.linear(x, self.weight, self.bias)
-        return torch.addmm(residual, x, self.transposed)
+        """``residual + x W^T (+ bias)`` [n, out], in one call where there is one."""
+        if self.block or len(x) < self.least or x.dtype != self.activations or residual.dtype != self.activations:
+            return residual + self(x)
+        return self.layout.plus(x, self.bias, residual)
 
 
-def in_blocks(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``product(x)`` for x [n, in], computed on ``BLOCK`` rows at a time (the last block is filled up with zeros)."""
+def laid_out(weight: Tensor, layout: str) -> Layout:
+    """The weight in a layout, or in the one that is fastest for it; plain where that cannot be."""
+    usable = usable_layouts(weight.dtype, weight.device)
+    if layout != "auto":
+        return _made(weight, layout if layout in usable else "plain") or PlainLayout(weight)
+    shape = (int(weight.shape[0]), int(weight.shape[1]))
+    found = _made(weight, fastest_layout(weight.dtype, [shape], usable))
+    others = [name for name in usable if name != "half"]  # which depends on the numbers in a weight
+    return found or _made(weight, fastest_layout(weight.dtype, [shape], others)) or PlainLayout(weight)
+
+
+def _made(weight: Tensor, layout: str) -> Layout | None:
+    try:
+        return LAYOUTS[layout](weight)
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How linear layers of a model become projections.
+
+    Attributes:
+        layout: of their weights, ``"auto"`` or a name of :mod:`foretoken.models.layouts`.
+        blocks: whether a row's bits must not depend on how many rows there are.
+        home: the model in which projections take the place of the layers that they are made of; ``None``: they are
+            copies beside it.
+    """
+
+    layout: str = "auto"
+    blocks: bool = False
+    home: nn.Module | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype, device: torch.device, blocks: bool, in_place: bool) -> Packing:
+        """For a whole model: 16-bit weights all get one layout, so that activations have one dtype throughout."""
+        shapes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear)]
+        narrow = dtype in NARROW and shapes
+        layout = fastest_layout(dtype, shapes, usable_layouts(dtype, device)) if narrow else "auto"
+        return cls(layout, blocks, model if in_place else None)
+
+    def activations(self, dtype: torch.dtype) -> torch.dtype:
+        """What the projections of weights of ``dtype`` are best fed with."""
+        return torch.float32 if self.layout == "half" else dtype
+
+    def projection(self, *linears: Any) -> Projection:
+        """One projection that gives the outputs of all of them side by side."""
+        quantised = next((linear for linear in linears if hasattr(linear, "joined")), None)
+        if quantised is not None:  # what is quantised already stays as it is
+            joined: Projection = quantised.joined(linears)
+            return joined
+        alone = len(linears) == 1
+        weight = linears[0].weight.detach() if alone else torch.cat([linear.weight.detach() for linear in linears])
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        made = Projection(weight, torch.cat(biases) if biases else None, self.layout, self.blocks)
+        if self.home is not None:
+            take_place(self.home, linears, made)
+        return made
+
+
+def in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, block: int = BLOCK) -> Tensor:
+    """``product(x)`` for x [n, in], computed on ``block`` rows at a time (the last block is filled up with zeros)."""
     n = len(x)
-    x = F.pad(x, (0, 0, 0, -n % BLOCK))
-    return torch.cat([product(part) for part in x.split(BLOCK)])[:n]
+    x = F.pad(x, (0, 0, 0, -n % block))
+    return torch.cat([product(part) for part in x.split(block)])[:n]
 
 
 class BlockedProducts(TorchFunctionMode):
@@ -121,39 +183,147 @@ class BlockedProducts(TorchFunctionMode):
 
 
 class PackedLinear(nn.Module):
-    """Drop-in for a bfloat16 ``nn.Linear`` on CPU, for models that the library loaded itself."""
+    """Takes the place of an ``nn.Linear`` whose weight went into a projection, alone or among others.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    Args:
+        projection: what multiplies.
+        start, stop: which of its outputs are the layer's; by default all.
+        tied: whether the weight is an embedding's, too, which still holds it.
+    """
+
+    def __init__(self, projection: Projection, start: int = 0, stop: int | None = None, tied: bool = False) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.projection = Projection(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+        self.projection, self.start, self.tied = projection, start, tied
+        self.stop = projection.out_features if stop is None else stop
+        self.in_features, self.out_features = projection.in_features, self.stop - start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other layer shares the projection."""
+        return self.out_features == self.projection.out_features
 
     @property
     def weight(self) -> Tensor:
-        """[out, in] in the plain layout: a copy, made every time that it is asked for."""
-        packed = self.projection.packed
-        return self.projection.weight if packed is None else packed.to_dense()
+        """[out, in] as it was before: a copy, made every time that it is asked for."""
+        return self.projection.weight[self.start : self.stop]
 
     @property
     def bias(self) -> Tensor | None:
         """[out], or ``None``."""
-        return self.projection.bias
+        bias = self.projection.bias
+        return None if bias is None else bias[self.start : self.stop].to(self.projection.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Same as ``nn.Linear``: [..., in] -> [..., out]."""
-        return self.projection(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        out = self.projection(x.reshape(-1, self.in_features))
+        return out[:, self.start : self.stop].view(*x.shape[:-1], self.out_features)
 
 
-def pack_linears(model: Any) -> int:
-    """Replace every bfloat16 ``nn.Linear`` below ``model`` by its packed twin; returns how many.
+def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
+    """Let packed layers take the place of every ``nn.Linear`` below ``model`` that they are faster than; returns how
+    many.
 
-    Weights that are shared with an embedding stay as they are (the embedding needs the plain layout).
+    Weights that are shared with an embedding stay as they are (the embedding needs the plain layout).  One layer is
+    packed after the other: there is never a second copy of all weights.
     """
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    count = 0
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and can_pack(child.weight) and id(child.weight) not in embeddings:
-                setattr(parent, name, PackedLinear(child))
-                count += 1
+    count, tied = 0, _embedded(model)
+    for parent, name, linear in list(_children(model)):
+        if type(linear) is not nn.Linear or id(linear.weight) in tied:
+            continue
+        projection = Projection(linear.weight.detach(), _detached(linear.bias), packing.layout, packing.blocks)
+        if projection.layout.name != "plain":
+            setattr(parent, name, PackedLinear(projection))
+            count += 1
     return count
+
+
+def take_place(model: nn.Module, linears: Sequence[nn.Linear], projection: Projection) -> None:
+    """Let the projection that was made of ``linears``, one behind the other, take their place below ``model``, so that
+    there are no two copies of their weights."""
+    start, tied = 0, _embedded(model)
+    places = {id(child): (parent, name) for parent, name, child in _children(model)}
+    for linear in linears:
+        stop = start + linear.out_features
+        if projection.layout.name == "plain" and len(linears) > 1:
+            linear.weight = nn.Parameter(projection.weight[start:stop], requires_grad=False)
+        elif projection.layout.name != "plain":
+            parent, name = places[id(linear)]
+            setattr(parent, name, PackedLinear(projection, start, stop, id(linear.weight) in tied))
+        start = stop
+
+
+def unpack_linears(model: nn.Module) -> int:
+    """Give every packed layer below ``model`` its plain ``nn.Linear`` back, with the same numbers; returns how many."""
+    count = 0
+    for parent, name, packed in list(_children(model)):
+        if isinstance(packed, PackedLinear):
+            setattr(parent, name, plain_linear(packed))
+            count += 1
+    tie: Any = getattr(model, "tie_weights", None)
+    if count and tie is not None:
+        tie()  # a head that shares its weight with the embedding does so again
+    return count
+
+
+def plain_linear(packed: PackedLinear) -> nn.Linear:
+    """The ``nn.Linear`` that a packed layer took the place of."""
+    bias = packed.bias
+    plain = nn.Linear(packed.in_features, packed.out_features, bias=bias is not None, device="meta")
+    plain.weight = nn.Parameter(packed.weight.clone(), requires_grad=False)
+    if bias is not None:
+        plain.bias = nn.Parameter(bias, requires_grad=False)
+    return plain.train(packed.training)
+
+
+def check_packable(model: Any) -> None:
+    """Refuse a model none of whose weights could be laid out in another way.
+
+    Raises:
+        ValueError: it has no linear layers, or they are on a device or in a dtype that has the plain layout alone.
+    """
+    kinds = {(m.weight.device, m.weight.dtype) for m in model.modules() if type(m) is nn.Linear}
+    if not kinds:
+        raise ValueError(f"pack=True: {type(model).__name__} has no torch.nn.Linear layers that could be packed")
+    if all(usable_layouts(dtype, device) == ("plain",) for device, dtype in kinds):
+        device, dtype = min(kinds, key=str)
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"pack=True: {name} weights on {device} cannot be packed on this machine: leave out pack")
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of a model's weights, packed ones included, each counted once."""
+    packed = {id(m.projection): m.projection.num_bytes for m in model.modules() if isinstance(m, PackedLinear)}
+    plain = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    quantised = sum(getattr(m, "packed_bytes", 0) for m in model.modules())
+    return sum(plain.values()) + sum(packed.values()) + quantised
+
+
+def shapes_of(model: nn.Module) -> set[tuple[int, int]]:
+    """Shapes [out, in] of the matrices that a model multiplies, fused ones as they are multiplied."""
+    packed = {
+        (m.projection.out_features, m.projection.in_features) for m in model.modules() if isinstance(m, PackedLinear)
+    }
+    return packed | {(m.out_features, m.in_features) for m in model.modules() if isinstance(m, nn.Linear)}
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Numbers in a model's weights, packed ones included."""
+    modules: list[Any] = list(model.modules())
+    packed = [m for m in modules if (isinstance(m, PackedLinear) and not m.tied) or hasattr(m, "packed_bytes")]
+    held = sum(m.out_features * (m.in_features + (m.bias is not None)) for m in packed)
+    return sum(p.numel() for p in model.parameters()) + held
+
+
+def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            yield parent, name, child
+
+
+def _embedded(model: nn.Module) -> set[int]:
+    """Ids of the weights of embeddings."""
+    return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+
+
+def _detached(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach()

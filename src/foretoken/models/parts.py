@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import CapabilityError, LanguageModel
-from foretoken.models.packing import Projection, pays_packed
+from foretoken.models.packing import PackedLinear, Projection, pays_packed
 from foretoken.models.taps import decoder_layers, find_decoder, recording
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
@@ -121,13 +121,13 @@ class TargetParts:
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """The same for [n, D] while drafting, float32 [n, V]: in packed bfloat16 where that is the fastest way."""
+        if self._packed is None and isinstance(self.head, PackedLinear) and self.head.is_whole:
+            self._packed = self.head.projection
         if self._packed is None:
             half = self.head.weight.detach().to(torch.bfloat16)
             weight = half if pays_packed(half) else self.head.weight.detach()
-            bias = None if self.head.bias is None else self.head.bias.detach().to(weight.dtype)
-            self._packed = Projection(weight, bias)
-            self._packed_dtype = weight.dtype
-        return self.behind(self._packed(hidden.to(self._packed_dtype)).float())
+            self._packed = Projection(weight, None if self.head.bias is None else self.head.bias.detach())
+        return self.behind(self._packed(hidden).float())
 
     def behind(self, logits: Tensor) -> Tensor:
         """What the family does to its logits behind the projection: a scale, a soft cap."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,19 +30,26 @@ class SequentialModel(LanguageModel):
 
     Args:
         model: any causal LM with ``use_cache``.
+        no_rollback: why its cache cannot be rolled back, where a trial showed it.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, no_rollback: str | None = None) -> None:
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.capabilities = detect(model)
+        if no_rollback is not None:
+            missing = {
+                **self.capabilities.missing,
+                "rollback": f"{self.capabilities.missing['tree_mask']}; {no_rollback}",
+            }
+            self.capabilities = replace(self.capabilities, rollback=False, missing=missing)
         self.vocab_size = int(self.config.vocab_size)
         self.context_length = int(getattr(self.config, "max_position_embeddings", 0) or 2**20)
         self.eos_token_ids = eos_ids(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self._num_layers = len(decoder_layers(model))
-        self._cache_name = _cache_name(model)
+        self._cache_name = cache_name(model)
         self._caches: dict[int, Any] = {}
         self._opened = 0
 
@@ -127,7 +135,7 @@ class SequentialModel(LanguageModel):
         return out.logits[0]
 
 
-def _cache_name(model: Any) -> str | None:
+def cache_name(model: Any) -> str | None:
     """How the model's forward calls its cache; ``None`` when it takes none."""
     parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
     return next((name for name in CACHE_NAMES if name in parameters), None)

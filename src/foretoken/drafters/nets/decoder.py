@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foretoken.models.lean_heads import HeadRun
+
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Stores new keys and values [b, H, n, d] and returns all that may be looked at [b, H, m, d]."""
 
@@ -79,6 +81,8 @@ class Attention(nn.Module):
 
     def mixed(self, inputs: Tensor, positions: Tensor, mask: Tensor | None, keep: Keep | None = None) -> Tensor:
         """[b, n, D] of normalised inputs [b, n, width]; the other arguments as in :class:`DecoderLayer`."""
+        if isinstance(keep, HeadRun):
+            return keep.mixed(inputs)
         query, key, value = self.heads_of(inputs, positions)
         if keep is not None:
             key, value = keep(key, value)
@@ -138,9 +142,11 @@ class DecoderLayer(Attention):
             positions: [b, n].
             mask: additive, broadcast to [b, 1, n, m]; ``None`` with ``keep`` means that everything may be seen, and
                 without it that attention is causal.
-            keep: a cache.
+            keep: a cache; one that runs the layer itself (``HeadRun``) has rows [n, D] instead of [b, n, D].
             beside: for a wide layer, the already normalised attention input [b, n, 2 D].
         """
+        if isinstance(keep, HeadRun):
+            return keep.decoded(x, beside)
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
         x = x + self.mixed(normed if beside is None else beside, positions, mask, keep)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,118 @@
+"""The target drafts for itself with weights in 8 or 4 bits, over its own keys and values.
+
+ML-SpecQD (https://arxiv.org/abs/2503.13565) drafts with a quantised copy of the target; QSpec
+(https://arxiv.org/abs/2410.11305) shares its keys and values and overwrites the draft's by verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from foretoken.drafters.cascade import CascadeDrafter
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.staged import StagedDrafter
+from foretoken.models.base import LanguageModel
+from foretoken.models.second_weights import OwnWeightsModel, Scheme
+from foretoken.types import Budget, Context, TokenTree
+
+FULL = "16"
+"""``bits`` that quantise nothing: for tests, and to see what the rest of a round costs."""
+
+
+class QuantizedDrafter(ModelDrafter):
+    """Drafts with the target's own network, its linear layers quantised.
+
+    Args:
+        target: the model that drafts for itself.
+        bits: ``8``, ``4``, or ``auto`` for what is faster here, layer by layer; 16 quantises nothing.
+        k: chain length, when no tree is asked for.
+        group: weights of a row that share an int4 scale: 32, 64 or 128.
+        tree: children per level, as for the drafter ``model``.
+        draw: how siblings are drawn, as for the drafter ``model``.
+        coarse: let 8-bit weights take inputs of 7 bits, where that is the fastest: less arithmetic, and drafts that are
+            accepted less often.
+
+    Raises:
+        ValueError: an option outside its range, or too little memory for the second set of weights.
+        CapabilityError: the target cannot be quantised.
+    """
+
+    name = "quantized"
+    rewinds = False  # drafts grow on the target's own sequence
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        bits: str = "auto",
+        k: int = 5,
+        group: int = 32,
+        tree: str = "",
+        draw: str = "",
+        coarse: bool = False,
+    ) -> None:
+        super().__init__(OwnWeightsModel(target, scheme_of(bits, group, coarse)), k, tree, draw)
+
+    @classmethod
+    def build(
+        cls,
+        path: str | None,
+        *,
+        target: LanguageModel,
+        target_source: Any,
+        tokenizer: Any,
+        device: Any,
+        inner: str = "",
+        width: int = 1,
+        **options: Any,
+    ) -> Any:
+        """From a spec ``quantized[,inner=SPEC[,width=W]]``.
+
+        With ``inner`` the drafts are themselves sped up by another drafter: a ``cascade`` whose draft model is the
+        quantised target, or with ``width`` above 1 a ``staged`` one.
+
+        Raises:
+            ValueError: a path, an inner drafter that does not fit, or a tree of it.
+        """
+        if path is not None:
+            raise ValueError("drafter 'quantized' takes no path: it drafts with the target's own weights")
+        if not inner:
+            if width != 1:
+                raise ValueError("quantized takes width=... with inner=... only; for a tree give tree=3x2x1")
+            return cls(target, **options)
+        for key in ("tree", "draw"):
+            if options.get(key):
+                raise ValueError(f"quantized with inner={inner} drafts chains: leave out {key}={options[key]}")
+        from foretoken.loading import build_nested_drafter, inner_rule
+
+        k = int(options.pop("k", 8))
+        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
+        guesser = build_nested_drafter(cls.name, inner, target, **parts)
+        model = OwnWeightsModel(target, scheme_of(**{"bits": "auto", "group": 32, "coarse": False, **options}))
+        built = (
+            CascadeDrafter(model, guesser, inner_rule, k=k, target=target)
+            if width == 1
+            else StagedDrafter(model, guesser, inner_rule, k=k, width=width, target=target)
+        )
+        built.runs_target = True  # its chains grow on the target's own sequence
+        return built
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
+        """Grow all trees level by level, and leave the target's sequences as they were."""
+        try:
+            return super().propose_batch(contexts, budgets)
+        finally:
+            for context in contexts:
+                context.state[self].clear_scratch()
+
+
+def scheme_of(bits: str, group: int, coarse: bool = False) -> Scheme | None:
+    """Options -> how weights are quantised; ``None`` for not at all.
+
+    Raises:
+        ValueError: a value outside its choices.
+    """
+    if bits not in ("4", "8", "auto", FULL):
+        raise ValueError(f"quantized needs bits=4, 8 or auto (or 16, which quantises nothing), not {bits}")
+    found = Scheme("8" if bits == FULL else bits, group, coarse)
+    return None if bits == FULL else found

@@ -1,0 +1,63 @@
+"""What is said, and given back, when a device is full while something is loaded."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from foretoken.loading.checkpoints import LoadError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ADVICE = "choose dtype=bfloat16, a smaller model, another device, or device=cpu"
+
+
+def moved(network: Any, device: torch.device | str | None, name: str) -> Any:
+    """``network`` on ``device``; as it is where that is ``None``.
+
+    Raises:
+        LoadError: the device is full; what had been moved there is gone again.
+    """
+    if device is None:
+        return network
+    needed = sum(weight.nbytes for weight in (*network.parameters(), *network.buffers()))
+    try:
+        return network.to(device)
+    except torch.OutOfMemoryError:
+        pass  # not raised from here: the error's traceback would hold on to what is freed below
+    network.to("meta")
+    raise LoadError(f"{name} needs {_size(needed)} on {device}, and {_free(device)} are free there: {ADVICE}")
+
+
+def told_when_full(load: Callable[P, T]) -> Callable[P, T]:
+    """``load``, with one line that says which device was full instead of PyTorch's report."""
+
+    @functools.wraps(load)
+    def loading(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return load(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            report = str(error)
+        wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", report)
+        place = re.search(r"GPU (\d+)", report)
+        device = f"cuda:{place[1] if place else torch.cuda.current_device()}"
+        more = wanted[1] if wanted else "more"
+        raise LoadError(f"loading needs another {more} on {device}, and {_free(device)} are free there: {ADVICE}")
+
+    return loading
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _free(device: torch.device | str) -> str:
+    """What can be had on a CUDA device now."""
+    if torch.device(device).type != "cuda":
+        return "fewer"
+    torch.cuda.empty_cache()
+    return _size(torch.cuda.mem_get_info(device)[0])

@@ -1,0 +1,129 @@
+"""Capture and replay for Gated DeltaNet: the state of an accepted prefix without a forward of the network.
+
+The recurrence of such a layer needs only keys, values, decays and write strengths, a few kilobytes a token.  Recorded
+while drafts are verified, they bring the checkpoint's state to any accepted prefix (Yang et al., "Gated Delta
+Networks", equation 10):
+
+    S = exp(g) S;   S = S + k (beta (v - k^T S))^T
+
+Transformers' Gated DeltaNet models call two functions of their modeling file by name; both are wrapped for the time of
+a forward.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+
+_lock = threading.Lock()
+_wrapped: dict[ModuleType, tuple[int, dict[str, Callable[..., Any]]]] = {}
+_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class Window:
+    """What one layer's recurrence was fed in one forward of n tokens.
+
+    Attributes:
+        key: [1, n, Hk, Dk].
+        value: [1, n, Hv, Dv].
+        decay: [1, n, Hv] logarithms.
+        strength: [1, n, Hv].
+        normed: whether keys are still to be brought to length one.
+    """
+
+    key: Tensor
+    value: Tensor
+    decay: Tensor
+    strength: Tensor
+    normed: bool
+
+
+def rule_files(model: nn.Module) -> list[ModuleType]:
+    """The modeling files of ``model`` that have both functions."""
+    names = dict.fromkeys(type(module).__module__ for module in model.modules())
+    return [file for name in names if (file := sys.modules[name]) and all(hasattr(file, rule) for rule in RULES)]
+
+
+@contextmanager
+def recorded(files: Sequence[ModuleType]) -> Iterator[list[Window]]:
+    """Record what the recurrences of this thread are fed, layer by layer, in the forward inside the block."""
+    tape: list[Window] = []
+    if not files:
+        yield tape
+        return
+    _thread.tape = tape
+    for file in files:
+        _wrap(file)
+    try:
+        yield tape
+    finally:
+        _thread.tape = None
+        for file in files:
+            _unwrap(file)
+
+
+def _wrap(file: ModuleType) -> None:
+    """Wrap the functions of a file, unless another thread has."""
+    with _lock:
+        count, honest = _wrapped.get(file, (0, {}))
+        if not count:
+            honest = {name: getattr(file, name) for name in RULES}
+            for name, rule in honest.items():
+                setattr(file, name, _recording(rule))
+        _wrapped[file] = (count + 1, honest)
+
+
+def _unwrap(file: ModuleType) -> None:
+    with _lock:
+        count, honest = _wrapped.pop(file)
+        if count > 1:
+            _wrapped[file] = (count - 1, honest)
+            return
+        for name, rule in honest.items():
+            setattr(file, name, rule)
+
+
+def _recording(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def call(query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Any:
+        tape = getattr(_thread, "tape", None)
+        if tape is not None:
+            tape.append(Window(key, value, given["g"], given["beta"], given.get("use_qk_l2norm_in_kernel", False)))
+        return rule(query, key, value, *args, **given)
+
+    return call
+
+
+def replay(state: Tensor, windows: Sequence[Window], count: int) -> None:
+    """Bring a state [1, Hv, Dk, Dv] ``count`` recorded tokens further, in place."""
+    flat = state.view(-1, *state.shape[-2:])
+    for window in windows:
+        if count <= 0:
+            return
+        key, value, decay, strength = _prepared(window, count, state)
+        for t in range(len(key)):
+            flat.mul_(decay[t])
+            change = torch.baddbmm(value[t], key[t].transpose(1, 2), flat, alpha=-1).mul_(strength[t])
+            flat.baddbmm_(key[t], change)
+        count -= len(key)
+
+
+def _prepared(window: Window, count: int, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The first ``count`` tokens: keys [n, Hv, Dk, 1], values [n, Hv, 1, Dv], factors and strengths [n, Hv, 1, 1]."""
+    key, value, decay, strength = (
+        tensor[0, :count].to(state.dtype) for tensor in (window.key, window.value, window.decay, window.strength)
+    )
+    if window.normed:
+        key = key * torch.rsqrt((key * key).sum(-1, keepdim=True) + 1e-6)
+    key = key.repeat_interleave(value.shape[1] // key.shape[1], dim=1)
+    return key[..., None], value[..., None, :], decay.exp()[..., None, None], strength[..., None, None]

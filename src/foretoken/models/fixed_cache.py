@@ -1,0 +1,202 @@
+"""A KV cache whose writes and moves have fixed shapes and read their places from tensors, as CUDA graphs need.
+
+A graph replays the kernels that were captured, with the numbers that its input tensors hold at that time: whatever
+Python decided is frozen.  So a fixed step writes at slots that are given as a tensor, padding into a *spare* slot that
+nobody sees, and the path that was accepted in the last round is moved together by the next step, which reads from
+tensors what goes where.  Until then the cache remembers the moves; whoever else looks at the buffers sees them done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.cache import CHUNK, TreeCache
+
+PATH = 16
+"""Nodes of an accepted path that a fixed step moves; of a longer one the rest of the library takes care at once."""
+
+Moves = dict[int, list[tuple[int, int]]]
+"""By row: from which slot to which, all at once."""
+
+
+class FixedCache(TreeCache):
+    """A :class:`TreeCache` with fixed steps beside its ordinary forwards; both see the same keys and values.
+
+    All layers' keys are one tensor [L, R, H, S, Dk], and so are the values, so that a move takes four kernels whatever
+    the depth.  Layers of another shape get buffers of their own.
+
+    Attributes:
+        generation: grows when a buffer moves to other memory: graphs that were captured before are void.
+    """
+
+    def __init__(self, num_layers: int, max_slots: int) -> None:
+        self._stacks: list[Tensor | None] = [None, None]
+        self._moves: Moves = {}
+        self._places: tuple[Tensor, Tensor] | None = None  # rows [b, 1] and slots [b, n] of a fixed step
+        self.generation = 0
+        super().__init__(num_layers, max_slots + 1)
+
+    @property
+    def keys(self) -> list[Tensor | None]:
+        """Keys by layer, with every committed path in its place."""
+        self.flush()
+        return self._keys
+
+    @keys.setter
+    def keys(self, buffers: list[Tensor | None]) -> None:
+        self._keys = buffers
+
+    @property
+    def values(self) -> list[Tensor | None]:
+        """Values by layer, with every committed path in its place."""
+        self.flush()
+        return self._values
+
+    @values.setter
+    def values(self, buffers: list[Tensor | None]) -> None:
+        self._values = buffers
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything was stored."""
+        return any(buffer is not None for buffer in self._keys)
+
+    @property
+    def spare(self) -> int:
+        """The slot into which padding is written: the last one, which no token ever gets."""
+        return self.num_slots - 1
+
+    def view_of(self, used: int) -> int:
+        """How many slots attention looks at when ``used`` hold something: a power of two from ``CHUNK`` on, or all."""
+        return min(max(CHUNK, 1 << (used - 1).bit_length()), self.num_slots)
+
+    # -- room --------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Make room for rows (in powers of two) and slots (and the spare one), so that growing is rare."""
+        if num_rows <= self.num_rows and num_slots < self.num_slots:
+            return
+        self.flush()
+        rows = 1 << (max(num_rows, self.num_rows) - 1).bit_length()
+        slots = self.num_slots
+        if num_slots + 1 > slots:
+            slots = max(num_slots + 1, min(2 * slots, self.max_slots))
+            slots = -(-slots // CHUNK) * CHUNK
+        for index, store in enumerate((self._keys, self._values)):
+            stack = self._stacks[index]
+            if stack is not None:
+                grown = self._stacks[index] = _grown(stack, rows, slots)
+                store[:] = grown.unbind(0)
+            else:
+                store[:] = [None if old is None else _grown(old[None], rows, slots)[0] for old in store]
+        self.num_rows, self.num_slots = rows, slots
+        self.generation += 1
+
+    def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
+        index = 0 if store is self._keys else 1
+        if all(buffer is None for buffer in store):
+            shape = (self.num_layers, self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
+            stack = self._stacks[index] = like.new_zeros(shape)
+            store[:] = stack.unbind(0)
+        buffer = store[layer]
+        if buffer is None or (buffer.shape[1], buffer.shape[3]) != (like.shape[-3], like.shape[-1]):
+            if (
+                self._stacks[index] is not None
+            ):  # another layer's shape: every layer has a buffer of its own from now on
+                self._stacks[index] = None
+                store[:] = [None if one is None else one.clone() for one in store]
+            store[layer] = None
+            self.generation += 1
+            return super()._buffer(store, like, layer)
+        return buffer
+
+    def _parts(self) -> list[Tensor]:
+        """All buffers as few tensors [L, R, H, S, D]."""
+        found: list[Tensor] = []
+        for stack, store in zip(self._stacks, (self._keys, self._values), strict=True):
+            found += [stack] if stack is not None else [buffer[None] for buffer in store if buffer is not None]
+        return found
+
+    # -- ordinary forwards -------------------------------------------------------------------------------------------
+
+    def plan(self, low: int, high: int, starts: Sequence[int], count: int, used: int) -> None:
+        """As in :class:`TreeCache`; what waits to be moved is moved first."""
+        self.flush()
+        super().plan(low, high, starts, count, used)
+
+    def keep(self, row: int, start: int, path: Sequence[int]) -> None:
+        """Note which scratch slots ``start + path[i]`` of a row belong to ``start + i``: the next step moves them."""
+        moves = [(start + node, start + i) for i, node in enumerate(path) if node != i]
+        if row in self._moves or len(moves) > PATH:
+            self.flush()
+        if len(moves) > PATH:
+            super().keep(row, start, path)
+        elif moves:
+            self._moves[row] = moves
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Move what waits to be moved."""
+        if not self._moves or self._places is not None:
+            return
+        moves = self.take_moves(self.num_rows)
+        device = next(part.device for part in self._parts())
+        for row, pairs in moves.items():
+            places = torch.tensor([[row] * len(pairs), *zip(*pairs, strict=True)], device=device)
+            self.move(*places)
+
+    # -- fixed steps -------------------------------------------------------------------------------------------------
+
+    def take_moves(self, rows: int) -> Moves:
+        """What waits to be moved in the first ``rows`` rows; from now on it is the caller's business."""
+        return {row: self._moves.pop(row) for row in sorted(self._moves) if row < rows}
+
+    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy slots ``source`` to slots ``target`` of ``rows`` in all layers, all reads before all writes.
+
+        The three have shapes that broadcast.
+        """
+        for part in self._parts():
+            part[:, rows, :, target] = part[:, rows, :, source]
+
+    @contextmanager
+    def fixed(self, slots: Tensor, view: int) -> Iterator[None]:
+        """Forwards inside the block cover rows 0 to b, write at ``slots`` [b, n] and see the first ``view`` slots."""
+        batch = len(slots)
+        self._places = (torch.arange(batch, device=slots.device)[:, None], slots)
+        self._low, self._high, self._used, self._starts = 0, batch, view, [0]
+        try:
+            yield
+        finally:
+            self._places = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values [b, H, n, D] as planned; return the slices [b, H, used, D] that attention sees."""
+        return (
+            self._write(self._keys, key_states, layer_idx),
+            self._write(self._values, value_states, layer_idx),
+        )
+
+    def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
+        if self._places is None:
+            return super()._write(store, new, layer)
+        rows, slots = self._places
+        buffer = self._buffer(store, new, layer)
+        buffer[rows, :, slots] = new.transpose(1, 2)
+        return buffer[: self._high, :, : self._used]
+
+
+def _grown(stack: Tensor, rows: int, slots: int) -> Tensor:
+    """[L, R, H, S, D] with more rows and slots, zeros where nothing was."""
+    layers, old_rows, heads, old_slots, dim = stack.shape
+    new = stack.new_zeros(layers, rows, heads, slots, dim)
+    new[:, :old_rows, :, :old_slots] = stack
+    return new

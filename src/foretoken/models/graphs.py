@@ -1,0 +1,266 @@
+"""Forwards as CUDA graphs: one per shape, captured when it is first needed, replayed from then on.
+
+An eager forward of a model below some 30 billion parameters waits for Python to launch its kernels; a graph launches
+all of them at once.  A step (:mod:`foretoken.models.fixed_step`) is a function of one tensor of numbers, so that the
+same graph serves every round of its shape: rows of new nodes are padded to 1, 2, 4, ... 64, requests and visible slots
+to powers of two.  What does not fit (prompts, parts of the network, very large trees) runs as ever, on the same cache.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows
+from foretoken.models.capture import CudaGraphs, HostFree, Recorder
+from foretoken.models.clock import now
+from foretoken.models.fixed_cache import FixedCache
+from foretoken.models.fixed_step import TREE, Bucket, FixedStep, size_of
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.layers import WHOLE
+from foretoken.models.masks import RowPlan
+
+if TYPE_CHECKING:
+    from foretoken.models.base import SequenceState
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of new nodes per request that a step may have."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+"""Requests that a step may have."""
+MOST_ROWS = 1024
+"""Rows of a whole step: beyond, arithmetic is the larger part, and padding is no longer free."""
+MOST_GRAPHS = 64
+"""Graphs that are kept; the one that was not used for longest is dropped."""
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+"""Root mean square difference to the ordinary forward that is rounding, in standard deviations of the logits."""
+
+
+class Graphs:
+    """The graphs of one model.
+
+    Args:
+        owner: the model; its cache is a :class:`FixedCache` already.
+        recorder: what captures.
+
+    Attributes:
+        recorder: shared by a target and its draft model, which run in turns.
+        stopped: why no graph runs any more; empty as long as they do.
+    """
+
+    def __init__(self, owner: HuggingFaceModel, recorder: Recorder) -> None:
+        self.owner, self.recorder = owner, recorder
+        self.stopped = ""
+        self._steps: OrderedDict[Bucket, FixedStep] = OrderedDict()
+        self._stamp: tuple[Any, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Shapes that are captured, the least recently used first."""
+        return list(self._steps)
+
+    @property
+    def _cache(self) -> FixedCache:
+        cache: Any = self.owner.cache
+        return cache
+
+    def score(self, feeds: Sequence[Feed], places: Sequence[RowPlan], taps: Sequence[str]) -> list[Rows] | None:
+        """What :meth:`HuggingFaceModel.forward` gives for nodes that are appended already; ``None``: no step fits."""
+        bucket = self._bucket(feeds, places, tuple(taps))
+        step = self._step(bucket) if bucket is not None else None
+        if bucket is None or step is None:
+            return None
+        owner, rows = self.owner, [feed.sequence.row for feed in feeds]
+        began = now(owner.device)  # the device is done with the last numbers, too: they can be overwritten
+        step.numbers.fill(
+            dict(zip(rows, places, strict=True)),
+            {row: feed.tokens for row, feed in zip(rows, feeds, strict=True)},
+            self._cache.take_moves(bucket.batch),
+        )
+        left, hidden = step.run()
+        logits = torch.stack(left)  # copies: the next replay of any graph may overwrite what this one has left
+        hidden = {name: states.clone() for name, states in hidden.items()}
+        owner.run_s += now(owner.device) - began
+        owner.run_rows += bucket.batch * bucket.width
+        owner.num_layer_runs += WHOLE.count(owner.num_layers)
+        results = []
+        for row, feed, place in zip(rows, feeds, places, strict=True):
+            wanted = place.new if feed.wanted is None else feed.wanted
+            kept = {name: states[row, : place.new] for name, states in hidden.items()}
+            results.append(Rows(logits[row, place.new - wanted : place.new], kept))
+        return results
+
+    @torch.inference_mode()
+    def warm_up(self, batches: Sequence[int] = (1,), rows: Sequence[int] = ROWS, taps: Sequence[str] = ()) -> None:
+        """Capture the steps of these sizes for texts up to the length that the cache has room for, largest first."""
+        slots = self._cache.view_of(self._cache.num_slots)
+        wanted = [Bucket(b, w, slots, tuple(taps)) for b in batches for w in rows if b * w <= MOST_ROWS]
+        self._cache.reserve(max(batches), 1)
+        for bucket in sorted(wanted, key=lambda one: one.batch * one.width, reverse=True):
+            self._step(bucket)
+
+    def _bucket(self, feeds: Sequence[Feed], places: Sequence[RowPlan], taps: tuple[str, ...]) -> Bucket | None:
+        """The smallest shape that holds these nodes, if there is one."""
+        width = _at_least(max(place.new for place in places), ROWS)
+        batch = _at_least(max(feed.sequence.row for feed in feeds) + 1, BATCHES)
+        fits = (
+            not self.stopped
+            and width is not None
+            and batch is not None
+            and batch * width <= MOST_ROWS
+            and any(feed.wanted != 0 for feed in feeds)  # a prompt asks for no logits
+            and all(place.new > 0 and len(place.parents) <= TREE for place in places)
+            and self._cache.is_initialized
+        )
+        if not fits or width is None or batch is None:
+            return None
+        used = max(place.committed + len(place.parents) for place in places)
+        self._cache.reserve(batch, used)
+        return Bucket(batch, width, self._cache.view_of(used), taps)
+
+    def _step(self, bucket: Bucket) -> FixedStep | None:
+        """The step of a shape, captured when there is none; ``None`` when that fails, for good."""
+        self._drop_void()
+        step = self._steps.get(bucket)
+        if step is None:
+            try:
+                step = FixedStep(self.owner, self._cache, bucket, self.recorder.host(size_of(bucket)))
+                with HostFree():
+                    step.program()
+                step.run = self.recorder.record(step.program)
+            except (CapabilityError, RuntimeError) as error:  # also out of memory
+                self.stop(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+                return None
+            self._steps[bucket] = step
+            if len(self._steps) > MOST_GRAPHS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(bucket)
+        return step
+
+    def _drop_void(self) -> None:
+        """Graphs hold addresses: of the cache's buffers, of the weights, of rows behind the vocabulary."""
+        stamp = (self._cache.generation, self.owner._lean, len(self.owner._extra))
+        if stamp != self._stamp:
+            self._steps.clear()
+            self._stamp = stamp
+
+    def stop(self, reason: str) -> None:
+        """From now on everything runs as it would without graphs."""
+        self.stopped = reason
+        self._steps.clear()
+        self.owner.graphs_off = reason
+
+
+def _at_least(count: int, sizes: Sequence[int]) -> int | None:
+    return next((size for size in sizes if size >= count), None)
+
+
+# -- whether a model gets them -----------------------------------------------------------------------------------------
+
+
+def with_graphs(model: LanguageModel, choice: bool | str, recorder: Recorder | None = None) -> LanguageModel:
+    """``model``, with graphs if they were asked for and work.
+
+    Args:
+        model: any language model.
+        choice: ``True``, ``False``, or ``"auto"``: on a CUDA device, for a model whose fixed steps can be captured and
+            give what its ordinary forward gives.  ``model.graphs_off`` says why there are none.
+        recorder: what captures; of the model's device by default.
+
+    Raises:
+        ValueError: another choice, or graphs were asked for and the model is not on a CUDA device.
+        CapabilityError: graphs were asked for and the model cannot have them.
+    """
+    if choice is not True and choice is not False and choice != "auto":
+        raise ValueError(f"graphs must be True, False or 'auto', not {choice!r}")
+    device = getattr(model, "device", None)
+    reason = ""
+    if choice is False:
+        reason = "not asked for"
+    elif not isinstance(model, HuggingFaceModel):
+        reason = f"{type(model).__name__} runs no fixed shapes"
+    elif recorder is None and getattr(device, "type", "cpu") != "cuda":
+        reason = f"they need a CUDA device, and the model is on {device}"
+    elif model.graphs is None:
+        reason = _attach(model, recorder)
+    if isinstance(model, HuggingFaceModel):
+        model.graphs_off = reason
+    if reason and choice is True:
+        kind = CapabilityError if device is not None and device.type == "cuda" else ValueError
+        raise kind(f"graphs=True cannot be had: {reason}; leave graphs at 'auto'")
+    return model
+
+
+def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
+    """Give a model graphs and compare them with its ordinary forward; returns why it has none, or nothing."""
+    if model._sequences:
+        return "texts are open already"
+    if model.context_length < CHECKED_TOKENS:
+        return f"a context of {model.context_length} tokens is too short to check them"
+    before = model.cache
+    model._separate(type(before)(before.num_layers, before.max_slots))
+    wanted = _sample(model)
+    model._separate(FixedCache(before.num_layers, before.max_slots))
+    try:
+        model.graphs = graphs = Graphs(model, recorder or CudaGraphs(model.device))
+        found = _sample(model)
+        reason = graphs.stopped or _difference(wanted, found, model.dtype)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+    if reason:
+        model._separate(type(before)(before.num_layers, before.max_slots))
+    else:
+        model.run_s, model.run_rows, model.num_layer_runs = 0.0, 0, 0.0
+    return reason
+
+
+CHECKED_TOKENS = 32
+"""Tokens that the check may need."""
+
+
+@torch.inference_mode()
+def _sample(model: HuggingFaceModel) -> Tensor:
+    """Logits [n, V] of two texts in four rounds of trees, of which a branch is kept each time."""
+    texts = ([1, 2, 3, 4, 5], [6])
+    sequences: list[SequenceState] = [model.open() for _ in texts]
+    found: list[Tensor] = []
+    try:
+        for sequence, text in zip(sequences, texts, strict=True):
+            model.prefill(sequence, [token % model.vocab_size for token in text])
+        for tokens, parents, path in (
+            ((7, 8, 9, 8, 5), (-1, 0, 0, 2, 3), (0, 2, 3)),
+            ((4, 3, 6), (-1, -1, 1), (1, 2)),
+            ((2,), (-1,), (0,)),
+            ((5, 5, 3, 4, 1), (-1, -1, 1, 1, 2), (1, 2)),  # a shape that is there already, with other numbers
+        ):
+            ids = [token % model.vocab_size for token in tokens]
+            rows = model.forward([Feed(sequence, ids, parents) for sequence in sequences])
+            found += [row.logits for row in rows]
+            for sequence in sequences:
+                model.commit(sequence, path)
+    finally:
+        for sequence in reversed(sequences):
+            model.release(sequence)
+    return torch.cat(found).double()
+
+
+def _difference(wanted: Tensor, found: Tensor, dtype: torch.dtype) -> str:
+    """What is wrong with the logits of fixed steps; empty when nothing is."""
+    if not bool(torch.isfinite(found).all()):
+        return "fixed steps gave logits that are not finite"
+    difference = float((wanted - found).square().mean().sqrt()) / float(wanted.std())
+    return "" if difference <= TOLERANCE.get(dtype, 1e-2) else f"fixed steps gave other logits (by {difference:.1e})"
+
+
+def follow(draft: LanguageModel, target: Any) -> LanguageModel:
+    """A draft model gets graphs where its target has them, in the same memory pool."""
+    graphs: Graphs | None = getattr(target, "graphs", None)
+    if graphs is None or not isinstance(draft, HuggingFaceModel) or draft.device != graphs.owner.device:
+        return draft
+    return with_graphs(draft, "auto", graphs.recorder)

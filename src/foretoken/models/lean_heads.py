@@ -1,0 +1,95 @@
+"""The decoder layer of a trained head in few tensor calls: the layers of the lean forward around a head's own module.
+
+A head's network is called as ever, with flat rows [n, D] instead of [b, n, D] and a :class:`HeadRun` in place of its
+cache, which its decoder layer then hands its work to.  Training goes through the module itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.cache import TreeCache
+from foretoken.models.call import Call
+from foretoken.models.lean_families import Family
+from foretoken.models.lean_layers import Heads, LeanLayer, Pass, Places, Rotary
+from foretoken.models.packing import Packing
+
+LAYER = Family(attention="", mlp="", activation=None)
+"""A decoder layer that is its own attention and its own MLP (:mod:`foretoken.drafters.nets.decoder`)."""
+ATTENTION = Family(attention="", mlp=None, norm_attention=None, norm_mlp=None)
+"""An attention alone, whose norm and residual are its caller's."""
+
+
+class LeanHead:
+    """The one attention or decoder layer of a head, fused; it follows the module's weights.
+
+    Args:
+        module: the attention or layer, with a ``LayerConfig``.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        config = module.config
+        self.size = Heads(config.heads, config.kv_heads, config.head_dim)
+        self.family = LAYER if hasattr(module, "down_proj") else ATTENTION
+        self.weights = list(module.parameters())
+        device, dtype = self.weights[0].device, self.weights[0].dtype
+        exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
+        self.rotary = Rotary(config.rope_theta**-exponents, 1.0, dtype)
+        self._layer: LeanLayer | None = None
+        self._state: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, net: nn.Module) -> LeanHead | None:
+        """That of a head's network; ``None`` for one without a layer of this shape, or with several."""
+        found = [m for m in net.modules() if hasattr(m, "q_proj") and hasattr(m, "config")]
+        return cls(found[0]) if len(found) == 1 else None
+
+    @property
+    def layer(self) -> LeanLayer:
+        """Fused weights, made anew when the module's have changed: it may be learning."""
+        state = (self.weights[0].untyped_storage()._cdata, *map(_version, self.weights))
+        if self._layer is None or state != self._state:
+            self._layer = LeanLayer(self.module, self.family, self.size, kind="", rope="", packing=Packing())
+            self._state = state
+        return self._layer
+
+
+def _version(weight: Tensor) -> int:
+    """How often a tensor was written to."""
+    return 0 if weight.is_inference() else weight._version
+
+
+class HeadRun:
+    """One call of a head.
+
+    Args:
+        head: its layer.
+        call: padded rows, with ``states``.
+        cache: of the one layer.
+    """
+
+    def __init__(self, head: LeanHead, call: Call, cache: TreeCache) -> None:
+        (b, width), mask = call.ids.shape, call.masks[""]
+        self.layer = head.layer
+        self.places = Places(b, width, call.counts, call.ids.device)
+        self.positions = self.places.taken(call.positions)
+        groups = head.size.heads // head.size.kv_heads
+        folded = mask if mask is None or width == 1 else mask.repeat(1, 1, groups, 1)
+        self.run = Pass(self.places, {"": head.rotary(self.positions)}, {"": folded}, cache)
+
+    def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What any cache of a head does: store keys and values [b, H, n, d], return all of them."""
+        return self.run.cache.update(key, value, 0)
+
+    def mixed(self, inputs: Tensor) -> Tensor:
+        """The attention's output [n, D] of normalised inputs [n, width]."""
+        return self.layer.mixed(0, inputs, None, self.run)
+
+    def decoded(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
+        """The whole layer, x [n, D] -> [n, D]; ``beside`` [n, 2 D] is what a wide layer's attention reads."""
+        x = self.layer.attend(0, x, self.run) if beside is None else self.layer.mixed(0, beside, x, self.run)
+        return self.layer.feed(x, x)

@@ -1,0 +1,178 @@
+"""Which layout a weight is multiplied fastest in, measured on this machine.
+
+A matrix product of a few rows is made of reading the weight and of arithmetic, and which of them counts, and how well a
+kernel does it, differs by CPU, dtype and shape: on a CPU with AMX oneDNN's bfloat16 scores 32 rows for the price of
+one, on one with AVX2 alone every row of it costs as much as the first, while exact float16 weights give six for little
+more than one.  So every layout is timed once per machine and size of weight, for a fraction of a second, on several
+copies (a decoding step finds its weights in memory, not in the cache), by one thread: beside another busy process two
+threads that wait for each other are timed at twenty times what they take.  What was measured is kept in the user's
+cache folder; ``foretoken doctor`` shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from foretoken.models.layouts import LAYOUTS, Layout, Maker
+
+ROWS = (1, 2, 5, 8)
+"""Rows that are timed: a plain step, the beginning of speculation, usual rounds."""
+SMALLEST, LARGEST = 256, 4096
+"""Sides of the weights that are timed; others count as the nearest power of two between them."""
+COPIES_BYTES = 32 * 2**20
+"""Copies of a weight that are multiplied in turn take about this much, more than a cache holds."""
+MOST_COPIES = 16
+PASSES = 3
+MARGIN, ROWS_MARGIN = 0.95, 0.85
+"""Another layout than the plain one must be at least 5 % faster, more rows than there are 15 %: less is noise."""
+
+Times = dict[int, float]
+"""Seconds by number of rows."""
+
+
+def size_class(out: int, inner: int) -> tuple[int, int]:
+    """The size that stands for weights [out, inner] in the measurements."""
+    nearest = (2 ** round(math.log2(max(side, 1))) for side in (out, inner))
+    first, second = (min(max(side, SMALLEST), LARGEST) for side in nearest)
+    return first, second
+
+
+def product_times(layout: str, dtype: torch.dtype, out: int, inner: int) -> Times:
+    """Seconds of ``x W^T`` for x [rows, inner] and W [out, inner], by number of rows; measured once."""
+    return _times(layout, dtype, *size_class(out, inner))
+
+
+def least_rows(layout: str, dtype: torch.dtype, out: int, inner: int) -> int:
+    """The number of rows that fewer ones are filled up to: the cheapest count there is."""
+    times = product_times(layout, dtype, out, inner)
+    best = 1
+    for rows in ROWS[1:]:
+        if times[rows] < ROWS_MARGIN * times[best]:
+            best = rows
+    return best
+
+
+def fastest_layout(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]], names: Sequence[str]) -> str:
+    """The one of several layouts, ``plain`` among them, in which a round of products with weights of these shapes is
+    fastest: on average over a plain step (one row, or as many as it is filled up to) and a verification (eight)."""
+    counts = Counter(size_class(shape[0], shape[1]) for shape in shapes)
+    if len(names) == 1 or not counts:
+        return "plain"
+    costs = {name: sum(n * _cost(name, dtype, *size) for size, n in counts.items()) for name in names}
+    best = min(costs, key=lambda name: costs[name])
+    return best if costs[best] < MARGIN * costs["plain"] else "plain"
+
+
+def _cost(layout: str, dtype: torch.dtype, out: int, inner: int) -> float:
+    times = product_times(layout, dtype, out, inner)
+    return min(times.values()) + times[8]
+
+
+@cache
+def _times(layout: str, dtype: torch.dtype, out: int, inner: int) -> Times:
+    key = _key(layout, dtype, out, inner)
+    known = _read_known().get(key)
+    if known is None:
+        known = _measure(LAYOUTS[layout], dtype, out, inner)
+        _remember(key, known)
+    return known
+
+
+@torch.inference_mode()
+def _measure(make: Maker, dtype: torch.dtype, out: int, inner: int) -> Times:
+    """Per number of rows what the quickest quarter of all calls takes at most: others met another process."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(out, inner, generator=generator) / inner**0.5).bfloat16().to(dtype)
+    copies = min(MOST_COPIES, max(2, COPIES_BYTES // weight.nbytes))
+    products: list[Layout] = [make(weight.clone()) for _ in range(copies)]
+    inputs = [torch.randn(rows, inner, generator=generator).to(products[0].activations) for rows in ROWS]
+    calls: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    with _one_thread():
+        for turn in range(PASSES + 1):
+            for x in inputs:
+                spent = [_one_call(product, x) for product in products]
+                if turn:  # the first turn warms up
+                    calls[len(x)] += spent
+    return {rows: sorted(spent)[len(spent) // 4] for rows, spent in calls.items()}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _one_call(product: Layout, x: Tensor) -> float:
+    began = perf_counter()
+    product(x, None)
+    return perf_counter() - began
+
+
+def _key(layout: str, dtype: torch.dtype, out: int, inner: int) -> str:
+    return f"{layout} {str(dtype).removeprefix('torch.')} {out}x{inner}"
+
+
+def known_times(dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> Mapping[str, Times]:
+    """What was measured on this machine of weights of these shapes, in every layout, by a key in words."""
+    known = _read_known()
+    sizes = sorted({size_class(*shape) for shape in shapes})
+    keys = [_key(layout, dtype, *size) for size in sizes for layout in LAYOUTS]
+    return {key: known[key] for key in keys if key in known}
+
+
+# -- the file of measurements ------------------------------------------------------------------------------------------
+
+
+def cache_file() -> Path:
+    """Where measurements of this machine and version of PyTorch are kept."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "foretoken" / f"products-{_machine()}.json"
+
+
+@cache
+def _machine() -> str:
+    info = Path("/proc/cpuinfo")
+    about = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    lines = [line for line in about if line.startswith(("model name", "flags", "model\t", "stepping"))]
+    text = "\n".join([*lines, platform.processor(), platform.machine(), str(os.cpu_count()), torch.__version__])
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _read_known() -> dict[str, Times]:
+    """Measurements of earlier runs; a file that cannot be read counts as none."""
+    try:
+        found = json.loads(cache_file().read_text(encoding="utf-8"))
+        return {str(key): {int(rows): float(s) for rows, s in times.items()} for key, times in found.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _remember(key: str, times: Times) -> None:
+    """Add a measurement to the file; where that cannot be written, it is measured again next time."""
+    place = cache_file()
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        known = {**_read_known(), key: times}
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
+            json.dump(known, file, indent=1)
+        Path(file.name).replace(place)
+    except OSError:
+        return

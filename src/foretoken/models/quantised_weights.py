@@ -1,0 +1,112 @@
+"""How weights in 8 or 4 bits are stored.
+
+int8: a row of W [out, in] is ``values * scale`` with ``scale = max |row| / 127``.  int4: every ``group`` weights of a
+row are ``(values - 8) * scale + zero`` with values 0 to 15 between their least and their greatest one.  Scales are
+bfloat16, because PyTorch's packed products take them so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GROUPS = (32, 64, 128)
+"""Weights that share an int4 scale."""
+ROWS4 = 16
+"""The packed int4 product takes outputs in blocks of this many."""
+AT_ONCE = 4096
+"""Rows of a weight that are quantised in one go: a large vocabulary's projection needs no second copy in float32."""
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """A weight in 8 bits.
+
+    Attributes:
+        values: [out, in] int8, from -127 to 127.
+        scale: [out] bfloat16.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> Int8Weight:
+        """Quantise [out, in], row by row."""
+        scale = (torch.linalg.vector_norm(weight.detach(), torch.inf, dim=1).float() / 127).clamp_min(1e-30)
+        scale = scale.to(torch.bfloat16)
+        values = torch.empty(weight.shape, dtype=torch.int8)
+        for start in range(0, len(weight), AT_ONCE):
+            rows = slice(start, start + AT_ONCE)
+            wide = weight.detach()[rows].float() / scale[rows].float()[:, None]
+            values[rows] = wide.round_().clamp_(-127, 127)
+        return cls(values, scale)
+
+    def dequantised(self) -> Tensor:
+        """[out, in] float32."""
+        return self.values.float().mul_(self.scale.float()[:, None])
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """A weight in 4 bits.
+
+    Attributes:
+        values: [out, in] int32, from 0 to 15.
+        scale, zero: [out, in / group] bfloat16.
+        group: weights of a row that share a scale.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor
+    group: int
+
+    @classmethod
+    def of(cls, weight: Tensor, group: int) -> Int4Weight:
+        """Quantise [out, in] in groups of each row.
+
+        Raises:
+            ValueError: a shape that does not fit, see :func:`fits_int4`.
+        """
+        if not fits_int4(weight.shape, group):
+            raise ValueError(f"int4 needs [{ROWS4} a, {group} b] weights, not {list(weight.shape)}")
+        wide = weight.detach().float().unflatten(1, (-1, group))  # [out, in / group, group]
+        low, high = wide.amin(-1), wide.amax(-1)
+        scale = ((high - low) / 15).clamp_min(1e-30).to(torch.bfloat16)
+        zero = (low + 8 * scale.float()).to(torch.bfloat16)
+        values = (wide - zero.float()[..., None]).div_(scale.float()[..., None]).add_(8).round_().clamp_(0, 15)
+        return cls(values.flatten(1).to(torch.int32), scale, zero, group)
+
+    def dequantised(self) -> Tensor:
+        """[out, in] float32."""
+        wide = self.values.unflatten(1, (-1, self.group)).float().sub_(8)
+        return wide.mul_(self.scale.float()[..., None]).add_(self.zero.float()[..., None]).flatten(1)
+
+
+Quantised = Int8Weight | Int4Weight
+
+
+def fits_int4(shape: Any, group: int) -> bool:
+    """Whether [out, in] can be packed in int4 with this group."""
+    return shape[0] % ROWS4 == 0 and shape[1] % group == 0
+
+
+def unpacked4(packed: Tensor, shape: tuple[int, int], block: int) -> Tensor:
+    """Values [out, in] of a packed int4 weight: for every ``block`` outputs and every input a row of bytes whose low
+    halves are the first half of the outputs."""
+    rows = packed.view(shape[0] // block, shape[1], block // 2)
+    return torch.cat([rows & 15, rows >> 4], -1).transpose(1, 2).reshape(shape)
+
+
+@cache
+def block4(out: int) -> int:
+    """Outputs that are packed together here, found by trying; 0 where the layout is another one."""
+    values = torch.randint(0, 16, (out, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    packed = torch._convert_weight_to_int4pack_for_cpu(values, 1)
+    fitting = (b for b in (64, 32, 16) if out % b == 0)
+    return next((b for b in fitting if torch.equal(unpacked4(packed, (out, 32), b).int(), values)), 0)

@@ -1,0 +1,249 @@
+"""Recurrent and hybrid models as target or draft model: chains, with exact rollback by checkpoint and replay.
+
+What a recurrent layer has summed up cannot be taken apart.  So before rows are scored that may be rejected, the state
+is copied.  After a rejection it is put back, and either brought forward by what the recurrences of the accepted tokens
+were fed (:mod:`foretoken.models.delta_rule`), or those tokens are fed again *in front of the next verification*: a
+rejection costs rows, not a forward (Wu et al., "Snakes and Ladders").  See ``docs/hybrid.md``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.capabilities import detect
+from foretoken.models.clock import now
+from foretoken.models.delta_rule import recorded, rule_files
+from foretoken.models.self_test import state_fault
+from foretoken.models.sequential import cache_name
+from foretoken.models.state_cache import StateCache
+from foretoken.models.taps import check_taps, decoder_layers, recording
+from foretoken.models.traits import eos_ids
+
+PREFILL_CHUNK = 512
+"""Tokens that are read in one forward when no logits are wanted."""
+FLUSH = 8
+"""How far the state may lag behind the text.  In float32 on a CPU, where rows cost most, 4 was slower still."""
+REPLAYS = ("auto", "lazy", "capture")
+
+_FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
+"""Results of self-tests: ``custom_generate`` wraps the same model anew in every call."""
+
+
+class StatefulModel(LanguageModel):
+    """Runs a ``PreTrainedModel`` with recurrent layers over committed prefixes plus a scratch chain.
+
+    Every sequence has a Transformers cache of its own and is run alone: recurrent layers know no padding in the middle
+    of a text.  The cache may lag behind the committed tokens; those are fed in front of the next nodes.
+
+    Args:
+        model: any causal LM that hands out a Transformers cache.
+        replay: ``"capture"`` makes the state of the accepted tokens from what the recurrences were fed (Gated DeltaNet
+            only), ``"lazy"`` feeds those tokens again; ``"auto"`` captures where the model can.
+        flush: lazily, from how many such tokens on they are fed in a forward of their own, before nodes that may be
+            rejected (0 or 1: always).
+
+    Raises:
+        ValueError: a negative ``flush``, or a form of ``replay`` that is unknown or that the model cannot.
+        CapabilityError: the model's state does not survive a rollback (use :func:`foretoken.models.wrap`, which then
+            decodes plainly); the message says what differed.
+    """
+
+    def __init__(self, model: Any, *, flush: int = FLUSH, replay: str = "auto") -> None:
+        if replay not in REPLAYS:
+            raise ValueError(f"replay must be one of {', '.join(REPLAYS)}, not {replay!r}")
+        if flush < 0:
+            raise ValueError(f"flush must be at least 0, not {flush}")
+        self.model = model.eval()
+        self.config = model.config.get_text_config()
+        self.vocab_size = int(self.config.vocab_size)
+        self.context_length = int(getattr(self.config, "max_position_embeddings", 0) or 2**20)
+        self.eos_token_ids = eos_ids(model)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.flush = flush
+        self._files: list[ModuleType] = []
+        self.num_forwards = 0
+        self._num_layers = len(decoder_layers(model))
+        self._states: dict[int, StateCache] = {}
+        self._opened = 0
+        self.capabilities = found = detect(model)
+        self._cache_name = cache_name(model) or ""
+        self._parameters = frozenset(inspect.signature(inspect.unwrap(type(model).forward)).parameters)
+        fault = self._choose(replay)
+        if fault is not None:
+            raise CapabilityError(f"{self.config.model_type} cannot be rolled back: {fault}")
+        missing = {name: reason for name, reason in found.missing.items() if name != "rollback"}
+        self.capabilities = replace(found, rollback=True, missing=missing)
+
+    @property
+    def replay(self) -> str:
+        """How a rejection is undone: ``"capture"`` or ``"lazy"``."""
+        return "capture" if self._files else "lazy"
+
+    def _choose(self, replay: str) -> str | None:
+        """Settle on a form of replay that passes the self-test; what goes wrong if none does."""
+        files = rule_files(self.model) if replay != "lazy" else []
+        if replay == "capture" and not files:
+            raise ValueError(f"replay='capture' needs Gated DeltaNet layers, which {self.config.model_type} lacks")
+        self._files = files
+        fault = self._fault()
+        if fault is not None and files and replay == "auto":
+            self._files = []
+            fault = self._fault()
+        return fault
+
+    def _fault(self) -> str | None:
+        """What the self-test found, once per model object, dtype, device and form of replay."""
+        known = _FAULTS.setdefault(self.model, {})
+        key = (self.dtype, self.device, self.replay)
+        if key not in known:
+            known[key] = state_fault(self)
+        return known[key]
+
+    # -- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> SequenceState:
+        """A new, empty sequence with a cache of its own."""
+        self._opened += 1
+        self._states[self._opened] = StateCache()
+        return SequenceState(row=self._opened)
+
+    def release(self, sequence: SequenceState) -> None:
+        """Free the cache and its checkpoint."""
+        self._states.pop(sequence.row, None)
+
+    def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
+        """Keep a leading part of the scratch chain; go back to the checkpoint if that is not all of it.
+
+        Raises:
+            CapabilityError: the path is no leading part.
+        """
+        if list(path) != list(range(len(path))):
+            raise CapabilityError(self.capabilities.missing["keep_path"])
+        sequence.tokens.extend(sequence.scratch_tokens[: len(path)])
+        sequence.clear_scratch()
+        self._back_to(sequence)
+
+    def rewind(self, sequence: SequenceState, length: int) -> None:
+        """Keep the first ``length`` committed tokens; behind a checkpoint nothing is read again."""
+        del sequence.tokens[length:]
+        sequence.clear_scratch()
+        self._back_to(sequence)
+
+    def _back_to(self, sequence: SequenceState) -> None:
+        """Let the cache hold a prefix of the committed tokens."""
+        state, length = self._states[sequence.row], len(sequence.tokens)
+        if state.on_tape and state.saved <= length <= state.length:
+            state.cut(length)
+        elif state.length > length:
+            state.careful = state.careful or not state.guarded
+            if 0 <= state.saved <= length:
+                state.restore()
+            else:
+                state.reset()
+        elif state.saved > length:
+            state.reset()
+        state.guarded = False
+
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Commit ``tokens`` in chunks, without logits."""
+        parts: dict[str, list[Tensor]] = {name: [] for name in taps}
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            for name, rows in super().prefill(sequence, tokens[start : start + PREFILL_CHUNK], taps).items():
+                parts[name].append(rows)
+        return {name: torch.cat(rows) for name, rows in parts.items() if rows}
+
+    def state(self, sequence: SequenceState) -> StateCache:
+        """What the layers keep of a sequence."""
+        return self._states[sequence.row]
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        """Feed each sequence's chain, behind what its state still lacks.
+
+        Raises:
+            CapabilityError: a feed branches, or hangs from an earlier place of the text.
+            ValueError: an unknown tap, or two feeds for one sequence.
+        """
+        check_taps(taps, self._num_layers)
+        if len({feed.sequence.row for feed in feeds}) < len(feeds):
+            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        for feed in feeds:
+            self._check(feed)
+        return [self._one(feed, taps) for feed in feeds]
+
+    def _check(self, feed: Feed) -> None:
+        old = len(feed.sequence.scratch_tokens)
+        chain = list(range(old - 1, old - 1 + len(feed.tokens)))
+        if feed.after is not None or (feed.parents is not None and list(feed.parents) != chain):
+            raise CapabilityError(f"only chains can be scored: {self.capabilities.missing['tree_mask']}")
+
+    def _one(self, feed: Feed, taps: Sequence[str]) -> Rows:
+        sequence, count = feed.sequence, len(feed.tokens)
+        state, scratch = self._states[sequence.row], sequence.scratch_tokens
+        wanted = count if feed.wanted is None else feed.wanted
+        # Rows whose logits nobody wants are text that is being read, and a lone root was accepted already: such rows
+        # are not rejected in practice (if they are, the text is read again), so that plain decoding copies nothing.
+        at_risk = bool(scratch) or (count > 1 and wanted > 1) or state.careful
+        try:
+            lag = len(sequence.tokens) - state.length
+            if lag >= (max(self.flush, 1) if at_risk else PREFILL_CHUNK):
+                self.settle(sequence)
+            if at_risk and not state.guarded:
+                if state.saved != state.length:
+                    state.save()
+                if self._files:
+                    state.start_tape()
+                state.guarded = True
+            began = now(self.device)
+            files = self._files if state.on_tape else []
+            with recording(self.model, taps) as hidden, recorded(files) as windows:
+                logits = self.read(state, [*_behind(sequence, state.length), *feed.tokens], wanted)
+            self.run_s += now(self.device) - began
+            if files:
+                state.record(windows)
+        except BaseException:
+            state.reset()  # a forward that broke off has changed a part of the layers
+            raise
+        sequence.append(feed.tokens, range(len(scratch) - 1, len(scratch) - 1 + count))
+        return Rows(logits, {name: h[0, -count:] for name, h in hidden.items()})
+
+    def settle(self, sequence: SequenceState) -> None:
+        """Read the committed tokens that the state still lacks, in forwards of their own."""
+        state, began = self._states[sequence.row], now(self.device)
+        while state.length < len(sequence.tokens):
+            self.read(state, sequence.tokens[state.length : state.length + PREFILL_CHUNK], 0)
+        self.run_s += now(self.device) - began
+
+    @torch.inference_mode()
+    def read(self, state: StateCache, tokens: Sequence[int], wanted: int) -> Tensor:
+        """Logits [wanted, V] of the last tokens, all of which the state reads."""
+        given: dict[str, Any] = {} if state.cache is None else {self._cache_name: state.cache}
+        if "logits_to_keep" in self._parameters:
+            given["logits_to_keep"] = max(wanted, 1)
+        if "position_ids" in self._parameters:  # not every family asks its cache for them
+            positions = range(state.length, state.length + len(tokens))
+            given["position_ids"] = torch.tensor([positions], device=self.device)
+        ids = torch.tensor([list(tokens)], device=self.device)
+        out = self.model(input_ids=ids, use_cache=True, **given)
+        state.advance(out.get(self._cache_name), len(tokens))
+        self.num_forwards += 1
+        self.run_rows += len(tokens)
+        return out.logits[0, out.logits.shape[1] - wanted :]
+
+
+def _behind(sequence: SequenceState, length: int) -> list[int]:
+    """Committed and scratch tokens behind the first ``length``."""
+    have = len(sequence.tokens)
+    return sequence.tokens[length:] + sequence.scratch_tokens[max(length - have, 0) :]

@@ -1,0 +1,143 @@
+"""CUDA graphs for machines without CUDA: what is captured is replayed operation by operation on the same tensors.
+
+Like a graph, a recording knows nothing of Python: whatever was decided on the host while it was made stays as it was,
+and only what tensors hold can differ between replays.  On the stand-in for CUDA (``fake_cuda``), reading a tensor or
+sending one to the device during a capture raises, as it does there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from fake_cuda import READS, FakeCuda, _is_cuda, fake_cuda
+from foretoken.models.capture import Run
+
+
+class Recording(TorchDispatchMode):
+    """Notes every operation inside the block; ``replay`` does them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run and note."""
+        found = func(*args, **(kwargs or {}))
+        made = [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)]
+        self.calls.append((func, args, kwargs or {}, made))
+        return found
+
+    def replay(self) -> None:
+        """Do everything again, with what the tensors hold now, into the tensors that were made then."""
+        self.replays += 1
+        for func, args, kwargs, made in self.calls:
+            given = {id(x) for x in tree_flatten((args, kwargs))[0]}
+            again = [x for x in tree_flatten(func(*args, **kwargs))[0] if isinstance(x, Tensor)]
+            for old, new in zip(made, again, strict=True):
+                if id(old) not in given and not _same_memory(old, new):
+                    old.copy_(new)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    one, other = (x.on_cpu if isinstance(x, FakeCuda) else x for x in (one, other))
+    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+
+
+class Recordings:
+    """A :class:`foretoken.models.capture.Recorder` that works on any device.
+
+    Attributes:
+        recordings: all that were made.
+    """
+
+    def __init__(self) -> None:
+        self.recordings: list[Recording] = []
+
+    def host(self, size: int) -> Tensor:
+        """int32 memory [size]."""
+        return torch.zeros(size, dtype=torch.int32)
+
+    def record(self, program: Run) -> Run:
+        """What the program did, frozen."""
+        with Recording() as made:
+            left = program()
+        self.recordings.append(made)
+
+        def replay() -> tuple[list[Tensor], dict[str, Tensor]]:
+            made.replay()
+            return left
+
+        return replay
+
+
+class _Capturing(TorchFunctionMode):
+    """Python calls that no stream can do while it is captured."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        on_device = bool(args) and isinstance(args[0], FakeCuda)
+        reads = (READS - {Tensor.data_ptr}) | {Tensor.cpu, Tensor.numpy}
+        sends = func in (torch.tensor, torch.as_tensor) and _is_cuda(kwargs.get("device"))
+        moves = func is Tensor.to and any(map(_is_cuda, (*args[1:], kwargs.get("device")))) and not on_device
+        if (func in reads and on_device) or sends or moves:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({func})")
+        return func(*args, **kwargs)
+
+
+class FakeGraph:
+    """Stands in for ``torch.cuda.CUDAGraph``."""
+
+    made: list[FakeGraph] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.recording = Recording()
+        self.made.append(self)
+
+    def replay(self) -> None:
+        """Do what was captured."""
+        if not self.recording.calls:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        self.recording.replay()
+
+
+@contextmanager
+def _capture(graph: FakeGraph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+    assert pool == "pool" and capture_error_mode == "thread_local"
+    with graph.recording, _Capturing():
+        yield
+
+
+@contextmanager
+def fake_cuda_graphs() -> Iterator[list[FakeGraph]]:
+    """Inside, ``cuda`` is there (:func:`fake_cuda.fake_cuda`) and can capture graphs; yields those that are made."""
+    FakeGraph.made = made = []
+    zeros = torch.zeros
+
+    def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        return zeros(*args, **kwargs)
+
+    fakes: dict[str, Any] = {
+        "CUDAGraph": FakeGraph,
+        "graph": _capture,
+        "graph_pool_handle": lambda: "pool",
+        "Stream": mock.MagicMock,
+        "stream": lambda _: nullcontext(),
+        "current_stream": mock.MagicMock,
+        "device": lambda _: nullcontext(),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(fake_cuda())
+        for name, fake in fakes.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, fake))
+        stack.enter_context(mock.patch.object(torch, "zeros", unpinned))
+        yield made

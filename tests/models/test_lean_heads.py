@@ -1,0 +1,160 @@
+"""Trained heads: what their decoder layer gives when it is fused is what the module gives, while it learns too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import new_model, prompt_of
+from forwards import InFloat64, compare
+from torch import Tensor, nn
+
+from foretoken.drafters.nets.decoder import LayerConfig
+from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
+from foretoken.drafters.nets.hydra import PrefixLayer
+from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
+from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
+from foretoken.models.base import CapabilityError, Feed, Rows
+from foretoken.models.call import Call
+from foretoken.models.features import FeatureModel
+from foretoken.models.huggingface import SPARED, HuggingFaceModel
+from foretoken.models.lean_heads import LeanHead
+from foretoken.models.parts import TargetParts
+
+SHAPE = {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 64, "rope_theta": 500.0}
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "eagle": lambda: EagleNet(EagleConfig(**SHAPE)),
+    "mtp": lambda: MtpNet(MtpConfig(**SHAPE)),
+    "eagle3": lambda: Eagle3Net(Eagle3Config(**SHAPE, vocab_size=97, layers="1,2,3", share_head=True)),
+    "kangaroo": lambda: KangarooNet(KangarooConfig(**{**SHAPE, "ffn": 0})),
+    "hydra": lambda: PrefixLayer(LayerConfig(**SHAPE)),
+}
+
+
+def net_of(name: str, seed: int = 0) -> nn.Module:
+    """A network with random weights, in float64."""
+    net, generator = NETS[name]().double(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.add_(torch.randn(weight.shape, generator=generator).double() * 0.3)
+    return net
+
+
+def head_of(net: nn.Module) -> FeatureModel:
+    """The network as a language model in float64."""
+    target = HuggingFaceModel(new_model("llama").double())
+    parts = TargetParts(target)
+    model = FeatureModel(net, parts, target, project=parts.logits)
+    model.dtype = torch.float64
+    return model
+
+
+class PlainHead(FeatureModel):
+    """The readable twin: the network's own forward over padded rows, with the cache between keys and attention."""
+
+    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """As :meth:`FeatureModel.run`."""
+        first, embeddings = call.first, self.parts.embedding(call.ids).float()
+
+        def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            return self.cache.update(key, value, 0)
+
+        output = self.model(embeddings, call.states, call.positions, call.masks[""], keep)
+        return call.taken(self.project(self.model.head_state(output[:, first:]))), {"state": output}
+
+
+def plain(model: FeatureModel) -> PlainHead:
+    """The twin of a head, with the same network."""
+    made = PlainHead(model.model, model.parts, model, project=model.project)
+    made.dtype = model.dtype
+    return made
+
+
+def outputs(model: FeatureModel) -> list[Rows]:
+    """A chain, ragged trees, growth of one of them, much padding, one node."""
+    rng = random.Random(0)
+
+    def feed(sequence: Any, count: int, old: int = 0, wanted: int | None = None) -> Feed:
+        states = torch.randn(count, 48, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+        parents = [rng.randrange(-1, old + i) for i in range(count)]
+        return Feed(sequence, prompt_of(count, seed=count), parents, wanted=wanted, states=states)
+
+    a, b = model.open(), model.open()
+    rows = []
+    for sequence, length in ((a, 9), (b, 3)):
+        states = torch.randn(length, 48, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+        rows += model.forward([Feed(sequence, prompt_of(length), states=states, wanted=1)])
+        model.commit(sequence, range(length))
+    rows += model.forward([feed(a, 5), feed(b, 2)])
+    rows += model.forward([feed(b, 3, old=2, wanted=2), feed(a, 1, old=5, wanted=0)])
+    for sequence in (a, b):
+        model.commit(sequence, ())
+    rows += model.forward([feed(a, SPARED + 8), feed(b, 2)])
+    model.commit(a, ())
+    rows += model.forward([feed(a, 1)])
+    for sequence in (b, a):
+        model.release(sequence)
+    return rows
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_head_is_its_own_module(name: str) -> None:
+    with InFloat64():
+        model = head_of(net_of(name))
+        compare(outputs(model), outputs(plain(model)), 1e-9)
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("change", ["step", "load", "replace"])
+def test_a_head_follows_weights_that_change(name: str, change: str) -> None:
+    with InFloat64():
+        net = net_of(name)
+        model = head_of(net)
+        before = outputs(model)
+        if change == "step":
+            optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+            for weight in net.parameters():
+                weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        elif change == "load":
+            net.load_state_dict(net_of(name, seed=1).state_dict())
+        else:
+            for weight in net.parameters():
+                weight.data = weight.data * 1.5
+        after = outputs(model)
+        compare(after, outputs(plain(model)), 1e-9)
+    assert not torch.allclose(before[0].taps["state"], after[0].taps["state"])
+
+
+def test_a_layer_that_does_not_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above."""
+    with InFloat64():
+        net = net_of("mtp")
+        model = head_of(net)
+        outputs(model)
+        stale = model.head.layer  # type: ignore[union-attr]
+        monkeypatch.setattr(LeanHead, "layer", property(lambda self: stale))
+        net.load_state_dict(net_of("mtp", seed=1).state_dict())
+        with pytest.raises(AssertionError):
+            compare(outputs(model), outputs(plain(model)), 1e-9)
+
+
+def test_fused_weights_are_made_once() -> None:
+    with InFloat64():
+        model = head_of(net_of("eagle"))
+        outputs(model)
+        assert model.head is not None
+        layer = model.head.layer
+        outputs(model)
+        assert model.head.layer is layer
+
+
+def test_a_network_without_a_decoder_layer_is_refused() -> None:
+    target = HuggingFaceModel(new_model("llama"))
+    model = FeatureModel(nn.Linear(2, 2), TargetParts(target), target)
+    with pytest.raises(CapabilityError, match="Linear has no decoder layer"):
+        model.forward([Feed(model.open(), [1], states=torch.zeros(1, 48))])
