@@ -94,6 +94,13 @@ def test_the_default_group_can_be_built_and_is_served_by_auto(target: LanguageMo
     assert llm.generate(prompt, **asked).token_ids == llm.plain.generate(prompt, **asked).token_ids
 
 
+def test_what_copies_text_costs_a_controller_nothing_alone_as_in_a_group(target: LanguageModel) -> None:
+    alone = build_drafter("ngram", target)
+    group = build_drafter("router,drafters=(ngram)", target)
+    assert alone is not None and group is not None
+    assert alone.limits.relative_cost == 0 and group.limits.members == (alone.limits,)
+
+
 def test_groups_without_members_take_what_is_free(target: LanguageModel) -> None:
     assert default_members(target, "somewhere") == ["ngram", "suffix,share=false"]
     assert default_members(target, "model_with_head") == ["own_head", "ngram", "suffix,share=false"]

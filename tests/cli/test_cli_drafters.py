@@ -202,8 +202,9 @@ def test_sampled_gains_and_a_table_of_80_columns(
     options = ("--measure", "--prompts", prompts, "--max-new-tokens", "4", "--temperature", "1", "--max-prompts", "1")
     result = run("drafters", target, draft, *options)
     assert result.code == 0
-    *lines, last = result.out.splitlines()
+    *lines, how, last = result.out.splitlines()
     assert max(map(len, lines)) <= 80
+    assert how.startswith("gain over plain decoding: 1 prompt, 4 new tokens each, T=1, float32")
     assert "gain" in result.out and "does not work" in result.out and "medusa" in result.out
     assert last == "drafter=auto means here: ngram"
 

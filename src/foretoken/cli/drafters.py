@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,19 +50,28 @@ def drafters_command(
     """
     with json_only(as_json):
         common = replace(common, target=target)
-        found, default, interrupted = _found(common, folders or [], measure, prompts, max_prompts, repeat)
+        listing = _listing(common, folders or [], measure, prompts, max_prompts, repeat)
         if not as_json:
-            _print(found, default, measure)
+            _print(listing)
     if as_json:
-        print_json({"drafters": [fit.public for fit in found]})
-    if interrupted:
+        print_json({"drafters": [fit.public for fit in listing.fits]})
+    if listing.interrupted:
         raise KeyboardInterrupt
 
 
-def _found(
+@dataclass(frozen=True)
+class _Listing:
+    """What is printed: the drafters in order, what ``auto`` means, and how gains were measured if they were."""
+
+    fits: Sequence[Fit]
+    default: str | None
+    measured: str = ""
+    interrupted: bool = False
+
+
+def _listing(
     common: Common, folders: Sequence[Path], measure: bool, prompts: Path | None, most: int, repeat: int
-) -> tuple[list[Fit], str | None, bool]:
-    """What fits and what does not, in order; what ``auto`` means; and whether measuring was broken off."""
+) -> _Listing:
     from foretoken.bench.fitting import fits, ordered, places
     from foretoken.bench.prompts import load_prompts
     from foretoken.loading import default_drafter
@@ -72,11 +81,14 @@ def _found(
         places(folder)
     texts = load_prompts(prompts)
     subject = _subject(common)
+    default = default_drafter(subject.target, common.target)
     with progress_bar() as on_progress:
         work = _workload(common, subject, texts, most, repeat) if measure else None
         found = fits(subject, folders, on_progress)
-        done = work is None or _measure(found, work, on_progress)
-    return ordered(found), default_drafter(subject.target, common.target), not done
+        if work is None:
+            return _Listing(ordered(found), default)
+        done = _measure(found, work, on_progress)
+    return _Listing(ordered(found), default, _how(work), not done)
 
 
 def _subject(common: Common) -> Subject:
@@ -132,14 +144,31 @@ def _measure(found: list[Fit], work: Workload, on_progress: OnProgress) -> bool:
 # -- for people ------------------------------------------------------------------------------------------------------
 
 
-def _print(found: Sequence[Fit], default: str | None, measured: bool) -> None:
+def _how(work: Workload) -> str:
+    """What the figures depend on."""
+    from foretoken.bench.summary import dtype_of, machine
+
+    where = machine(work.shared)
+    count = sum(map(len, work.prompts.values()))
+    parts = [
+        f"{count} prompt" + "s" * (count > 1),
+        f"{work.shared.max_new_tokens} new tokens each",
+        f"T={work.temperature:g}",
+    ]
+    flags = where["hardware"]["gpus"] or [" ".join(where["hardware"]["cpu_flags"]) or where["hardware"]["cpu"]]
+    return ", ".join([*parts, dtype_of(work.shared), *flags])
+
+
+def _print(listing: _Listing) -> None:
     """What works, then what does not: the reason takes what the terminal has room for."""
     console = screen()
-    working, refused = ([fit for fit in found if fit.works is works] for works in (True, False))
+    working, refused = ([fit for fit in listing.fits if fit.works is works] for works in (True, False))
     if working:
-        console.print(_working(working, measured))
+        console.print(_working(working, bool(listing.measured)))
     if refused:
         console.print(_refused(refused))
+    if listing.measured:
+        console.print(f"gain over plain decoding: {listing.measured}", soft_wrap=True)
     counts = [sum(getattr(fit, name) or 0 for fit in working) for name in ("identical", "ties", "differences")]
     if counts[1]:
         text = f"{counts[1]} of {sum(counts)} outputs differ from plain decoding's by a numerical tie"
@@ -147,8 +176,7 @@ def _print(found: Sequence[Fit], default: str | None, measured: bool) -> None:
     different = [fit.spec for fit in working if fit.differences]
     if different:
         console.print(f"outputs really differ from plain decoding's: {', '.join(different)}", style="red")
-    meaning = "plain decoding" if default is None else default
-    console.print(f"drafter=auto means here: {meaning}", soft_wrap=True)
+    console.print(f"drafter=auto means here: {listing.default or 'plain decoding'}", soft_wrap=True)
 
 
 def _table(title: str) -> Table:
