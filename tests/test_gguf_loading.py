@@ -14,6 +14,7 @@ from gguf_files import builtin, mamba, need_packages, sentencepiece, toy, write
 need_packages()
 
 import foretoken as ft  # noqa: E402
+from foretoken.bench.arms import ArmContext, make_arm  # noqa: E402
 from foretoken.cli.main import main  # noqa: E402
 from foretoken.drafters.datastore import build_datastore  # noqa: E402
 from foretoken.engine.stopping import Detokenizer  # noqa: E402
@@ -148,6 +149,13 @@ def test_batches_are_singles(model: GgufModel, plain: Llm, draft: Path) -> None:
     llm = ft.load(model, drafter=f"model:{draft},tree=2x2", tokenizer=plain.tokenizer)
     together = llm.generate(PROMPTS * 2, max_new_tokens=NEW)
     assert same(together, [llm.generate(prompt, max_new_tokens=NEW) for prompt in PROMPTS * 2])
+
+
+@pytest.mark.parametrize("spec", ["llama.cpp", "llama.cpp:prompt_lookup,k=4", "llama.cpp:draft,draft={draft},k=3"])
+def test_llama_cpp_arms_run_the_file(model: GgufModel, plain: Llm, draft: Path, spec: str) -> None:
+    context = ArmContext(model, str(model.path), plain.tokenizer)
+    run = make_arm(spec.format(draft=draft), context).generate(plain.encode(PROMPTS[0]), NEW, 0.0, 0)
+    assert run.token_ids == plain.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True).token_ids
 
 
 def test_recurrent_files_have_no_drafter(folder: Path) -> None:

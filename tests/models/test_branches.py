@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from foretoken.models.base import SequenceState
-from foretoken.models.branches import Branches, Removal, num_leaves
+from foretoken.models.branches import Branches, Removal
 
 
 class Cells:
@@ -51,16 +51,15 @@ class Text:
         self.count = 0
 
     def feed(self, parents: Sequence[int]) -> None:
-        old = len(self.state.scratch_tokens)
         tokens = range(self.count, self.count + len(parents))
         self.count += len(parents)
         self.state.append(list(tokens), parents)
         before = len(self.free)
-        most = num_leaves(self.state.scratch_parents, old)
+        needed, old = self.branches.needed(self.state.scratch_parents), len(self.branches.through)
         ids, copies = self.branches.grow(
             self.state.scratch_parents, self.state.scratch_depths, len(self.state.tokens), self.free.pop
         )
-        assert before - len(self.free) <= most
+        assert before - len(self.free) == needed
         for copy in copies:
             self.cells.join(*copy)
         for node, found in enumerate(ids, old):

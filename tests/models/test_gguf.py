@@ -205,6 +205,17 @@ def test_too_many_paths_is_one_line(model: GgufModel) -> None:
     assert differs(model, sequence) < ROUNDING
 
 
+def test_a_full_set_of_texts_needs_no_more_ids(file: Path) -> None:
+    model = GgufModel(file, cache_type="f32")
+    sequences = [model.open() for _ in range(32)]
+    model.forward([Feed(sequence, [1, 2, 3]) for sequence in sequences])
+    assert (model._context.num_ids, model._free) == (32, [])
+    assert model.forward([Feed(sequences[0], [])])[0].logits.shape == (0, 32)
+    extra = model.open()
+    model.prefill(extra, tokens(5))
+    assert model._context.num_ids > 32 and differs(model, extra) < ROUNDING
+
+
 def test_released_room_is_used_again(model: GgufModel) -> None:
     for i in range(100):
         sequence = started(model, tokens(100, seed=i))

@@ -33,6 +33,21 @@ class Branches:
     ends: dict[int, int] = field(default_factory=dict)
     used: set[int] = field(default_factory=set)
 
+    def needed(self, parents: Sequence[int]) -> int:
+        """How many ids that no text has :meth:`grow` will take for these nodes."""
+        old, inner = len(self.through), set(parents[len(self.through) :])
+        open_ends = {*self.ends} if self.main in self.used else {*self.ends, -1}
+        count = 0
+        for leaf in range(old, len(parents)):
+            if leaf in inner:
+                continue
+            anchor = parents[leaf]
+            while anchor >= old:
+                anchor = parents[anchor]
+            count += anchor not in open_ends
+            open_ends.discard(anchor)
+        return max(0, count - len(self.spare))
+
     def grow(
         self, parents: Sequence[int], depths: Sequence[int], committed: int, take: Callable[[], int]
     ) -> tuple[list[list[int]], list[Copy]]:
@@ -102,8 +117,3 @@ class Branches:
     def ids(self) -> list[int]:
         """All ids that the text owns."""
         return [*({self.main} | self.used | self.spare.keys())]
-
-
-def num_leaves(parents: Sequence[int], old: int) -> int:
-    """How many ids the nodes behind the first ``old`` may need."""
-    return len(parents) - old - len({parent for parent in parents[old:] if parent >= old})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
-from foretoken.models.branches import Branches, Removal, num_leaves
+from foretoken.models.branches import Branches, Removal
 from foretoken.models.llama_context import CACHE_TYPES, MOST_IDS, PIECE, LlamaContext
 from foretoken.models.llama_cpp import GgufError, Weights
 
@@ -251,7 +251,7 @@ class GgufModel(LanguageModel):
         for feed in feeds:
             branches, old = self._branches[feed.sequence.row], len(feed.sequence.scratch_tokens)
             parents = [*feed.sequence.scratch_parents, *(feed.parents or range(old - 1, old - 1 + len(feed.tokens)))]
-            ids += max(0, num_leaves(parents, old) - len(branches.spare))
+            ids += branches.needed(parents)
         if cells > self._context.cells or ids > len(self._free):
             self._make_room(cells, ids, {feed.sequence.row for feed in feeds})
 

@@ -87,7 +87,7 @@ class LlamaContext:
         for start in range(0, len(tokens), size):
             piece = slice(start, start + size)
             rows.append(self._decode(tokens[piece], positions[piece], ids[piece], wanted[piece]))
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return rows[0] if len(rows) == 1 else torch.cat([torch.empty(0, self.vocab_size), *rows])
 
     def _decode(
         self, tokens: Sequence[int], positions: Sequence[int], ids: Sequence[Sequence[int]], wanted: Sequence[bool]
