@@ -218,6 +218,16 @@ def test_on_a_cpu_there_are_none() -> None:
     assert ft.load(drafter=None, graphs=False).target.graphs_off == "not asked for"  # type: ignore[attr-defined]
 
 
+def test_a_model_that_is_handed_in_stays_as_it_is() -> None:
+    with fake_cuda_graphs():
+        model = HuggingFaceModel(copy.deepcopy(llama()).to("cuda"))
+        cache = model.cache
+        assert ft.load(model, None).target is model and model.graphs is None and model.cache is cache
+        assert ft.load(model, None, graphs=True).target is model and model.graphs is not None
+        graphs = model.graphs
+        assert ft.load(model, None, graphs=False).target is model and model.graphs is graphs and model.graphs_off == ""
+
+
 def test_wrong_choices() -> None:
     with pytest.raises(ValueError, match="graphs must be True, False or 'auto', not 'on'"):
         ft.load(drafter=None, graphs="on")
