@@ -380,7 +380,8 @@ def load(
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
     model = load_model(target, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
-    model = with_graphs(model, graphs)
+    if model is not target or graphs != "auto":  # a language model that is handed in stays as it is
+        model = with_graphs(model, graphs)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
     beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be
