@@ -189,6 +189,15 @@ def test_a_forward_that_breaks_off_leaves_a_text_that_can_go_on(qwen: Any, monke
             model.forward([Feed(sequence, [3, 4])])
     assert sequence.scratch_tokens == []
     assert verify(model, sequence, 5, [6, 7, 8], 1) < TOLERANCE
+    model.forward([Feed(sequence, [3])])
+    with monkeypatch.context() as patch:
+        patch.setattr(layer.mlp, "forward", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model.forward([Feed(sequence, [4])])
+    (rows,) = model.forward([Feed(sequence, [4])])  # the scratch in front of it is read again, too
+    wanted = plain_logits(qwen, [*sequence.tokens, 3, 4])[-1:]
+    assert float((rows.logits - wanted).abs().max()) < TOLERANCE
+    model.commit(sequence, [0])
     assert worst(model, sequence) < TOLERANCE
 
 

@@ -27,12 +27,15 @@ class StateCache:
         cache: Transformers' cache; the model's first forward makes it.
         length: tokens that it has read.
         saved: tokens that it had read at the checkpoint; -1 without one.
+        guarded: whether what was read since the last commit can be dropped again.
+        careful: whether tokens were dropped that nobody expected to be: from then on everything is guarded.
     """
 
     def __init__(self) -> None:
         self.cache: Any = None
         self.length = 0
         self.saved = NONE
+        self.guarded = self.careful = False
         self._tape: list[list[Window]] | None = None
         self._copies: dict[tuple[int, str, int], Tensor] = {}
         self._windows: dict[int, tuple[Tensor | None, Tensor | None, int]] = {}
@@ -51,6 +54,7 @@ class StateCache:
     def reset(self) -> None:
         """Forget everything: the text must be read again."""
         self.cache, self.length, self.saved, self._tape = None, 0, NONE, None
+        self.guarded = False
         self._windows.clear()
 
     @torch.inference_mode()

@@ -30,9 +30,8 @@ from foretoken.models.traits import eos_ids
 
 PREFILL_CHUNK = 512
 """Tokens that are read in one forward when no logits are wanted."""
-FLUSH = {torch.bfloat16: 8, torch.float16: 8}
-"""How far the state may lag behind the text; rows of half precision cost less beside the weights than others."""
-FLUSH_ELSE = 4
+FLUSH = 8
+"""How far the state may lag behind the text.  In float32 on a CPU, where rows cost most, 4 was slower still."""
 REPLAYS = ("auto", "lazy", "capture")
 
 _FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str | None]] = WeakKeyDictionary()
@@ -50,7 +49,7 @@ class StatefulModel(LanguageModel):
         replay: ``"capture"`` makes the state of the accepted tokens from what the recurrences were fed (Gated DeltaNet
             only), ``"lazy"`` feeds those tokens again; ``"auto"`` captures where the model can.
         flush: lazily, from how many such tokens on they are fed in a forward of their own, before nodes that may be
-            rejected (0 or 1: always); ``None`` for 8 in half precision and 4 otherwise.
+            rejected (0 or 1: always).
 
     Raises:
         ValueError: a negative ``flush``, or a form of ``replay`` that is unknown or that the model cannot.
@@ -58,10 +57,10 @@ class StatefulModel(LanguageModel):
             decodes plainly); the message says what differed.
     """
 
-    def __init__(self, model: Any, *, flush: int | None = None, replay: str = "auto") -> None:
+    def __init__(self, model: Any, *, flush: int = FLUSH, replay: str = "auto") -> None:
         if replay not in REPLAYS:
             raise ValueError(f"replay must be one of {', '.join(REPLAYS)}, not {replay!r}")
-        if flush is not None and flush < 0:
+        if flush < 0:
             raise ValueError(f"flush must be at least 0, not {flush}")
         self.model = model.eval()
         self.config = model.config.get_text_config()
@@ -70,13 +69,11 @@ class StatefulModel(LanguageModel):
         self.eos_token_ids = eos_ids(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.flush = FLUSH.get(self.dtype, FLUSH_ELSE) if flush is None else flush
+        self.flush = flush
         self._files: list[ModuleType] = []
         self.num_forwards = 0
         self._num_layers = len(decoder_layers(model))
         self._states: dict[int, StateCache] = {}
-        self._guarded: set[int] = set()
-        self._careful: set[int] = set()
         self._opened = 0
         self.capabilities = found = detect(model)
         self._cache_name = cache_name(model) or ""
@@ -123,8 +120,6 @@ class StatefulModel(LanguageModel):
     def release(self, sequence: SequenceState) -> None:
         """Free the cache and its checkpoint."""
         self._states.pop(sequence.row, None)
-        self._guarded.discard(sequence.row)
-        self._careful.discard(sequence.row)
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Keep a leading part of the scratch chain; go back to the checkpoint if that is not all of it.
@@ -147,19 +142,17 @@ class StatefulModel(LanguageModel):
     def _back_to(self, sequence: SequenceState) -> None:
         """Let the cache hold a prefix of the committed tokens."""
         state, length = self._states[sequence.row], len(sequence.tokens)
-        guarded = sequence.row in self._guarded
-        self._guarded.discard(sequence.row)
         if state.on_tape and state.saved <= length <= state.length:
             state.cut(length)
         elif state.length > length:
-            if not guarded:
-                self._careful.add(sequence.row)
+            state.careful = state.careful or not state.guarded
             if 0 <= state.saved <= length:
                 state.restore()
             else:
                 state.reset()
         elif state.saved > length:
             state.reset()
+        state.guarded = False
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
         """Commit ``tokens`` in chunks, without logits."""
@@ -202,21 +195,21 @@ class StatefulModel(LanguageModel):
         wanted = count if feed.wanted is None else feed.wanted
         # Rows whose logits nobody wants are text that is being read, and a lone root was accepted already: such rows
         # are not rejected in practice (if they are, the text is read again), so that plain decoding copies nothing.
-        at_risk = bool(scratch) or (count > 1 and wanted > 1) or sequence.row in self._careful
+        at_risk = bool(scratch) or (count > 1 and wanted > 1) or state.careful
         try:
             lag = len(sequence.tokens) - state.length
             if lag >= (max(self.flush, 1) if at_risk else PREFILL_CHUNK):
                 self.settle(sequence)
-            if at_risk and sequence.row not in self._guarded:
+            if at_risk and not state.guarded:
                 if state.saved != state.length:
                     state.save()
                 if self._files:
                     state.start_tape()
-                self._guarded.add(sequence.row)
+                state.guarded = True
             began = now(self.device)
             files = self._files if state.on_tape else []
             with recording(self.model, taps) as hidden, recorded(files) as windows:
-                logits = self.read(state, [*sequence.tokens[state.length :], *feed.tokens], wanted)
+                logits = self.read(state, [*_behind(sequence, state.length), *feed.tokens], wanted)
             self.run_s += now(self.device) - began
             if files:
                 state.record(windows)
@@ -248,3 +241,9 @@ class StatefulModel(LanguageModel):
         self.num_forwards += 1
         self.run_rows += len(tokens)
         return out.logits[0, out.logits.shape[1] - wanted :]
+
+
+def _behind(sequence: SequenceState, length: int) -> list[int]:
+    """Committed and scratch tokens behind the first ``length``."""
+    have = len(sequence.tokens)
+    return sequence.tokens[length:] + sequence.scratch_tokens[max(length - have, 0) :]
