@@ -340,8 +340,9 @@ def load(
     """Load a target and everything around it.
 
     Args:
-        target: ``"builtin"``, ``"builtin:early_exit"`` (trained for early exits), the path of a model, of a low-rank
-            update of one or of a GGUF file, a hub id, a ``PreTrainedModel`` or a :class:`LanguageModel`.
+        target: ``"builtin"``, ``"builtin:early_exit"`` (trained for early exits), ``"builtin:hybrid"`` (with recurrent
+            layers and an MTP head of its own), the path of a model, of a low-rank update of one or of a GGUF file, a
+            hub id, a ``PreTrainedModel`` or a :class:`LanguageModel`.
         drafter: a spec string (``"ngram,n=3,k=8"``, ``"model:./draft,k=5"``), a drafter, a list of them (an
             ensemble), ``None`` for plain decoding, or ``"auto"``.
         verifier: a name, a verifier, or ``"auto"`` for the best lossless rule.

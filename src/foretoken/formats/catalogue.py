@@ -40,8 +40,6 @@ class Layout:
 
 LAYOUTS: tuple[Layout, ...] = (
     # Where two could read a checkpoint, the first one does.
-    Layout("mtp", "speculators", "mtp_speculators:MtpSpeculators", "vllm-project/speculators", {"vllm": ""}),
-    Layout("mtp", "native", "mtp_native:MtpNative", "the target's own checkpoint (Qwen)", {"vllm": "", "sglang": ""}),
     Layout("eagle3", "speculators", "eagle3_speculators:Eagle3Speculators", "vllm-project/speculators", {"vllm": ""}),
     Layout("eagle3", "plain", "eagle3_plain:Eagle3Plain", "EAGLE, SpecForge, AngelSlim", {"vllm": "", "sglang": ""}),
     Layout("eagle", "vllm", "eagle_vllm:EagleVllm", "vLLM: the bias of fc is folded into the attention", {"vllm": ""}),
@@ -57,6 +55,8 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("model", "plain", "model:ModelFolder", "a Hugging Face folder", dict.fromkeys(ENGINES, "")),
     Layout("early_exit", "plain", "early_exit:EarlyExit", "the exit layer, as JSON", {"huggingface": ""}),
     Layout("layer_skip", "plain", "layer_skip:LayerSkip", "the skipped sublayers, as JSON"),
+    Layout("mtp", "speculators", "mtp_speculators:MtpSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("mtp", "native", "mtp_native:MtpNative", "the target's own checkpoint (Qwen)"),
 )
 
 DEFAULTS = {"eagle3": "plain", "eagle": "plain", "medusa": "original"}
