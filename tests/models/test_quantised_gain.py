@@ -91,3 +91,4 @@ def test_auto_has_it_where_it_promises_enough(
     monkeypatch.setattr("foretoken.drafters.quantized.expected_gain", lambda target, scheme: gain)
     assert QuantizedDrafter.free_for(target, "somewhere") is (gain >= PAYS)
     assert default_drafter(target, "somewhere") == default
+    assert default_drafter(target, target.model) == "ngram"  # handed in

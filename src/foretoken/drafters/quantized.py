@@ -7,6 +7,7 @@ ML-SpecQD (https://arxiv.org/abs/2503.13565) drafts with a quantised copy of the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from foretoken.drafters.cascade import CascadeDrafter
@@ -102,8 +103,9 @@ class QuantizedDrafter(ModelDrafter):
 
     @classmethod
     def free_for(cls, target: Any, source: Any) -> bool:
-        """For big targets, where a short measurement of one layer's products promises enough."""
-        return expected_gain(target, Scheme()) >= PAYS
+        """For big targets, where a short measurement of one layer's products promises enough; not for a network that
+        the caller hands in, perhaps with every request, and that gets no second weights unasked."""
+        return isinstance(source, str | Path) and expected_gain(target, Scheme()) >= PAYS
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Grow all trees level by level, and leave the target's sequences as they were."""
