@@ -7,15 +7,19 @@ ML-SpecQD (https://arxiv.org/abs/2503.13565) drafts with a quantised copy of the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.staged import StagedDrafter
 from foretoken.models.base import LanguageModel
+from foretoken.models.quantised_gain import expected_gain
 from foretoken.models.second_weights import OwnWeightsModel, Scheme
 from foretoken.types import Budget, Context, TokenTree
 
+PAYS = 1.2
+"""Expected speed over plain decoding from which on ``auto`` has it: half of what is expected may not come true."""
 FULL = "16"
 """``bits`` that quantise nothing: for tests, and to see what the rest of a round costs."""
 
@@ -96,6 +100,12 @@ class QuantizedDrafter(ModelDrafter):
         )
         built.runs_target = True  # its chains grow on the target's own sequence
         return built
+
+    @classmethod
+    def free_for(cls, target: Any, source: Any) -> bool:
+        """For big targets, where a short measurement of one layer's products promises enough; not for a network that
+        the caller hands in, perhaps with every request, and that gets no second weights unasked."""
+        return isinstance(source, str | Path) and expected_gain(target, Scheme()) >= PAYS
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Grow all trees level by level, and leave the target's sequences as they were."""
