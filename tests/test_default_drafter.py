@@ -13,7 +13,7 @@ import foretoken as ft
 import foretoken.registry as registry
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.router import RouterDrafter
-from foretoken.loading import DEFAULT_GROUP, build_drafter, default_drafter, default_members, free_drafters
+from foretoken.loading import DEFAULT_GROUP, build_drafter, default_drafter, default_members, free_drafters, load_model
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.table import TableModel
@@ -116,3 +116,10 @@ def test_load_asks_for_the_target_and_its_source_and_a_profile_wins(tmp_path: An
     profile.write_text('{"drafter": "ngram,k=3"}', encoding="utf-8")
     llm = ft.load(model, profile=profile)
     assert llm.drafter is not None and llm.drafter.spec == "ngram,k=3"
+
+
+def test_a_target_with_a_head_in_its_checkpoint_drafts_with_it() -> None:
+    hybrid = load_model("builtin:hybrid", dtype="float32")
+    assert free_drafters(hybrid, "builtin:hybrid") == ["mtp", "ngram"]
+    assert default_drafter(hybrid, "builtin:hybrid") == "router,drafters=(mtp|ngram)"
+    assert ft.load("builtin:hybrid", dtype="float32").generate([1, 2, 3], max_new_tokens=8).token_ids

@@ -39,6 +39,14 @@ class MtpDrafter(FeatureDrafter):
         super().__init__(model, nodes, depth, width, grow, draw)
 
     @classmethod
+    def free_for(cls, target: LanguageModel, source: Any) -> bool:
+        """For targets whose own checkpoint holds a head."""
+        from foretoken.loading import has_head
+
+        network = getattr(target, "model", None)
+        return network is not None and target.capabilities.taps and has_head(network)
+
+    @classmethod
     def build(
         cls,
         path: str | None,

@@ -38,6 +38,19 @@ def read_head(network: Any) -> list[dict[str, Tensor]]:
     return [_read(module, where) for module in modules]
 
 
+def has_head(network: Any) -> bool:
+    """Whether :func:`read_head` finds modules; of a hub model that announces none, the files are not asked for."""
+    config = network.config.get_text_config()
+    source = str(getattr(network.config, "_name_or_path", "") or "")
+    if not Path(source).is_dir() and not declared(source, config):
+        return False
+    try:
+        names = [name for names in _files(source).values() for name in names]
+        return bool(modules_of(dict.fromkeys(names), int(config.num_hidden_layers)))
+    except (LoadError, OSError, ValueError):
+        return False
+
+
 def declared(source: str, config: Any) -> int:
     """How many modules ``config.json`` announces: the file's own words, for classes have defaults."""
     file = Path(source) / "config.json"
