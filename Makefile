@@ -1,5 +1,6 @@
 # make demo    the built-in model, plain and speculative, side by side
 # make test    the whole test suite
+# make gguf    installs what GGUF files need (compiles llama.cpp: about ten minutes on one core)
 # make check   formatting, linting, types
 # Everything runs in .venv, which is made on first use; only python3 and make are assumed.
 
@@ -10,7 +11,7 @@ STAMP  := $(VENV)/.installed
 # A CPU build of torch is enough and small; set TORCH to another requirement (or to a local file) for a GPU.
 TORCH  ?= torch==2.13.0
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test gguf check format clean
 
 setup: $(STAMP)
 
@@ -26,6 +27,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+gguf: $(STAMP)
+	$(BIN)/pip install --editable ".[gguf]"
 
 check: $(STAMP)
 	$(BIN)/ruff format --check src tests benchmarks examples

@@ -80,7 +80,7 @@ class Recordings:
         return replay
 
 
-class _Capturing(TorchFunctionMode):
+class Capturing(TorchFunctionMode):
     """Python calls that no stream can do while it is captured."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,7 +113,7 @@ class FakeGraph:
 @contextmanager
 def _capture(graph: FakeGraph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
     assert pool == "pool" and capture_error_mode == "thread_local"
-    with graph.recording, _Capturing():
+    with graph.recording, Capturing():
         yield
 
 

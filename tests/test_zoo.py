@@ -20,12 +20,13 @@ def test_zoo_is_small_and_holds_no_pickles() -> None:
     files = [p for p in ZOO.rglob("*") if p.is_file()]
     assert sum(p.stat().st_size for p in files) < 80_000_000
     assert not [p for p in files if p.suffix in (".bin", ".pt", ".pth", ".pkl")]
-    for name in ("target", "draft"):
+    for name in ("target", "draft", "hybrid"):
         check_folder(ZOO / name)
+    assert (ZOO / "hybrid/model.safetensors").stat().st_size < 8_000_000
 
 
 def test_cards_state_data_tokens_loss_and_command() -> None:
-    for name in ("target", "draft"):
+    for name in ("target", "draft", "hybrid"):
         card = (ZOO / name / "README.md").read_text()
         for word in ("tokens seen", "held-out loss per token", "held-out loss per byte", "foretoken train lm", "Data"):
             assert word in card, (name, word)
@@ -104,6 +105,19 @@ def test_its_card_states_how_it_was_made() -> None:
 def test_trained_drafters_are_refused_by_the_updated_target(name: str) -> None:
     with pytest.raises(ValueError, match="another target: the shapes agree, but the weights are others"):
         build_drafter(f"{name}:{ZOO / name}", load_model("builtin:early_exit"))
+
+
+def test_the_hybrid_drafts_with_the_head_in_its_own_checkpoint() -> None:
+    """Text as of plain decoding; the tokenizer is the built-in target's."""
+    llm = ft.load("builtin:hybrid", dtype="float32", drafter="mtp", controller="constant")
+    drafts = accepted = 0
+    for prompt in (CODE, PROSE):
+        out = llm.generate(prompt, max_new_tokens=40)
+        assert out.token_ids == llm.plain.generate(prompt, max_new_tokens=40).token_ids
+        drafts, accepted = drafts + out.stats.num_drafts, accepted + out.stats.num_accepted_tokens
+    assert accepted > 0.2 * drafts
+    with pytest.raises(ValueError, match="linear_attention"):
+        ft.load("builtin:hybrid", dtype="float32", drafter="mtp,width=2")
 
 
 def test_an_unknown_built_in_target() -> None:

@@ -340,8 +340,9 @@ def load(
     """Load a target and everything around it.
 
     Args:
-        target: ``"builtin"``, ``"builtin:early_exit"`` (trained for early exits), the path of a model or of a low-rank
-            update of one, a hub id, a ``PreTrainedModel`` or a :class:`LanguageModel`.
+        target: ``"builtin"``, ``"builtin:early_exit"`` (trained for early exits), ``"builtin:hybrid"`` (with recurrent
+            layers and an MTP head of its own), the path of a model, of a low-rank update of one or of a GGUF file, a
+            hub id, a ``PreTrainedModel`` or a :class:`LanguageModel`.
         drafter: a spec string (``"ngram,n=3,k=8"``, ``"model:./draft,k=5"``), a drafter, a list of them (an
             ensemble), ``None`` for plain decoding, or ``"auto"``.
         verifier: a name, a verifier, or ``"auto"`` for the best lossless rule.
@@ -380,7 +381,8 @@ def load(
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
     model = load_model(target, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
-    model = with_graphs(model, graphs)
+    if model is not target or graphs != "auto":  # a language model that is handed in stays as it is
+        model = with_graphs(model, graphs)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
     beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be

@@ -165,7 +165,7 @@ ROWS: tuple[Row, ...] = (
              "A layer over three depths of the target, trained on its own outputs, guesses from a small vocabulary.",
              kind="iid or point", needs="hidden states; tree attention; trained network", needs_training=True),
     _drafter("mtp", "MtpDrafter", "DeepSeek-V3, arXiv 2412.19437",
-             "A multi-token prediction module, fed its own output again and again.",
+             "A multi-token prediction module, fed its own output again; or the head in the target's checkpoint.",
              kind="iid or point", needs="hidden states; trained module", needs_training=True),
     _drafter("kangaroo", "KangarooDrafter", "Kangaroo, arXiv 2404.18911",
              "The target's first layers and one trained attention block draft; verification goes on from those layers.",

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[str]], int]:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    found: Callable[[Sequence[str]], int] = run_path(str(FOLDER / "gpu.py"))["main"]
+    return found
 
 
-def test_a_dry_run_on_a_cpu(tmp_path: Path) -> None:
+def test_a_dry_run_on_a_cpu(
+    main: Callable[[Sequence[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "gpu.jsonl"
-    done = run("--device", "cpu", "--inflate", "20m", "--dtype", "float32", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == out.read_text()
-    first, *cells = map(json.loads, done.stdout.splitlines())
+    assert main(["--device", "cpu", "--inflate", "20m", "--dtype", "float32", "--out", str(out)]) == 0
+    written = capsys.readouterr().out
+    assert written == out.read_text()
+    first, *cells = map(json.loads, written.splitlines())
     assert first["kind"] == "machine" and first["dry_run"] and "CPU" in first["device"]
     assert [cell["arm"] for cell in cells] == [
         "plain, eager",
@@ -38,10 +43,10 @@ def test_a_dry_run_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu() -> None:
-    done = run()
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+def test_without_a_gpu(main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr() == (
+        "",
         "error: device 'cuda' is not on this machine: choose one of auto, cpu; "
-        "to try the script without a GPU: --device cpu --inflate 20m\n"
+        "to try the script without a GPU: --device cpu --inflate 20m\n",
     )

@@ -62,8 +62,10 @@ from foretoken.drafters.swift import SwiftDrafter
 from foretoken.drafters.vocabulary import Vocabulary
 from foretoken.models.base import LanguageModel
 from foretoken.models.features import FeatureModel
+from foretoken.models.native_mtp import NativeModule
 from foretoken.models.parts import TargetParts
 from foretoken.models.second_weights import OwnWeightsModel, Scheme
+from foretoken.models.stacked import StackedModel, StackedModules
 from foretoken.training.recipes import RECIPES
 from foretoken.trees.operations import first_nodes, from_paths
 from foretoken.verifiers.pairing import inner_rule
@@ -119,6 +121,15 @@ def feature_drafter(drafter: Any, net: Any, config: Any, target: LanguageModel, 
         FeatureModel(random_weights(net(config(**shape))), parts, target), nodes=5, depth=3, **options
     )
     return made
+
+
+def native_mtp(target: LanguageModel, count: int = 1) -> MtpDrafter:
+    """Random modules of the target's own layer class, as a checkpoint holds them."""
+    parts = TargetParts(target)
+    modules = [random_weights(NativeModule(parts.network)) for _ in range(count)]
+    if count > 1:
+        return MtpDrafter(StackedModel(StackedModules(modules), parts, target), nodes=3, depth=3)
+    return MtpDrafter(FeatureModel(modules[0], parts, target), nodes=5, depth=3, width=2)
 
 
 def eagle3(target: LanguageModel, share_head: bool, **options: Any) -> Eagle3Drafter:
@@ -427,6 +438,8 @@ CASES: dict[str, list[Case]] = {
             lambda target, draft: feature_drafter(MtpDrafter, MtpNet, MtpConfig, target, draw="greedy"),
             network=True,
         ),
+        Case("native", lambda target, draft: native_mtp(target), network=True),
+        Case("native-stack", lambda target, draft: native_mtp(target, count=2), network=True),
     ],
     "kangaroo": [
         Case("chain", lambda target, draft: kangaroo(target, k=3, eta=0.2), network=True),

@@ -18,11 +18,12 @@ from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.drafters.nets.hydra import PrefixLayer
 from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
-from foretoken.models.base import CapabilityError, Feed, Rows
+from foretoken.models.base import Feed, Rows
 from foretoken.models.call import Call
 from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import SPARED, HuggingFaceModel
 from foretoken.models.lean_heads import LeanHead
+from foretoken.models.native_mtp import NativeModule
 from foretoken.models.parts import TargetParts
 
 SHAPE = {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 64, "rope_theta": 500.0}
@@ -153,8 +154,11 @@ def test_fused_weights_are_made_once() -> None:
         assert model.head.layer is layer
 
 
-def test_a_network_without_a_decoder_layer_is_refused() -> None:
-    target = HuggingFaceModel(new_model("llama"))
-    model = FeatureModel(nn.Linear(2, 2), TargetParts(target), target)
-    with pytest.raises(CapabilityError, match="Linear has no decoder layer"):
-        model.forward([Feed(model.open(), [1], states=torch.zeros(1, 48))])
+def test_a_layer_of_the_targets_runs_through_its_own_module() -> None:
+    """Native modules hold a Transformers layer, which is not one of ours."""
+    network = new_model("llama")
+    target = HuggingFaceModel(network)
+    model = FeatureModel(NativeModule(network), TargetParts(target), target)
+    assert model.head is None
+    rows = model.forward([Feed(model.open(), [1, 2], states=torch.zeros(2, 48))])[0]
+    assert rows.logits.shape == (2, target.vocab_size) and rows.taps["state"].shape == (2, 48)

@@ -291,6 +291,7 @@ def test_capability_is_found_by_trial(name: str, dtype: torch.dtype) -> None:
     model = wrap(hybrid(name, dtype=dtype))
     able = name in ABLE and (name, dtype) != ("nemotron_h", torch.float32)
     assert isinstance(model, StatefulModel) == able
+    assert not able or model.replay == ("capture" if name in GATED_DELTA else "lazy")
     assert model.capabilities.rollback == (able or name == "lfm2")
     assert not model.capabilities.tree_mask
     assert not model.capabilities.keep_path

@@ -20,7 +20,7 @@ from foretoken.training.distill import Progress
 from foretoken.training.lm import LmConfig, train_lm
 from foretoken.training.workshop import DistillConfig, Workshop
 
-SHAPE = {"heads": 2, "kv_heads": 1, "context": 64, "vocab": 300, "batch_size": 2, "lr": 1e-2}
+SHAPE: dict[str, Any] = {"heads": 2, "kv_heads": 1, "context": 64, "vocab": 300, "batch_size": 2, "lr": 1e-2}
 RUN = DistillConfig(text="teacher", steps=8, batch_size=2, context=32, written=12, lr=3e-3, seed=3)
 
 

@@ -22,7 +22,16 @@ from foretoken.training import checkpoint, lm
 from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint
 from foretoken.training.lm import LmConfig, Progress, train_lm
 
-SHAPE = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 24, "context": 32, "vocab": 300, "batch_size": 2}
+SHAPE: dict[str, Any] = {
+    "hidden": 16,
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "ffn": 24,
+    "context": 32,
+    "vocab": 300,
+    "batch_size": 2,
+}
 TINY = LmConfig(**SHAPE, steps=6, lr=1e-2)
 OPTIONS = [word for key, value in SHAPE.items() for word in (f"--{key.replace('_', '-')}", str(value))]
 

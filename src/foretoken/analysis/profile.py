@@ -41,7 +41,8 @@ def fingerprint_of(target: LanguageModel) -> str:
     try:
         found = TargetParts(target).fingerprint()
     except CapabilityError:
-        return f"{type(target).__name__}-{target.vocab_size}-{target.context_length}"
+        known = getattr(target, "identity", "")  # of a GGUF file
+        return known or f"{type(target).__name__}-{target.vocab_size}-{target.context_length}"
     grown = f"-inflated-{target.num_parameters}" if isinstance(target, InflatedModel) else ""
     return f"{found.num_layers}x{found.hidden_size}-{found.vocab_size}-{found.weights}-{found.layers}{grown}"
 

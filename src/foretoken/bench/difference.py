@@ -74,7 +74,7 @@ def first_difference(
     position = next((i for i in range(shorter) if one[i] != other[i]), shorter)
     prefix = [*prompt, *one[:position]]
     logits = next_logits(target, prefix)
-    tolerance = tie_tolerance(logits)
+    tolerance = tie_tolerance(logits, getattr(target, "rounds_like", logits.dtype))
     if position == shorter:
         return Difference(position, None, tolerance)
     gap = _logit_gap(sampler, logits.double(), prefix, (one[position], other[position]), tolerance)
@@ -140,8 +140,8 @@ def next_logits(target: LanguageModel, tokens: Sequence[int]) -> Tensor:
         target.release(sequence)
 
 
-def tie_tolerance(logits: Tensor) -> float:
-    """The largest gap in ``logits`` [V] that rounding may turn over, by their dtype."""
+def tie_tolerance(logits: Tensor, dtype: torch.dtype | None = None) -> float:
+    """The largest gap in ``logits`` [V] that rounding in ``dtype``, by default theirs, may turn over."""
     finite = logits[torch.isfinite(logits)]
     scale = max(1.0, float(finite.abs().max())) if len(finite) else 1.0
-    return RELATIVE_TOLERANCE.get(logits.dtype, 1e-4) * scale
+    return RELATIVE_TOLERANCE.get(dtype or logits.dtype, 1e-4) * scale

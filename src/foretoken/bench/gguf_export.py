@@ -1,10 +1,11 @@
 """A Llama-like target as a GGUF file, in its own dtype, for llama.cpp to run the same weights.
 
-Prompts and outputs are token ids, so that the file holds no vocabulary.
+Without a tokenizer the file holds no vocabulary: prompts and outputs are then token ids.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,20 @@ NAMES = {
 }
 """Transformers' module below a layer -> llama.cpp's tensor below ``blk.N``."""
 
+KINDS = {"BF16": 32, "F16": 1, "Q8_0": 7, "Q4_K_M": 15, "Q4_0": 2, "Q5_K_M": 17, "Q6_K": 18}
+"""``llama_ftype`` of :func:`quantize_gguf` by name."""
 
-def write_gguf(model: Any, file: Path) -> None:
+
+def write_gguf(model: Any, file: Path, tokenizer: Any | None = None) -> None:
     """Write the weights, one tensor in memory at a time.
 
     Args:
         model: a ``PreTrainedModel`` of the Llama family (packed layers too).
         file: written anew.
+        tokenizer: a byte-level BPE tokenizer that splits words as GPT-2 does (the built-in one), to go into the file.
 
     Raises:
-        ValueError: another architecture, or the ``gguf`` package is missing.
+        ValueError: another architecture, another kind of tokenizer, or the ``gguf`` package is missing.
         OSError: the file cannot be written.
     """
     config = model.config.get_text_config()
@@ -46,8 +51,14 @@ def write_gguf(model: Any, file: Path) -> None:
             f"only {' and '.join(FAMILIES)} with default ones"
         )
     gguf = gguf_package()
+    vocabulary = None if tokenizer is None else _vocabulary(tokenizer, int(config.vocab_size), gguf)
     writer = gguf.GGUFWriter(file, "llama")
-    _describe(writer, config, gguf)
+    writer.add_file_type(_file_type(model.model.embed_tokens.weight.dtype, gguf))
+    _describe(writer, config)
+    if vocabulary is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        _add_tokenizer(writer, tokenizer, *vocabulary)
     for name, shape, dtype in ((name, tensor.shape, tensor.dtype) for name, tensor in tensors(model)):
         kind, item = _kind(dtype, gguf)
         size = item * shape.numel()
@@ -100,10 +111,9 @@ def _ordered(name: str, tensor: Tensor, config: Any) -> Tensor:
     return tensor.float() if tensor.dim() == 1 else tensor
 
 
-def _describe(writer: Any, config: Any, gguf: Any) -> None:
+def _describe(writer: Any, config: Any) -> None:
     head = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     rope = getattr(config, "rope_parameters", None) or {}
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -116,7 +126,35 @@ def _describe(writer: Any, config: Any, gguf: Any) -> None:
     writer.add_rope_dimension_count(head)
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_tokenizer_model("no_vocab")
+
+
+def _vocabulary(tokenizer: Any, size: int, gguf: Any) -> tuple[list[str], list[int], list[str]]:
+    """Names and kinds of ``size`` tokens, and the merges."""
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    splitter = backend.get("pre_tokenizer") or {}
+    plain = splitter.get("type") == "ByteLevel" and splitter.get("use_regex") and not splitter.get("add_prefix_space")
+    if backend["model"]["type"] != "BPE" or not plain or backend.get("normalizer"):
+        raise ValueError("only a byte-level BPE tokenizer that splits as GPT-2 does can be written into a GGUF file")
+    kinds = gguf.TokenType
+    names, types = [f"[PAD{i}]" for i in range(size)], [int(kinds.UNUSED)] * size
+    special = set(tokenizer.all_special_ids)
+    for name, index in tokenizer.get_vocab().items():
+        names[index], types[index] = name, int(kinds.CONTROL if index in special else kinds.NORMAL)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in backend["model"]["merges"]]
+    return names, types, merges
+
+
+def _add_tokenizer(writer: Any, tokenizer: Any, names: list[str], types: list[int], merges: list[str]) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(names)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_add_bos_token(False)
+    if tokenizer.eos_token_id is not None:
+        writer.add_eos_token_id(tokenizer.eos_token_id)
+    if tokenizer.chat_template:
+        writer.add_chat_template(tokenizer.chat_template)
 
 
 def _kind(dtype: torch.dtype, gguf: Any) -> tuple[Any, int]:
@@ -126,6 +164,12 @@ def _kind(dtype: torch.dtype, gguf: Any) -> tuple[Any, int]:
     if dtype not in known:
         raise ValueError(f"llama.cpp runs no {dtype} weights: load the target with dtype=bfloat16 or float32")
     return known[dtype]
+
+
+def _file_type(dtype: torch.dtype, gguf: Any) -> Any:
+    kinds = gguf.LlamaFileType
+    known = {torch.bfloat16: kinds.MOSTLY_BF16, torch.float16: kinds.MOSTLY_F16}
+    return known.get(dtype, kinds.ALL_F32)
 
 
 def _uint8() -> Any:
@@ -141,3 +185,27 @@ def _byte_shape(shape: torch.Size, item: int) -> tuple[int, ...]:
 def _bytes(tensor: Tensor) -> Any:
     """The numbers as bytes, in rows."""
     return tensor.contiguous().cpu().view(torch.uint8).numpy()
+
+
+def quantize_gguf(source: Path, file: Path, kind: str, threads: int = 1) -> None:
+    """Another file of the same model with smaller weights, by llama.cpp.
+
+    Args:
+        source: a GGUF file in bfloat16, float16 or float32.
+        file: written anew.
+        kind: one of :data:`KINDS`.
+        threads: CPU threads.
+
+    Raises:
+        ValueError: an unknown kind, a source that cannot be read, or llama-cpp-python is missing.
+    """
+    from foretoken.models.llama_cpp import library
+
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of weights {kind!r}: choose one of {', '.join(KINDS)}")
+    found = library()
+    options = found.c.llama_model_quantize_default_params()
+    options.ftype, options.nthread = KINDS[kind], threads
+    found.errors.clear()
+    if found.c.llama_model_quantize(str(source).encode(), str(file).encode(), options) != 0:
+        raise ValueError(f"llama.cpp cannot write {kind} weights of {source}: {found.reason()}")

@@ -12,8 +12,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from foretoken.bench.arms import ArmContext, ArmRun
 from foretoken.bench.gguf_export import write_gguf
+from foretoken.loading.gguf import is_gguf
+from foretoken.models.gguf import GgufModel
 
 
 def llama_package() -> Any:
@@ -35,7 +39,8 @@ class LlamaCppArm:
 
     Args:
         name: its spec.
-        context: the target, whose weights are written as GGUF into a temporary file, and given back when it is loaded.
+        context: the target.  A GGUF file is opened as it is; weights of a Transformers model are written as GGUF into
+            a temporary file, which is given back when it is loaded.
         threads: CPU threads; PyTorch's number by default.
 
     Raises:
@@ -47,9 +52,16 @@ class LlamaCppArm:
         self.name, self.threads, self.ignore_eos = name, threads, context.ignore_eos
         self.eos = context.target.eos_token_ids
         network: Any = getattr(context.target, "model", None)
-        if not hasattr(network, "generate"):
-            raise ValueError(f"this arm needs a Transformers target, not {type(context.target).__name__}")
-        self.engine = open_llama(network, threads, self.drafter(context), logits_all=True)
+        drafter = self.drafter(context)
+        if isinstance(context.target, GgufModel):
+            count = threads or context.target.threads
+            self.engine = open_file(context.target.path, context.target.context_length, count, drafter, logits_all=True)
+        elif hasattr(network, "generate"):
+            self.engine = open_llama(network, threads, drafter, logits_all=True)
+        else:
+            raise ValueError(
+                f"this arm needs a GGUF file or a Transformers target, not {type(context.target).__name__}"
+            )
         self.clock = _Calls(self.engine)
 
     def drafter(self, context: ArmContext) -> Any | None:
@@ -104,7 +116,7 @@ class DraftArm(LlamaCppArm):
     Args:
         name: its spec.
         context: the target.
-        draft: folder or hub id of the draft model; the built-in one for the built-in target.
+        draft: GGUF file, folder or hub id of the draft model; the built-in one for the built-in target.
         k: draft tokens per round.
         dtype: of the draft model.
         threads: CPU threads; PyTorch's number by default.
@@ -123,7 +135,11 @@ class DraftArm(LlamaCppArm):
 
         from foretoken.bench.transformers_arms import load_draft
 
-        model = open_llama(load_draft(self.draft, context, self.dtype), self.threads)
+        if self.draft and is_gguf(self.draft):
+            count = self.threads or torch.get_num_threads()
+            model = open_file(self.draft, context.target.context_length, count)
+        else:
+            model = open_llama(load_draft(self.draft, context, self.dtype), self.threads)
 
         def propose(input_ids: Any, /, **_: Any) -> Any:
             drafted = []
@@ -152,22 +168,27 @@ class _Calls:
 
 def open_llama(network: Any, threads: int = 0, drafter: Any | None = None, logits_all: bool = False) -> Any:
     """The network in llama.cpp; its file is gone as soon as it is mapped."""
-    import torch
-
     config = network.config.get_text_config()
     count = threads or torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="foretoken-gguf-") as folder:
         file = Path(folder) / "model.gguf"
         write_gguf(network, file)
-        return llama_package().Llama(
-            str(file),
-            n_ctx=config.max_position_embeddings,
-            n_threads=count,
-            n_threads_batch=count,
-            draft_model=drafter,
-            logits_all=logits_all and drafter is not None,
-            verbose=False,
-        )
+        return open_file(file, config.max_position_embeddings, count, drafter, logits_all)
+
+
+def open_file(
+    file: str | Path, context: int, threads: int, drafter: Any | None = None, logits_all: bool = False
+) -> Any:
+    """A GGUF file in llama.cpp's Python binding."""
+    return llama_package().Llama(
+        str(file),
+        n_ctx=context,
+        n_threads=threads,
+        n_threads_batch=threads,
+        draft_model=drafter,
+        logits_all=logits_all and drafter is not None,
+        verbose=False,
+    )
 
 
 ARMS: dict[str, type[LlamaCppArm]] = {"plain": LlamaCppArm, "prompt_lookup": PromptLookupArm, "draft": DraftArm}

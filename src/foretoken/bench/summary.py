@@ -154,9 +154,8 @@ class Tally:
 
 
 def dtype_of(shared: Shared) -> str:
-    """The target's dtype, ``float64`` for a table."""
-    model = getattr(shared.target, "model", None)
-    return str(getattr(model, "dtype", "float64")).removeprefix("torch.")
+    """The target's dtype, of a GGUF file what it calls its weights."""
+    return str(getattr(shared.target, "dtype", "float64")).removeprefix("torch.")
 
 
 def machine(shared: Shared) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Common:
     ``drafter``, ``verifier`` and ``controller`` are spec strings ``name[:path][,key=value...]``.
     """
 
-    target: Annotated[str, typer.Option(help="builtin, a model folder, or a Hugging Face id.")] = "builtin"
+    target: Annotated[str, typer.Option(help="builtin, a model folder, a GGUF file, or a Hugging Face id.")] = "builtin"
     drafter: Annotated[str, typer.Option(help=f"Spec NAME[:PATH][,KEY=VALUE...]: auto, none, {_names('drafter')}.")] = (
         "auto"
     )

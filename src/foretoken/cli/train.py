@@ -63,6 +63,9 @@ def train_lm_command(
     batch_size: Blocks = 8,
     lr: Annotated[float, typer.Option(min=0.0)] = 4e-3,
     seed: int = 0,
+    hybrid: Annotated[
+        bool, typer.Option(help="Qwen3.5's layers, every second one recurrent; --init-from a Llama with half of them.")
+    ] = False,
     compile: Annotated[bool, typer.Option(help="torch.compile the loss (needs a C++ compiler on CPU).")] = False,
     save_every: Every = 100,
     device: str = "cpu",
@@ -78,6 +81,7 @@ def train_lm_command(
     config = lm.LmConfig(
         hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, context=context, vocab=vocab,
         steps=steps, batch_size=batch_size, lr=lr, seed=seed,
+        hybrid=hybrid,
     )  # fmt: skip
     keep_freed_memory()
     hf_logging.disable_progress_bar()  # ours is the one to look at

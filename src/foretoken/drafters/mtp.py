@@ -1,20 +1,28 @@
-"""A multi-token prediction module, fed its own output again and again.
+"""A multi-token prediction module, fed its own output again and again; also the one in the target's own checkpoint.
 
 DeepSeek-V3 (arXiv 2412.19437); one module used recursively as in FastMTP.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from foretoken.drafters.features import FeatureDrafter, load_net
-from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
+from foretoken.drafters.features import FeatureDrafter
+from foretoken.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.models.base import LanguageModel
 from foretoken.models.features import FeatureModel
+from foretoken.models.native_mtp import native_module
+from foretoken.models.parts import TargetParts
+from foretoken.models.stacked import StackedModel, StackedModules
 
 
 class MtpDrafter(FeatureDrafter):
-    """A chain of the module's best guesses; a tree with ``width`` above 1."""
+    """A chain of the module's best guesses; a tree with ``width`` above 1.
+
+    Raises:
+        ValueError: a tree of several modules in a row, which draft chains only.
+    """
 
     name = "mtp"
 
@@ -27,16 +35,66 @@ class MtpDrafter(FeatureDrafter):
         grow: str = "eagle2",
         draw: str = "iid",
     ) -> None:
+        if width > 1 and isinstance(model, StackedModel):
+            raise ValueError(f"the target has {model.count} prediction modules, which draft a chain: leave width out")
         super().__init__(model, nodes, depth, width, grow, draw)
 
     @classmethod
+    def free_for(cls, target: Any, source: Any) -> bool:
+        """For targets whose checkpoint holds a head that can be run; not for a network that the caller hands in, whose
+        files would be read with every request."""
+        from foretoken.loading import has_head
+
+        network = getattr(target, "model", None)
+        try:
+            if not isinstance(source, str | Path) or not hasattr(network, "config") or not has_head(network):
+                return False
+            cls.build(None, target=target, target_source=source, tokenizer=None, device=None)
+        except (ValueError, OSError):
+            return False
+        return True
+
+    @classmethod
     def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
+        cls,
+        path: str | None,
+        *,
+        target: LanguageModel,
+        target_source: Any,
+        tokenizer: Any,
+        device: Any,
+        feed: str = "",
+        **options: Any,
     ) -> MtpDrafter:
-        """From a spec ``mtp[:FOLDER]``.
+        """From a spec ``mtp[:FOLDER]``; without a folder the head of the target's own checkpoint.
+
+        ``feed`` is what a step hands to the next: ``post_norm`` or ``pre_norm``; as the module was trained by default
+        (``post_norm`` for those of checkpoints).
 
         Raises:
-            ValueError: no folder, one trained for another target, or damaged files.
+            ValueError: no folder, one trained for another target, damaged files, or a target without a head.
         """
-        net, parts = load_net(cls.name, path, target, target_source, MtpConfig, MtpNet)
-        return cls(FeatureModel(net, parts, target), **options)
+        from foretoken.loading import drafter_folder, has_drafter, read_head
+
+        parts = TargetParts(target)
+        if path is None and not has_drafter(cls.name, target_source):
+            modules = [native_module(parts.network, found, feed or "post_norm") for found in read_head(parts.network)]
+            if len(modules) > 1:
+                return cls(StackedModel(StackedModules(modules), parts, target), **options)
+            return cls(FeatureModel(modules[0], parts, target), **options)
+        return cls(FeatureModel(_trained(drafter_folder(cls.name, path, target_source), parts, feed), parts, target),
+                   **options)  # fmt: skip
+
+
+def _trained(folder: Any, parts: TargetParts, feed: str) -> Any:
+    """The module in a folder of ours.
+
+    Raises:
+        ValueError: it was trained for another target, or its files are damaged.
+    """
+    from foretoken.drafters.nets.store import load_weights, read_description
+
+    found = read_description(folder, MtpDrafter.name, parts.fingerprint())
+    made = module_for(MtpConfig(**{**found["config"], **({"feed": feed} if feed else {})}), parts.network)
+    load_weights(folder, made)
+    return made

@@ -48,12 +48,14 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int) -> Vocabulary:
-        """The vocabulary of a Transformers tokenizer; ids from ``size`` on, which the model lacks, are left out."""
-        spell, added = _speller(tokenizer), tokenizer.added_tokens_decoder
+        """The vocabulary of a Transformers tokenizer or of a GGUF file's; ids from ``size`` on, which the model lacks,
+        are left out."""
+        own = getattr(tokenizer, "spelling", None)  # a GGUF file's knows the bytes itself
+        spell, added = _speller(tokenizer), {} if own else tokenizer.added_tokens_decoder
         spellings = [b""] * size
         for name, index in tokenizer.get_vocab().items():
             if index < size:
-                spellings[index] = name.encode() if index in added else spell(name)
+                spellings[index] = own(index) if own else name.encode() if index in added else spell(name)
         special = {index for index, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         special = {index for index in special if index < size}
         roles = {role: getattr(tokenizer, f"{role}_token_id", None) for role in ROLES}

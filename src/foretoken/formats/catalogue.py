@@ -55,6 +55,8 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("model", "plain", "model:ModelFolder", "a Hugging Face folder", dict.fromkeys(ENGINES, "")),
     Layout("early_exit", "plain", "early_exit:EarlyExit", "the exit layer, as JSON", {"huggingface": ""}),
     Layout("layer_skip", "plain", "layer_skip:LayerSkip", "the skipped sublayers, as JSON"),
+    Layout("mtp", "speculators", "mtp_speculators:MtpSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("mtp", "native", "mtp_native:MtpNative", "the target's own checkpoint (Qwen)"),
 )
 
 DEFAULTS = {"eagle3": "plain", "eagle": "plain", "medusa": "original"}

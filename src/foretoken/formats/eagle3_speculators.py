@@ -29,7 +29,7 @@ class Eagle3Speculators(Eagle3Plain):
             ValueError: it is a drafter of another kind.
         """
         kind = found.config.get(KEY)
-        if kind not in (None, "eagle3"):
+        if kind not in (None, "eagle3", "mtp"):
             raise ValueError(f"{found.path} is a speculators checkpoint of the type {kind!r}: eagle3 can be imported")
         return kind == "eagle3"
 

@@ -14,9 +14,11 @@ from foretoken.loading.drafters import (
     default_members,
     drafter_folder,
     free_drafters,
+    has_drafter,
     static_trees,
 )
 from foretoken.loading.models import DTYPES, load_model, parse_device, parse_dtype
+from foretoken.loading.native_heads import has_head, read_head
 from foretoken.loading.profiles import read_profile
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.verifiers.pairing import inner_rule
@@ -41,11 +43,14 @@ __all__ = [
     "default_members",
     "drafter_folder",
     "free_drafters",
+    "has_drafter",
+    "has_head",
     "inner_rule",
     "load_model",
     "load_tokenizer",
     "parse_device",
     "parse_dtype",
+    "read_head",
     "read_profile",
     "resolve",
     "static_trees",

@@ -18,7 +18,7 @@ class LoadError(ValueError):
 def resolve(name: str | Path, role: str = "target") -> str:
     """``builtin`` -> the zoo's folder, a local folder -> itself, anything else -> a hub id, unchanged.
 
-    ``builtin:NAME`` is a low-rank update of the built-in target.
+    ``builtin:NAME`` is a low-rank update of the built-in target, or another whole model with its tokenizer.
 
     Raises:
         LoadError: an unknown NAME; lists the valid ones.
@@ -27,14 +27,20 @@ def resolve(name: str | Path, role: str = "target") -> str:
         return str(ZOO / role)
     if not is_builtin(name):
         return str(name)
-    updates = {f"{BUILTIN}:{file.parent.name}": file.parent for file in sorted(ZOO.glob(f"*/{ADAPTER_CONFIG}"))}
-    if str(name) not in updates:
-        raise LoadError(f"unknown built-in model {str(name)!r}: choose one of {', '.join([BUILTIN, *updates])}")
-    return str(updates[str(name)])
+    others = {f"{BUILTIN}:{folder.name}": folder for folder in sorted(ZOO.glob("*")) if _is_other(folder)}
+    if str(name) not in others:
+        raise LoadError(f"unknown built-in model {str(name)!r}: choose one of {', '.join([BUILTIN, *others])}")
+    return str(others[str(name)])
+
+
+def _is_other(folder: Path) -> bool:
+    """Whether a folder of the zoo is a model beside the built-in target and its draft model."""
+    whole = (folder / "config.json").exists() and folder.name not in ("target", "draft")
+    return whole or is_adapter(folder)
 
 
 def is_builtin(source: object) -> bool:
-    """Whether a source is the built-in target or an update of it, which has the same tokenizer."""
+    """Whether a source is the built-in target, an update of it or a model beside it: all have the same tokenizer."""
     return str(source).split(":")[0] == BUILTIN
 
 

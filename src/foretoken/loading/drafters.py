@@ -122,6 +122,11 @@ def build_nested_drafter(outer: str, spec: str, target: LanguageModel, **parts: 
     return built
 
 
+def has_drafter(name: str, target_source: Any) -> bool:
+    """Whether the library ships a trained drafter of this method for a target: it does for the built-in one."""
+    return str(target_source) == BUILTIN and (ZOO / name).is_dir()
+
+
 def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
     """Where a trained drafter of a ``NAME[:FOLDER]`` spec is: the folder, or the built-in target's own.
 
@@ -129,7 +134,7 @@ def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
         ValueError: no such folder, or no folder given for a target that is not built in.
     """
     if path is None:
-        if str(target_source) != BUILTIN or not (ZOO / name).is_dir():
+        if not has_drafter(name, target_source):
             raise ValueError(
                 f"drafter {name!r} needs a folder for this target: {name}:FOLDER, made by `foretoken train {name}`"
             )

@@ -9,6 +9,7 @@ import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, resolve
+from foretoken.loading.gguf import is_gguf, load_gguf
 from foretoken.loading.memory import moved
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
@@ -40,7 +41,8 @@ def load_model(
 ) -> LanguageModel:
     """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
 
-    A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  ``inflate``
+    A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  The path of a
+    GGUF file loads through llama.cpp, which takes none of the other options.  ``inflate``
     (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
     :mod:`foretoken.models.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps and cpu
     that there is; ``None``: the cpu); a model that is handed in stays where it is.  ``pack`` says whether linear layers
@@ -56,6 +58,8 @@ def load_model(
     """
     if pack not in ("auto", True, False):
         raise ValueError(f"pack must be 'auto', True or False, not {pack!r}")
+    if is_gguf(source):
+        return load_gguf(source, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
     ours = pack is True or (pack == "auto" and exact != "approximate")
     if quantize is not None and inflate is None and not isinstance(source, str | Path):
         raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")

@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.loading.adapters import read_adapter
-from foretoken.loading.checkpoints import LoadError, is_adapter, resolve
+from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, is_adapter, resolve
+from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
 from foretoken.models.base import LanguageModel
 
 
 def load_tokenizer(source: Any) -> Any | None:
     """The tokenizer that belongs to a model source, or ``None`` when it has none."""
+    if isinstance(source, LanguageModel):
+        source = getattr(source, "path", source)
+    if is_gguf(source):
+        return load_gguf_tokenizer(source)
     from transformers import AutoTokenizer
 
     if not isinstance(source, str | Path):
@@ -23,7 +28,9 @@ def load_tokenizer(source: Any) -> Any | None:
         (Path(path) / f).exists() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     ):
         folder = Path(path).expanduser()
-        return load_tokenizer(read_adapter(folder).base) if is_adapter(folder) else None
+        if is_adapter(folder):
+            return load_tokenizer(read_adapter(folder).base)
+        return load_tokenizer(BUILTIN) if folder.parent == ZOO else None
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:

@@ -19,12 +19,15 @@ def wrap(model: Any, *, exact: str = "distribution", lean: bool = True, in_place
     from foretoken.models.base import CapabilityError
     from foretoken.models.capabilities import detect
     from foretoken.models.huggingface import HuggingFaceModel
+    from foretoken.models.packing import Packing, pack_linears
     from foretoken.models.sequential import SequentialModel
     from foretoken.models.stateful import StatefulModel
 
     capabilities = detect(model)
     if capabilities.tree_mask:
         return HuggingFaceModel(model, exact=exact, lean=lean, in_place=in_place)
+    if in_place and exact != "bitwise":
+        pack_linears(model, Packing.of(model, model.dtype, model.device, blocks=False, in_place=True))
     if capabilities.rollback:
         return SequentialModel(model)
     try:

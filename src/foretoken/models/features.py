@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
+from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
@@ -44,7 +44,7 @@ class FeatureModel(HuggingFaceModel):
         self.device = parts.device
         self.dtype = torch.float32
         self.exact = "distribution"
-        self.layer_masks = {"": LayerMask()}
+        self.layer_masks = {"": getattr(net, "mask", LayerMask())}
         self.num_layers = 1
         self.num_layer_runs = 0.0
         self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
@@ -75,7 +75,7 @@ class FeatureModel(HuggingFaceModel):
     def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
         if self.head is None:
-            raise CapabilityError(f"{type(self.model).__name__} has no decoder layer that a FeatureModel can run")
+            return self._run_module(call)
         run = HeadRun(self.head, call, self.cache)
         places = run.places
         embeddings = self.parts.embedding(places.taken(call.ids)).float()
@@ -86,3 +86,17 @@ class FeatureModel(HuggingFaceModel):
         else:
             logits = kept.new_zeros(0, self.vocab_size)
         return [logits[start:end] for start, end in spans], {"state": places.padded(output)}
+
+    def _run_module(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The same through the network's own forward, for one whose layer is the target's."""
+        (b, width), first = call.ids.shape, call.first
+
+        def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            return self.cache.update(key, value, 0)
+
+        output = self.model(self.parts.embedding(call.ids).float(), call.states, call.positions, call.masks[""], keep)
+        kept = self.model.head_state(output[:, first:]).flatten(0, 1)
+        logits = (
+            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
+        )
+        return call.taken(logits), {"state": output}

@@ -135,7 +135,7 @@ class Graphs:
                     step.program()
                 step.run = self.recorder.record(step.program)
             except (CapabilityError, RuntimeError) as error:  # also out of memory
-                self.stop(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+                self.stop(_first_line(error))
                 return None
             self._steps[bucket] = step
             if len(self._steps) > MOST_GRAPHS:
@@ -155,6 +155,10 @@ class Graphs:
         self.stopped = reason
         self._steps.clear()
         self.owner.graphs_off = reason
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _at_least(count: int, sizes: Sequence[int]) -> int | None:
@@ -189,7 +193,7 @@ def with_graphs(model: LanguageModel, choice: bool | str, recorder: Recorder | N
         reason = f"they need a CUDA device, and the model is on {device}"
     elif model.graphs is None:
         reason = _attach(model, recorder)
-    if isinstance(model, HuggingFaceModel):
+    if isinstance(model, HuggingFaceModel) and model.graphs is None:
         model.graphs_off = reason
     if reason and choice is True:
         kind = CapabilityError if device is not None and device.type == "cuda" else ValueError
@@ -205,18 +209,19 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
         return f"a context of {model.context_length} tokens is too short to check them"
     before = model.cache
     model._separate(type(before)(before.num_layers, before.max_slots))
-    wanted = _sample(model)
-    model._separate(FixedCache(before.num_layers, before.max_slots))
     try:
+        wanted = _sample(model)
+        model._separate(FixedCache(before.num_layers, before.max_slots))
         model.graphs = graphs = Graphs(model, recorder or CudaGraphs(model.device))
         found = _sample(model)
         reason = graphs.stopped or _difference(wanted, found, model.dtype)
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = _first_line(error)
     if reason:
         model._separate(type(before)(before.num_layers, before.max_slots))
     else:
         model.run_s, model.run_rows, model.num_layer_runs = 0.0, 0, 0.0
+        model.graphs_off = ""
     return reason
 
 

@@ -159,10 +159,6 @@ class StateCache:
                 crop(layer, surplus)
         self.length = self.saved
 
-    def num_bytes(self) -> int:
-        """Memory that the checkpoint's copies hold."""
-        return sum(copy.nbytes for copy in self._copies.values())
-
 
 def states_of(layer: Any) -> Iterator[tuple[str, int, Tensor]]:
     """Attribute, number and tensor of every convolution window and recurrent state of a layer; none elsewhere."""

@@ -76,8 +76,9 @@ def _table(rows: Mapping[str, str]) -> str:
 
 def _architecture(report: Mapping[str, Any]) -> str:
     config = report["config"]
+    family = "Qwen3.5, every second layer recurrent" if config.get("hybrid") else "Llama"
     rows = {
-        "architecture": "Llama, tied embeddings, bfloat16 weights",
+        "architecture": f"{family}, tied embeddings, bfloat16 weights",
         "parameters": f"{report['parameters']:,}",
         "layers": str(config["layers"]),
         "hidden size": str(config["hidden"]),
@@ -141,11 +142,12 @@ def command_line(
     words.append(f"--out {out.resolve().name}")
     words += [f"--{key.replace('_', '-')} {path.name}" for key, path in (folders or {}).items() if path is not None]
     options = {key: value for key, value in config.items() if value != defaults[key] and key in COMMAND_OPTIONS}
-    words += [f"--{key.replace('_', '-')} {value}" for key, value in options.items()]
+    words += [f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}") for key, value in options.items()]
     return " ".join(words)
 
 
 COMMAND_OPTIONS = (
     "steps", "hidden", "layers", "heads", "kv_heads", "ffn", "context", "vocab", "batch_size", "lr", "seed",
+    "hybrid",
 )  # fmt: skip
 """Settings that have an option of the same name."""

@@ -31,6 +31,7 @@ from foretoken.training.corpus import (
 )
 from foretoken.training.curves import LossCurve
 from foretoken.training.folders import save_model, write_report
+from foretoken.training.hybrid import build_hybrid, is_llama, start_from_llama
 from foretoken.training.updates import descend, learning_rate_factor, set_learning_rate
 
 
@@ -52,6 +53,7 @@ class LmConfig:
     decay: float = 0.35
     weight_decay: float = 0.05
     seed: int = 0
+    hybrid: bool = False
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
@@ -61,10 +63,12 @@ class LmConfig:
 
 
 def build_model(config: LmConfig, eos_token_id: int) -> Any:
-    """A freshly initialised ``LlamaForCausalLM`` (float32, tied embeddings)."""
+    """A freshly initialised ``LlamaForCausalLM`` (float32, tied embeddings), or a hybrid."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(config.seed)
+    if config.hybrid:
+        return build_hybrid(config, eos_token_id)
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab,
@@ -220,7 +224,9 @@ def train_lm(
     tokenizer, text = _text(data, out, config, tokenizer_from)
     corpus = build_corpus(data, tokenizer, text)
     model = build_model(config, int(tokenizer.eos_token_id)).to(device)
-    if init_from is not None:
+    if init_from is not None and config.hybrid and is_llama(init_from):
+        start_from_llama(model, init_from, read_tokens(text / "train.bin", corpus["dtype"]))
+    elif init_from is not None:
         load_weights(model, init_from)
     optimizers = make_optimizers(model, config)
     sampler = BlockSampler(text / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
@@ -318,7 +324,8 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
 def _check_same(stored: dict[str, Any], config: LmConfig, path: Path) -> None:
     """Only the number of steps (and so the schedule) may change between a run and its continuation."""
     mine = asdict(config)
-    other = [k for k in mine if k not in ("steps", "decay", "warmup") and stored.get(k) != mine[k]]
+    known = {**asdict(LmConfig()), **stored}
+    other = [k for k in mine if k not in ("steps", "decay", "warmup") and known[k] != mine[k]]
     if other:
         raise ValueError(
             f"{path} was trained with other settings ({', '.join(f'{k}={stored.get(k)}' for k in other)}); "

@@ -8,11 +8,31 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
+from foretoken.models.native_mtp import FEEDS, NativeModule
+
+LAYERS = ("own", "target")
 
 
 @dataclass(frozen=True)
 class MtpConfig(LayerConfig):
-    """Shape of the module: the target's own layer."""
+    """Shape of the module.
+
+    Attributes:
+        layer: ``own``, the plain layer of these sizes; ``target``, the target's own class, as checkpoints ship it.
+        feed: what a step hands to the next one, its state before the module's norm or behind it.
+        experts: whether a layer of the target's class has experts.
+    """
+
+    layer: str = "own"
+    feed: str = "pre_norm"
+    experts: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layer not in LAYERS or self.feed not in FEEDS:
+            raise ValueError(
+                f"mtp needs layer={' or layer='.join(LAYERS)} and feed={' or feed='.join(FEEDS)}, "
+                f"not {self.layer!r} and {self.feed!r}"
+            )
 
 
 class MtpNet(nn.Module):
@@ -21,6 +41,7 @@ class MtpNet(nn.Module):
     def __init__(self, config: MtpConfig) -> None:
         super().__init__()
         size = config.hidden_size
+        self.feed = config.feed
         self.enorm, self.hnorm = RmsNorm(size, config.eps), RmsNorm(size, config.eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.layer = DecoderLayer(config)
@@ -34,12 +55,19 @@ class MtpNet(nn.Module):
         mask: Tensor | None = None,
         keep: Keep | None = None,
     ) -> Tensor:
-        """Embeddings of tokens t + 1 and states of tokens t, both [b, n, D] -> states of tokens t + 1 [b, n, D]."""
+        """Embeddings of tokens t + 1 and states of tokens t, both [b, n, D] -> what the next step is fed [b, n, D]."""
         x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(features)], -1))
         found: Tensor = self.layer(x, positions, mask, keep)
-        return found
+        return self.norm(found) if self.feed == "post_norm" else found
 
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
-        found: Tensor = self.norm(output)
+        found: Tensor = output if self.feed == "post_norm" else self.norm(output)
         return found
+
+
+def module_for(config: MtpConfig, network: nn.Module) -> nn.Module:
+    """A new module of this shape; ``network`` is the target, whose layer class may be asked for."""
+    if config.layer == "own":
+        return MtpNet(config)
+    return NativeModule(network, config.experts, config.feed)

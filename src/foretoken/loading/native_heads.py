@@ -1,0 +1,125 @@
+"""The multi-token prediction head inside a target's own checkpoint, which Transformers leaves out when it loads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from foretoken.loading.checkpoints import LoadError
+from foretoken.models.native_mtp import modules_of
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DECLARED = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
+"""Keys of ``config.json`` that announce a head; families set them by default, so that the tensors decide."""
+
+
+def read_head(network: Any) -> list[dict[str, Tensor]]:
+    """The modules in the checkpoint that ``network`` was loaded from, by our names; one dictionary each.
+
+    Args:
+        network: a ``PreTrainedModel``; its configuration names the folder or hub id.
+
+    Raises:
+        LoadError: the checkpoint holds no head, declares one that it lacks, or is damaged; one line that says what to
+            use instead.
+    """
+    config = network.config.get_text_config()
+    source = str(getattr(network.config, "_name_or_path", "") or "")
+    files = _files(source)
+    where = {name: file for file, names in files.items() for name in names}
+    modules = modules_of(where, int(config.num_hidden_layers))
+    if not modules:
+        raise LoadError(_absence(source, declared(source, config) if files else 0))
+    return [_read(module, where) for module in modules]
+
+
+def has_head(network: Any) -> bool:
+    """Whether the checkpoint that ``network`` was loaded from holds a head, by the names of its tensors.
+
+    Raises:
+        LoadError: a file is damaged.
+    """
+    names = [
+        name for found in _files(str(getattr(network.config, "_name_or_path", "") or "")).values() for name in found
+    ]
+    return bool(modules_of(names, int(getattr(network.config.get_text_config(), "num_hidden_layers", 0))))
+
+
+def declared(source: str, config: Any) -> int:
+    """How many modules ``config.json`` announces: the file's own words, for classes have defaults."""
+    file = Path(source) / "config.json"
+    try:
+        told: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else config.to_dict()
+    except ValueError:
+        return 0
+    told = {**told, **(told.get("text_config") or {})}
+    return max((int(told.get(key) or 0) for key in DECLARED), default=0)
+
+
+def _absence(source: str, announced: int) -> str:
+    instead = "give a trained one (mtp:FOLDER, made by `foretoken train mtp`), or use drafter='ngram'"
+    name = source or "the target"
+    if announced:
+        return (
+            f"{name} declares {announced} multi-token prediction layer(s) in config.json and holds none of their "
+            f"tensors (files that Transformers saved have lost them): take the original files, {instead}"
+        )
+    return f"{name} has no multi-token prediction head of its own: {instead}"
+
+
+def _files(source: str) -> dict[Path, list[str]]:
+    """Names of tensors by file; nothing for a network that was made in memory."""
+    folder = Path(source).expanduser()
+    if source and folder.is_dir():
+        return {file: _names(file) for file in sorted(folder.glob("*.safetensors"))}
+    return _hub_files(source) if source else {}
+
+
+def _hub_files(source: str) -> dict[Path, list[str]]:
+    """The files of a hub model that hold anything of a head; all others stay where they are."""
+    from transformers.utils.hub import cached_file
+
+    quiet: dict[str, Any] = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    index = cached_file(source, INDEX, **quiet)
+    if index is None:
+        single = cached_file(source, SINGLE, **quiet)
+        return {} if single is None else {Path(single): _names(Path(single))}
+    listed: dict[str, list[str]] = {}
+    for name, file in json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].items():
+        listed.setdefault(file, []).append(name)
+    found = {}
+    for file, names in listed.items():
+        if any(name.startswith("mtp.") or ".eh_proj." in name or ".enorm." in name for name in names):
+            place = cached_file(source, file, **quiet)
+            if place is not None:
+                found[Path(place)] = names
+    return found
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, "pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError):
+        raise LoadError(f"{file} is damaged or half-written: copy it again") from None
+
+
+def _read(module: Mapping[str, str], where: Mapping[str, Path]) -> dict[str, Tensor]:
+    """The tensors of one module, from as many files as they are in."""
+    found: dict[str, Tensor] = {}
+    for file in sorted({where[name] for name in module.values()}):
+        found.update(_from(file, ((mine, name) for mine, name in module.items() if where[name] == file)))
+    return found
+
+
+def _from(file: Path, names: Iterable[tuple[str, str]]) -> dict[str, Tensor]:
+    with safe_open(file, "pt") as opened:
+        return {mine: opened.get_tensor(name) for mine, name in names}

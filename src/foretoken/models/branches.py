@@ -1,0 +1,119 @@
+"""Which of llama.cpp's sequence ids run through which nodes of a scratch tree: pure bookkeeping, no library.
+
+In llama.cpp's cache a cell belongs to a set of sequence ids, and a token sees the cells of its own id before it.  A
+tree is therefore written as its leaf paths: every leaf has an id, and a node belongs to the ids of all leaves below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+Copy = tuple[int, int, int, int]
+"""(source id, other id, from position, to position): cells of the source in this range join the other id too."""
+Removal = tuple[int, int]
+"""(id, position): the cells from this position on leave the id."""
+
+
+@dataclass
+class Branches:
+    """The ids of one text.
+
+    Attributes:
+        main: an id that runs through all committed tokens.
+        spare: other ids of this text -> how many committed tokens, from the first on, they run through.
+        through: per scratch node one of the ids that run through it.
+        ends: scratch node -> id that ends with it.
+        used: ids that run through scratch nodes.
+    """
+
+    main: int
+    spare: dict[int, int] = field(default_factory=dict)
+    through: list[int] = field(default_factory=list)
+    ends: dict[int, int] = field(default_factory=dict)
+    used: set[int] = field(default_factory=set)
+
+    def needed(self, parents: Sequence[int]) -> int:
+        """How many ids that no text has :meth:`grow` will take for these nodes."""
+        old, inner = len(self.through), set(parents[len(self.through) :])
+        open_ends = {*self.ends} if self.main in self.used else {*self.ends, -1}
+        count = 0
+        for leaf in range(old, len(parents)):
+            if leaf in inner:
+                continue
+            anchor = parents[leaf]
+            while anchor >= old:
+                anchor = parents[anchor]
+            count += anchor not in open_ends
+            open_ends.discard(anchor)
+        return max(0, count - len(self.spare))
+
+    def grow(
+        self, parents: Sequence[int], depths: Sequence[int], committed: int, take: Callable[[], int]
+    ) -> tuple[list[list[int]], list[Copy]]:
+        """Give ids to the nodes that were added to a scratch tree.
+
+        Args:
+            parents: of all scratch nodes, old ones first; -1 hangs from the last committed token.
+            depths: of all scratch nodes.
+            committed: number of committed tokens.
+            take: hands out an id that no text has.
+
+        Returns:
+            The ids of every new node, and the copies to make before the nodes are scored.
+        """
+        old = len(self.through)
+        inner = set(parents[old:])
+        ids: list[list[int]] = [[] for _ in parents[old:]]
+        copies: list[Copy] = []
+        for leaf in range(old, len(parents)):
+            if leaf in inner:
+                continue
+            path = [leaf]
+            while parents[path[-1]] >= old:
+                path.append(parents[path[-1]])
+            anchor = parents[path[-1]]
+            found = self._behind(anchor, 0 if anchor < 0 else depths[anchor] + 1, committed, take, copies)
+            for node in path:
+                ids[node - old].append(found)
+            self.ends[leaf] = found
+            self.used.add(found)
+        self.through.extend(found[0] for found in ids)
+        return ids, copies
+
+    def _behind(self, anchor: int, below: int, committed: int, take: Callable[[], int], copies: list[Copy]) -> int:
+        """An id that runs through the committed tokens and the ``below`` nodes down to ``anchor``, and ends there."""
+        if anchor in self.ends:
+            return self.ends.pop(anchor)
+        if anchor < 0 and self.main not in self.used:
+            return self.main
+        found, covered = self.spare.popitem() if self.spare else (take(), 0)
+        if covered < committed:
+            copies.append((self.main, found, covered, committed))
+        if anchor >= 0:
+            copies.append((self.through[anchor], found, committed, committed + below))
+        return found
+
+    def commit(self, path: Sequence[int], committed: int) -> list[Removal]:
+        """Keep one path of the scratch tree; returns the cells that leave their ids."""
+        kept = self.through[path[-1]] if path else self.main
+        removals = [(found, committed) for found in self.used if found != kept]
+        if kept in self.used and (not path or self.ends.get(path[-1]) != kept):
+            removals.append((kept, committed + len(path)))
+        self.spare.update((found, committed) for found in self.used | {self.main} if found != kept)
+        self.main = kept
+        self.through.clear()
+        self.ends.clear()
+        self.used.clear()
+        return removals
+
+    def rewind(self, length: int) -> list[Removal]:
+        """Keep ``length`` committed tokens; there must be no scratch nodes."""
+        longer = [found for found, covered in self.spare.items() if covered > length]
+        self.spare.update(dict.fromkeys(longer, length))
+        return [(found, length) for found in (self.main, *longer)]
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids that the text owns."""
+        return [*({self.main} | self.used | self.spare.keys())]

@@ -1,0 +1,128 @@
+"""Several prediction modules in a row, one per step of a draft (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+At place p module k reads token p + 1 and the state that module k - 1 made at place p - 1; the first one reads the
+target's state of place p.  So a committed place is read by all modules, each with a cache of its own, and what they
+have made there is what the next place needs.  A draft's first token is the first module's, its second one the second
+module's, and behind the last module that one goes on alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.cache import TreeCache
+from foretoken.models.call import Call
+from foretoken.models.features import FeatureModel
+from foretoken.models.huggingface import SCRATCH_ROOM
+from foretoken.models.native_mtp import Keep, NativeModule
+from foretoken.models.parts import TargetParts
+
+
+class StackedModules(nn.Module):
+    """M modules.
+
+    Args:
+        modules: in the order of their steps.
+    """
+
+    def __init__(self, modules: Sequence[NativeModule]) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(modules)
+        self.mask = modules[0].mask
+
+    def head_state(self, output: Tensor, step: int = 0) -> Tensor:
+        """What the vocabulary projection reads of outputs [..., M D] at a step of the draft."""
+        last = min(step, len(self.steps) - 1)
+        found: Tensor = self.steps[last].head_state(output.unflatten(-1, (len(self.steps), -1))[..., last, :])  # type: ignore[operator]
+        return found
+
+
+class StackedModel(FeatureModel):
+    """The modules as one model that drafts chains; the tap ``"state"`` holds all their states [n, M D].
+
+    Attributes:
+        count: M.
+    """
+
+    def __init__(self, net: StackedModules, parts: TargetParts, target: LanguageModel) -> None:
+        super().__init__(net, parts, target)
+        self.count = len(net.steps)
+        self.cache = TreeCache(self.count, self.context_length + SCRATCH_ROOM)
+        self._read: dict[int, Tensor] = {}  # per sequence the states [M D] of its last committed place
+        self._step = 0
+
+    def release(self, sequence: SequenceState) -> None:
+        """Free a row."""
+        self._read.pop(id(sequence), None)
+        super().release(sequence)
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
+        """Read committed places, whose ``states`` are the target's [n, D], or go one step on from states [1, M D].
+
+        Raises:
+            ValueError: a feed without states, or two feeds for one sequence.
+        """
+        reads = [feed for feed in feeds if feed.states is not None and feed.states.shape[-1] == self.parts.hidden_size]
+        # The first step of a draft is made where the text is read; what goes on hangs from text that has been read.
+        self._step = 0 if reads else 1 + max(len(feed.sequence.scratch_tokens) for feed in feeds)
+        rows = super().forward([self._beside_read(feed) for feed in feeds] if reads else feeds, taps)
+        if reads:
+            for feed, row in zip(feeds, rows, strict=True):
+                self._read[id(feed.sequence)] = row.taps["state"][-1]
+        return rows
+
+    def _beside_read(self, feed: Feed) -> Feed:
+        """The target's states, and beside them what the modules have made at the place before the feed."""
+        if feed.states is None:
+            return feed  # is refused
+        before = self._read.get(id(feed.sequence))
+        width = (self.count - 1) * self.parts.hidden_size
+        beside = feed.states.new_zeros(width) if before is None else before[:width].to(feed.states)
+        return replace(feed, states=torch.cat([feed.states, beside.expand(len(feed.states), -1)], -1))
+
+    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Logits [n, V] per feed and the outputs [b, width, M D]."""
+        (b, width), first, step = call.ids.shape, call.first, self._step
+        embeddings = self.parts.embedding(call.ids).float()
+        given: Any = call.states
+        inputs = given.unflatten(-1, (self.count, -1))  # [b, width, M, D]
+        outputs: list[Tensor] = []
+        for index, module in enumerate(self.model.steps):
+            if index < min(step, self.count - 1):
+                outputs.append(inputs[:, :, index])  # its step is over
+                continue
+            features = inputs[:, :, index]
+            if step and step <= index:
+                features = inputs[:, :, index - 1]
+            elif index and not step:  # within a feed the place before is the row before
+                features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
+            outputs.append(module(embeddings, features, call.positions, self._mask(call, index), self._keep(index)))
+        output = torch.cat(outputs, -1)
+        kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
+        logits = (
+            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
+        )
+        return call.taken(logits), {"state": output}
+
+    def _keep(self, index: int) -> Keep:
+        """The cache of a module."""
+        return lambda key, value: self.cache.update(key, value, index)
+
+    def _mask(self, call: Call, index: int) -> Tensor | None:
+        """A module's first place is its number: the ones before have no state for it to read."""
+        mask = call.masks[""]
+        if not index:
+            return mask
+        used = self.cache.get_mask_sizes(0)[0]
+        if mask is None:
+            mask = torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=self.dtype, device=self.device)
+        void = torch.arange(used, device=self.device) < index
+        late = call.positions[:, None, :, None] >= index
+        return mask.masked_fill(void & late, torch.finfo(self.dtype).min)

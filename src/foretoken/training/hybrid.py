@@ -1,0 +1,147 @@
+"""A small hybrid language model, and its start from a trained Llama: every second layer keeps a recurrent state.
+
+The layers are those of Qwen3.5 (Gated DeltaNet, arXiv 2412.06464, and gated full attention).  A model with 2 L layers
+that starts from a Llama with L layers computes nearly what that one does: its full-attention layers are the Llama's,
+and its recurrent layers add nothing yet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from foretoken.training.lm import LmConfig
+
+KEY_WIDTH = 0.5
+"""Width of a recurrent layer's keys, as a share of its values'."""
+PROBE = 1024
+"""Tokens on which the sizes of queries and keys are measured."""
+DECAYS = (0.02, 1.0)
+"""exp(A_log) of the first and the last recurrent head: one that remembers hundreds of tokens, one a few."""
+
+
+def build_hybrid(config: LmConfig, eos_token_id: int) -> Any:
+    """A freshly initialised ``Qwen3_5ForCausalLM`` (float32, tied embeddings), text only.
+
+    Raises:
+        ValueError: an odd number of layers.
+    """
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    if config.layers % 2:
+        raise ValueError(
+            f"a hybrid has a full-attention layer behind every recurrent one: layers={config.layers} is odd"
+        )
+    head_dim = config.hidden // config.heads
+    return Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(
+            vocab_size=config.vocab,
+            hidden_size=config.hidden,
+            intermediate_size=config.ffn,
+            num_hidden_layers=config.layers,
+            layer_types=["linear_attention", "full_attention"] * (config.layers // 2),
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=head_dim,
+            linear_num_key_heads=config.heads,
+            linear_num_value_heads=config.heads,
+            linear_key_head_dim=round(head_dim * KEY_WIDTH),
+            linear_value_head_dim=head_dim,
+            max_position_embeddings=max(config.context, 1024),
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+            tie_word_embeddings=True,
+            bos_token_id=eos_token_id,
+            eos_token_id=eos_token_id,
+            pad_token_id=eos_token_id,
+        )
+    )
+
+
+@torch.no_grad()
+def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
+    """Copy the Llama in the folder ``source`` into the hybrid ``model``, which has twice its layers.
+
+    A gate of sigmoid(0) is undone by doubling the output projection.  The norms of queries and keys, which a Llama does
+    not have, get the mean size that its queries and keys have on the beginning of ``tokens`` [n].
+
+    Raises:
+        ValueError: no Llama, or one of other widths.
+    """
+    from transformers import AutoModelForCausalLM
+
+    llama: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    mine, other = model.config, llama.config
+    for key in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"):
+        if other.model_type != "llama" or getattr(mine, key) != getattr(other, key):
+            raise ValueError(f"{source} is no Llama with {key}={getattr(mine, key)}: a hybrid cannot start from it")
+    if mine.num_hidden_layers != 2 * other.num_hidden_layers:
+        raise ValueError(f"a hybrid that starts from {source} must have {2 * other.num_hidden_layers} layers")
+    model.model.embed_tokens.weight.copy_(llama.model.embed_tokens.weight)
+    _norm(model.model.norm, llama.model.norm)
+    sizes = _head_sizes(llama, torch.from_numpy(tokens[:PROBE].astype("int64"))[None])
+    for index, layer in enumerate(llama.model.layers):
+        recurrent, full = model.model.layers[2 * index], model.model.layers[2 * index + 1]
+        for ours in (recurrent, full):
+            _norm(ours.input_layernorm, layer.input_layernorm)
+            _norm(ours.post_attention_layernorm, layer.post_attention_layernorm)
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                getattr(ours.mlp, name).weight.copy_(getattr(layer.mlp, name).weight)
+        recurrent.mlp.down_proj.weight.zero_()
+        recurrent.linear_attn.out_proj.weight.zero_()
+        decays = torch.logspace(math.log10(DECAYS[0]), math.log10(DECAYS[1]), len(recurrent.linear_attn.A_log))
+        recurrent.linear_attn.A_log.copy_(decays.log())
+        recurrent.linear_attn.dt_bias.zero_()
+        _attention(full.self_attn, layer.self_attn, sizes[index])
+
+
+def is_llama(folder: Path) -> bool:
+    """Whether a folder holds a Llama."""
+    file = folder / "config.json"
+    return file.exists() and json.loads(file.read_text(encoding="utf-8")).get("model_type") == "llama"
+
+
+def _attention(ours: Any, theirs: Any, sizes: Sequence[float]) -> None:
+    dim = ours.head_dim
+    queries = theirs.q_proj.weight.view(-1, dim, theirs.q_proj.in_features)
+    ours.q_proj.weight.copy_(torch.cat([queries, torch.zeros_like(queries)], 1).flatten(0, 1))
+    ours.k_proj.weight.copy_(theirs.k_proj.weight)
+    ours.v_proj.weight.copy_(theirs.v_proj.weight)
+    ours.o_proj.weight.copy_(2 * theirs.o_proj.weight)
+    for norm, size in zip((ours.q_norm, ours.k_norm), sizes, strict=True):
+        norm.weight.fill_(size - 1)
+
+
+def _norm(ours: Any, theirs: Any) -> None:
+    """A zero-centred norm multiplies by 1 + weight."""
+    ours.weight.copy_(theirs.weight - 1)
+
+
+def _head_sizes(llama: Any, tokens: Tensor) -> list[tuple[float, float]]:
+    """Mean root mean square of queries and keys per layer."""
+    found: list[list[float]] = [[] for _ in llama.model.layers]
+    hooks = []
+    dim = llama.config.head_dim
+    for layer, sizes in zip(llama.model.layers, found, strict=True):
+        for name in ("q_proj", "k_proj"):
+            linear = getattr(layer.self_attn, name)
+            hooks.append(
+                linear.register_forward_hook(
+                    lambda _, __, out, sizes=sizes: sizes.append(
+                        float(out.unflatten(-1, (-1, dim)).pow(2).mean(-1).sqrt().mean())
+                    )
+                )
+            )
+    try:
+        llama.model(input_ids=tokens, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [(sizes[0], sizes[1]) for sizes in found]
