@@ -139,3 +139,10 @@ def test_load_asks_for_the_target_and_its_source_and_a_profile_wins(tmp_path: An
     profile.write_text('{"drafter": "ngram,k=3"}', encoding="utf-8")
     llm = ft.load(model, profile=profile)
     assert llm.drafter is not None and llm.drafter.spec == "ngram,k=3"
+
+
+def test_a_target_with_a_head_in_its_checkpoint_drafts_with_it() -> None:
+    hybrid = load_model("builtin:hybrid", dtype="float32")
+    assert free_drafters(hybrid, "builtin:hybrid") == ["mtp", "ngram"]
+    assert default_drafter(hybrid, "builtin:hybrid") == "router,drafters=(mtp|ngram)"
+    assert ft.load("builtin:hybrid", dtype="float32").generate([1, 2, 3], max_new_tokens=8).token_ids

@@ -10,6 +10,7 @@ import torch
 from cases import Case
 from matrix import GREEDY_MODES, PENALTIES, rows
 
+from fake_cuda import FakeCuda
 from foretoken import registry
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
@@ -64,6 +65,8 @@ CASES = [(name, case) for name, case in rows() if case.label != "trained"]
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize(("name", "case"), CASES, ids=[f"{name}.{case.label}" for name, case in CASES])
 def test_every_drafter(name: str, case: Case, graphs: bool) -> None:
+    if name == "online" and isinstance(torch.zeros((), device="cuda"), FakeCuda):
+        pytest.skip("gradients are beyond the stand-in")
     wanted = [outputs(engine(models()[0], max_batch=3), requests()) for requests in (greedy, sampled)]
     target, draft = models(graphs=graphs, online=name == "online")
     serving = engine(target, case.build(target, draft), max_batch=3)

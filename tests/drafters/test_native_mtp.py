@@ -154,19 +154,18 @@ def test_greedy_text_is_that_of_plain_decoding(family: str, spec: str, tmp_path:
     assert all(o.stats.num_draft_tokens for o in out)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("family", "count"), [("qwen3_5_text", 1), ("qwen3_5_text", 2), ("qwen3_next", 1)])
 def test_hybrid_targets_draft_chains_with_their_own_head(family: str, count: int, tmp_path: Path) -> None:
     """Text and seeded samples are those of plain decoding, in a ragged batch and alone."""
     save_family(tmp_path, family, count=count)
-    prompts, dtype = [PROMPT, [7], PROMPT[::-1] * 2], "float64" if family == "qwen3_5_text" else "float32"
+    prompts, dtype = [PROMPT, [7]], "float64" if family == "qwen3_5_text" else "float32"
     plain = ft.load(tmp_path, None, dtype=dtype)
     llm = ft.load(tmp_path, "mtp,nodes=3,depth=3", controller="constant", dtype=dtype)
-    for more in ({}, {"temperature": 1.0, "seed": [3, 4, 5]}):
-        out = llm.generate(prompts, max_new_tokens=16, **more)
-        assert [o.token_ids for o in out] == [o.token_ids for o in plain.generate(prompts, max_new_tokens=16, **more)]
+    for more in ({}, {"temperature": 1.0, "seed": [3, 4]}):
+        out = llm.generate(prompts, max_new_tokens=12, **more)
+        assert [o.token_ids for o in out] == [o.token_ids for o in plain.generate(prompts, max_new_tokens=12, **more)]
         assert all(o.stats.num_draft_tokens for o in out)
-    assert llm.generate(PROMPT, max_new_tokens=16).token_ids == plain.generate(PROMPT, max_new_tokens=16).token_ids
+    assert llm.generate(PROMPT, max_new_tokens=12).token_ids == plain.generate(PROMPT, max_new_tokens=12).token_ids
     if count == 1:
         with pytest.raises(ValueError, match="linear_attention"):
             ft.load(tmp_path, "mtp,width=2", dtype=dtype)

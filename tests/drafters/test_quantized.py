@@ -267,11 +267,11 @@ def test_an_inner_drafter_guesses_for_the_quantised_network(spec: str) -> None:
         EnsembleDrafter([drafter])
 
 
-def test_a_coarse_set_is_another_one() -> None:
+def test_a_fine_set_is_another_one() -> None:
     target = model()
     QuantizedDrafter(target, "8")
-    drafter = build_drafter("quantized,bits=8,k=3,coarse=true", target, target_source=target)
-    assert set(target._second) == {"8-32", "8-32-coarse"}
+    drafter = build_drafter("quantized,bits=8,k=3,coarse=false", target, target_source=target)
+    assert set(target._second) == {"8-32", "8-32-fine"}
     assert outputs(engine(target, drafter), requests()) == outputs(engine(target), requests())
 
 

@@ -162,6 +162,8 @@ def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: py
     assert choose(32, 64, 32) is Int4Product
     assert choose(32, 64, 32, "8") is IntegerProduct
     assert choose(32, 64, 32, "8", coarse=True) is CoarseProduct
+    times[CoarseProduct] = 0.9
+    assert choose(32, 64, 32, "8", coarse=True) is IntegerProduct
     times[Int8Product] = 0.5
     assert choose(32, 64, 32, "8") is Int8Product
 

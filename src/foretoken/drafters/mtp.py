@@ -40,19 +40,22 @@ class MtpDrafter(FeatureDrafter):
         super().__init__(model, nodes, depth, width, grow, draw)
 
     @classmethod
-    def free_for(cls, target: Any, source: Any) -> bool:
-        """For targets whose checkpoint holds a head that can be run; not for a network that the caller hands in, whose
-        files would be read with every request."""
+    @classmethod
+    def free_for(cls, target: LanguageModel, source: Any) -> bool:
+        """For targets whose own checkpoint holds a head that can be run; not for a network that the caller hands in,
+        whose files would be read with every request."""
         from foretoken.loading import has_head
 
         network = getattr(target, "model", None)
-        try:
-            if not isinstance(source, str | Path) or not hasattr(network, "config") or not has_head(network):
-                return False
-            cls.build(None, target=target, target_source=source, tokenizer=None, device=None)
-        except (ValueError, OSError):
+        if not isinstance(source, str | Path) or network is None or not target.capabilities.taps:
             return False
-        return True
+        try:
+            if has_head(network):
+                cls.build(None, target=target, target_source=source, tokenizer=None, device=None)
+                return True
+        except (ValueError, OSError):  # tensors are missing or are of another shape: the target loads without its head
+            pass
+        return False
 
     @classmethod
     def build(

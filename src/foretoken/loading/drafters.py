@@ -11,7 +11,7 @@ import torch
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.inside import works_inside
-from foretoken.loading.checkpoints import BUILTIN, ZOO, is_builtin
+from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.models.base import LanguageModel
 from foretoken.registry import convert_options, find, make, parse_spec, rows, split_specs
 from foretoken.trees.base import Shape
@@ -103,8 +103,10 @@ def default_members(target: LanguageModel, target_source: Any) -> list[str | Dra
 
 
 def _has_draft(target_source: Any) -> bool:
-    """Whether the built-in draft model belongs to the target."""
-    return is_builtin(target_source) and (ZOO / "draft" / "config.json").exists()
+    """Whether the built-in draft model belongs to the target: the built-in one, or an update of it."""
+    if not is_builtin(target_source) or not (ZOO / "draft" / "config.json").exists():
+        return False
+    return str(target_source) == BUILTIN or is_adapter(Path(resolve(target_source)))
 
 
 def build_nested_drafter(outer: str, spec: str, target: LanguageModel, **parts: Any) -> Drafter:

@@ -39,15 +39,16 @@ def read_head(network: Any) -> list[dict[str, Tensor]]:
 
 
 def has_head(network: Any) -> bool:
-    """Whether the checkpoint that ``network`` was loaded from holds a head, by the names of its tensors.
-
-    Raises:
-        LoadError: a file is damaged.
-    """
-    names = [
-        name for found in _files(str(getattr(network.config, "_name_or_path", "") or "")).values() for name in found
-    ]
-    return bool(modules_of(names, int(getattr(network.config.get_text_config(), "num_hidden_layers", 0))))
+    """Whether :func:`read_head` finds modules; of a hub model that announces none, the files are not asked for."""
+    config = network.config.get_text_config()
+    source = str(getattr(network.config, "_name_or_path", "") or "")
+    if not Path(source).is_dir() and not declared(source, config):
+        return False
+    try:
+        names = [name for names in _files(source).values() for name in names]
+        return bool(modules_of(dict.fromkeys(names), int(config.num_hidden_layers)))
+    except (LoadError, OSError, ValueError):
+        return False
 
 
 def declared(source: str, config: Any) -> int:
