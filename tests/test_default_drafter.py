@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import foretoken as ft
 import foretoken.registry as registry
@@ -19,6 +21,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.table import TableModel
 from foretoken.registry import Row, rows
 from foretoken.types import Budget, Context, TokenTree
+from native_checkpoints import save_family
 from toys import llama
 
 
@@ -105,6 +108,26 @@ def test_groups_without_members_take_what_is_free(target: LanguageModel) -> None
     assert default_members(target, "somewhere") == ["ngram", "suffix,share=false"]
     assert default_members(target, "model_with_head") == ["own_head", "ngram", "suffix,share=false"]
     assert default_members(target, "builtin") == ["model", "ngram", "suffix,share=false"]
+
+
+def test_a_head_in_the_checkpoint_is_free_if_it_can_be_run(tmp_path: Path) -> None:
+    save_family(tmp_path, "glm4_moe")
+    target = load_model(tmp_path, dtype="float32")
+    assert default_drafter(target, str(tmp_path)) == "router,drafters=(mtp|ngram)"
+    assert default_drafter(target, target.model) == "ngram"  # type: ignore[attr-defined]  # handed in
+    llm = ft.load(tmp_path, dtype="float32")
+    asked = {"max_new_tokens": 12, "ignore_eos": True}
+    assert llm.generate([3, 1, 4, 1, 5], **asked).token_ids == llm.plain.generate([3, 1, 4, 1, 5], **asked).token_ids
+
+
+def test_a_head_that_lost_tensors_does_not_keep_a_target_from_loading(tmp_path: Path) -> None:
+    save_family(tmp_path, "glm4_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    lost = next(name for name in tensors if "eh_proj" in name)
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, {"format": "pt"})
+    llm = ft.load(tmp_path, dtype="float32")
+    assert llm.drafter is not None and llm.drafter.spec == "ngram"
 
 
 def test_load_asks_for_the_target_and_its_source_and_a_profile_wins(tmp_path: Any) -> None:

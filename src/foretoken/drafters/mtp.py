@@ -5,6 +5,7 @@ DeepSeek-V3 (arXiv 2412.19437); one module used recursively as in FastMTP.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from foretoken.drafters.features import FeatureDrafter
@@ -39,12 +40,22 @@ class MtpDrafter(FeatureDrafter):
         super().__init__(model, nodes, depth, width, grow, draw)
 
     @classmethod
+    @classmethod
     def free_for(cls, target: LanguageModel, source: Any) -> bool:
-        """For targets whose own checkpoint holds a head."""
+        """For targets whose own checkpoint holds a head that can be run; not for a network that the caller hands in,
+        whose files would be read with every request."""
         from foretoken.loading import has_head
 
         network = getattr(target, "model", None)
-        return network is not None and target.capabilities.taps and has_head(network)
+        if not isinstance(source, str | Path) or network is None or not target.capabilities.taps:
+            return False
+        try:
+            if has_head(network):
+                cls.build(None, target=target, target_source=source, tokenizer=None, device=None)
+                return True
+        except (ValueError, OSError):  # tensors are missing or are of another shape: the target loads without its head
+            pass
+        return False
 
     @classmethod
     def build(
