@@ -29,7 +29,6 @@ from foretoken.models.second_weights import OwnWeightsModel
 ARMS = (
     "quantized,bits=8,k=3",
     "quantized,bits=8,k=5",
-    "quantized,bits=8,k=5,coarse=false",
     "quantized,bits=4,k=5",
     "quantized,bits=8,k=8,inner=ngram",
 )

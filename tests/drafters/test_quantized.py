@@ -60,7 +60,7 @@ def product(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     }
     chosen = kinds[request.param]
 
-    def pick(out: int, width: int, group: int, bits: str, coarse: bool = False) -> type[QuantisedProduct]:
+    def pick(out: int, width: int, group: int, bits: str) -> type[QuantisedProduct]:
         return chosen if bits != "8" or chosen.bits == 8 else Int8Product
 
     monkeypatch.setattr(second_weights, "fastest_draft_product", pick)
@@ -265,14 +265,6 @@ def test_an_inner_drafter_guesses_for_the_quantised_network(spec: str) -> None:
     assert drafter is not None
     with pytest.raises(ValueError, match="drafts on the target's own cache"):
         EnsembleDrafter([drafter])
-
-
-def test_a_fine_set_is_another_one() -> None:
-    target = model()
-    QuantizedDrafter(target, "8")
-    drafter = build_drafter("quantized,bits=8,k=3,coarse=false", target, target_source=target)
-    assert set(target._second) == {"8-32", "8-32-fine"}
-    assert outputs(engine(target, drafter), requests()) == outputs(engine(target), requests())
 
 
 def test_sets_are_shared_and_siblings_have_them() -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from foretoken.models import quantised, quantised_weights
 from foretoken.models.quantised import (
-    CoarseProduct,
     Dequantised,
     Int4Product,
     Int8Product,
@@ -23,10 +22,9 @@ from foretoken.models.quantised import (
 )
 from foretoken.models.quantised_weights import Int4Weight, Int8Weight
 
-PRODUCTS: list[type[QuantisedProduct]] = [IntegerProduct, CoarseProduct, Int8Product, Int4Product]
+PRODUCTS: list[type[QuantisedProduct]] = [IntegerProduct, Int8Product, Int4Product]
 TOLERANCE: dict[type[QuantisedProduct], float] = {
     IntegerProduct: 5e-4,
-    CoarseProduct: 3e-2,
     Int8Product: 6e-3,
     Int4Product: 6e-3,
 }
@@ -154,16 +152,13 @@ def test_shapes_that_do_not_fit_int4_are_left_alone() -> None:
 
 
 def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {CoarseProduct: 0.8, IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9}
+    times = {IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9}
     monkeypatch.setattr(quantised, "measured", lambda products, *_: {one: times[one] for one in products})
     choose = fastest_draft_product.__wrapped__
     assert choose(32, 64, 32) is IntegerProduct
     times[Int4Product] = 0.7
     assert choose(32, 64, 32) is Int4Product
     assert choose(32, 64, 32, "8") is IntegerProduct
-    assert choose(32, 64, 32, "8", coarse=True) is CoarseProduct
-    times[CoarseProduct] = 0.9
-    assert choose(32, 64, 32, "8", coarse=True) is IntegerProduct
     times[Int8Product] = 0.5
     assert choose(32, 64, 32, "8") is Int8Product
 

@@ -34,7 +34,6 @@ class QuantizedDrafter(ModelDrafter):
         group: weights of a row that share an int4 scale: 32, 64 or 128.
         tree: children per level, as for the drafter ``model``.
         draw: how siblings are drawn, as for the drafter ``model``.
-        coarse: let 8-bit weights take inputs of 7 bits where that is faster by more than it loses in acceptance.
 
     Raises:
         ValueError: an option outside its range, or too little memory for the second set of weights.
@@ -52,9 +51,8 @@ class QuantizedDrafter(ModelDrafter):
         group: int = 32,
         tree: str = "",
         draw: str = "",
-        coarse: bool = True,
     ) -> None:
-        super().__init__(OwnWeightsModel(target, scheme_of(bits, group, coarse)), k, tree, draw)
+        super().__init__(OwnWeightsModel(target, scheme_of(bits, group)), k, tree, draw)
 
     @classmethod
     def build(
@@ -91,7 +89,7 @@ class QuantizedDrafter(ModelDrafter):
         k = int(options.pop("k", 8))
         parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
         guesser = build_nested_drafter(cls.name, inner, target, **parts)
-        model = OwnWeightsModel(target, scheme_of(**{"bits": "auto", "group": 32, "coarse": True, **options}))
+        model = OwnWeightsModel(target, scheme_of(**{"bits": "auto", "group": 32, **options}))
         built = (
             CascadeDrafter(model, guesser, inner_rule, k=k, target=target)
             if width == 1
@@ -115,7 +113,7 @@ class QuantizedDrafter(ModelDrafter):
                 context.state[self].clear_scratch()
 
 
-def scheme_of(bits: str, group: int, coarse: bool = True) -> Scheme | None:
+def scheme_of(bits: str, group: int) -> Scheme | None:
     """Options -> how weights are quantised; ``None`` for not at all.
 
     Raises:
@@ -123,5 +121,5 @@ def scheme_of(bits: str, group: int, coarse: bool = True) -> Scheme | None:
     """
     if bits not in ("4", "8", "auto", FULL):
         raise ValueError(f"quantized needs bits=4, 8 or auto (or 16, which quantises nothing), not {bits}")
-    found = Scheme("8" if bits == FULL else bits, group, coarse)
+    found = Scheme("8" if bits == FULL else bits, group)
     return None if bits == FULL else found

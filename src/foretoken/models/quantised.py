@@ -31,13 +31,12 @@ MEASURED = 2048 * 4096
 """Most weights that a product is timed on: more than a cache holds, little enough for some milliseconds."""
 WIDE, NEVER = 64, 2**62
 """The fewest rows that are worth dequantising a weight for; and when nothing is."""
-TRIES = 8
+FLUSH = 2**24
+"""Numbers of 4 bytes that are touched between two timed calls."""
+TRIES = 6
 """Timed calls of a product."""
 GAIN4 = 1.25
 """How much faster int4 must be than int8 to be worth its larger error."""
-GAIN_COARSE = 1.15
-"""The same of 7-bit input: at 5 drafts a round it costs 7 % of the tokens (``docs/methods/quantized.md``), and a step
-of the draft is half of its cost or more."""
 
 
 class QuantisedProduct(ABC):
@@ -202,20 +201,6 @@ class IntegerProduct(QuantisedProduct):
         return self.shape[0] * self.shape[1] + 8 * self.shape[0]
 
 
-class CoarseProduct(IntegerProduct):
-    """The same with the first 7 bits of the input alone: for drafts, where a third of the arithmetic counts for more
-    than the errors."""
-
-    name = "int8 weights, 7-bit input"
-
-    def product(self, x: Tensor) -> Tensor:
-        """float32."""
-        wide = x.float()
-        size = torch.linalg.vector_norm(wide, torch.inf, dim=1, keepdim=True).clamp_min_(1e-30).div_(63)  # [n, 1]
-        out: Tensor = torch.ops.quantized.linear_dynamic(torch.cat([wide / size, self.ends]), self.packed, True)
-        return out[:-1].mul_(size)
-
-
 @contextmanager
 def _quietly() -> Any:
     """Without PyTorch's warnings that quantised tensors are deprecated."""
@@ -231,7 +216,6 @@ def available() -> dict[str, type[QuantisedProduct]]:
     weight, x = torch.linspace(-1, 1, 16 * 32).view(16, 32), torch.ones(1, 32)
     makers: tuple[tuple[type[QuantisedProduct], Callable[[], Any]], ...] = (
         (IntegerProduct, lambda: Int8Weight.of(weight)),
-        (CoarseProduct, lambda: Int8Weight.of(weight)),
         (Int8Product, lambda: Int8Weight.of(weight)),
         (Int4Product, lambda: Int4Weight.of(weight, 32)),
     )
@@ -245,26 +229,22 @@ def available() -> dict[str, type[QuantisedProduct]]:
 
 
 @cache
-def fastest_draft_product(
-    out: int, width: int, group: int, bits: str = "auto", coarse: bool = False
-) -> type[QuantisedProduct] | None:
+def fastest_draft_product(out: int, width: int, group: int, bits: str = "auto") -> type[QuantisedProduct] | None:
     """The product for draft steps with weights [out, width], by a short measurement with one row of input.
 
     Args:
         out, width: shape of the weight.
         group: of int4.
         bits: ``"8"``, ``"4"`` or ``"auto"``; int4 is taken for ``auto`` where it is 1.25 times as fast.
-        coarse: allow 7-bit input, which is taken where it is 1.15 times as fast.
 
     Returns:
         ``None`` where no product takes this shape or nothing is available.
     """
-    fitting = _fitting(out, width, group, bits, coarse)
+    fitting = _fitting(out, width, group, bits)
     if len(fitting) < 2:
         return fitting[0] if fitting else None
     times = measured(tuple(fitting), out, width, group, (1,))
-    gains = {Int4Product: GAIN4, CoarseProduct: GAIN_COARSE}
-    return min(fitting, key=lambda product: times[product] * gains.get(product, 1.0))
+    return min(fitting, key=lambda product: times[product] * (GAIN4 if product.bits == 4 else 1.0))
 
 
 @cache
@@ -277,14 +257,12 @@ def fastest_target_product(out: int, width: int, group: int, bits: str) -> type[
     return min(fitting, key=times.__getitem__)
 
 
-def _fitting(out: int, width: int, group: int, bits: str, coarse: bool = False) -> list[type[QuantisedProduct]]:
+def _fitting(out: int, width: int, group: int, bits: str) -> list[type[QuantisedProduct]]:
     """The products that are there and take this shape."""
     return [
         product
         for product in available().values()
-        if bits in ("auto", str(product.bits))
-        and (product.bits == 8 or fits_int4((out, width), group))
-        and (coarse or product is not CoarseProduct)
+        if bits in ("auto", str(product.bits)) and (product.bits == 8 or fits_int4((out, width), group))
     ]
 
 
@@ -299,11 +277,12 @@ def measured(
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     weight = torch.randn(out, width)
     made = {product: make_product(product, weight, None, group) for product in products}
-    found = dict.fromkeys(products, 0.0)
+    found, flush = dict.fromkeys(products, 0.0), torch.zeros(FLUSH)
     for x in (torch.ones(count, width) for count in rows):
         best = dict.fromkeys(products, float("inf"))
         for _ in range(TRIES):
             for product, run in made.items():
+                flush.add_(1)  # a model's weights do not fit into a cache either
                 began = clock()
                 run(x)
                 best[product] = min(best[product], clock() - began)

@@ -37,7 +37,6 @@ class Scheme:
     Attributes:
         bits: ``"4"``, ``"8"``, or ``"auto"``: the faster of both for each layer, by measurement.
         group: weights of a row that share an int4 scale.
-        coarse: allow inputs of 7 bits for 8-bit weights, where they are faster by more than they lose.
 
     Raises:
         ValueError: a value outside its choices.
@@ -45,7 +44,6 @@ class Scheme:
 
     bits: str = "auto"
     group: int = 32
-    coarse: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in (("bits", BITS), ("group", GROUPS)):
@@ -55,14 +53,14 @@ class Scheme:
     @property
     def name(self) -> str:
         """Tells sets of one model apart."""
-        return f"{self.bits}-{self.group}{'' if self.coarse else '-fine'}"
+        return f"{self.bits}-{self.group}"
 
     def product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
         """The product for a weight [out, in]; ``None`` leaves the layer as it is."""
-        return fastest_draft_product(shape[0], shape[1], self.group, self.bits, self.coarse)
+        return fastest_draft_product(shape[0], shape[1], self.group, self.bits)
 
     def head_product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
-        """The same for the vocabulary projection: int8, not coarse, because its errors are errors of logits."""
+        """The same for the vocabulary projection: always int8, because its errors are errors of logits."""
         return fastest_draft_product(shape[0], shape[1], self.group, "8")
 
 
