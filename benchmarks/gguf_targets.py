@@ -58,6 +58,8 @@ MODES = {
     "draft-simple, 6": ["draft-simple", "--spec-draft-n-max", "6", "-md", "{draft}"],
 }
 """llama-speculative-simple: name -> ``--spec-type`` and its options."""
+TRIES = 5
+"""The program writes its log from a thread, and sometimes ends before the last lines are out."""
 RATE = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
 
 
@@ -148,8 +150,11 @@ def their_rate(binary: Path, file: Path, draft: Path, mode: Sequence[str], promp
         command = [binary, "-m", file, "-f", text.name, "-n", new_tokens, "--temp", 0, "-c", 1024, "--ignore-eos"]
         command += ["-t", threads, "--spec-draft-threads", threads, "--spec-type", *mode]
         words = [str(word).format(draft=draft) for word in command]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    found = RATE.search(done.stdout + done.stderr)
+        for _ in range(TRIES):
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            found = RATE.search(done.stdout + done.stderr)
+            if found is not None:
+                break
     if found is None:
         raise RuntimeError(f"{binary} gave no rate (exit code {done.returncode}): {done.stderr[-300:]}")
     return int(found[1]) / float(found[2])
