@@ -120,6 +120,11 @@ def test_the_hybrid_drafts_with_the_head_in_its_own_checkpoint() -> None:
         ft.load("builtin:hybrid", dtype="float32", drafter="mtp,width=2")
 
 
+def test_the_hybrid_is_clearly_better_than_its_untrained_start() -> None:
+    report = json.loads((ZOO / "hybrid/training.json").read_text())
+    assert report["held_loss_nats_per_token"] < report["held_loss_nats_per_token_untrained"] - 0.05
+
+
 def test_an_unknown_built_in_target() -> None:
     with pytest.raises(
         ValueError, match="unknown built-in model 'builtin:hydra': choose one of builtin, builtin:early"

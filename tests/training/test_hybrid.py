@@ -73,9 +73,10 @@ def test_from_a_llama_to_a_checkpoint_with_its_own_head(data: Path, llama: Path,
     assert main([*lm, "--layers", "2", "--steps", "4", *shape]) == 0
     assert "--hybrid" in (hybrid / "README.md").read_text()
     module = ["train", "mtp", "--target", str(hybrid), "--data", str(data), "--out", str(head), "--steps", "3"]
-    assert (
-        main([*module, "--batch-size", "2", "--context", "40", "--set", "layer=target", "--set", "feed=post_norm"]) == 0
-    )
+    plain_updates = ["--optimizer", "adamw", "--precision", "float32"]
+    settings = ["--set", "layer=target", "--set", "feed=post_norm"]
+    assert main([*module, "--batch-size", "2", "--context", "40", *settings, *plain_updates]) == 0
+    assert " ".join(plain_updates) in (head / "README.md").read_text()
     report = export_drafter(f"mtp:{head}", both, "native", target=hybrid)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(report["files"])
     assert json.loads((both / "config.json").read_text())["mtp_num_hidden_layers"] == 1

@@ -12,7 +12,7 @@ import typer
 from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.train_distill import boost_command, distill_command
 from foretoken.cli.train_drafter import make_command
-from foretoken.cli.train_options import Blocks, Data, Every, Steps
+from foretoken.cli.train_options import Blocks, Data, Every, Optimizer, Precision, Steps
 from foretoken.cli.train_specdec_pp import specdec_pp_command
 from foretoken.registry import rows
 
@@ -62,10 +62,18 @@ def train_lm_command(
     vocab: Annotated[int, typer.Option(min=300, help="Size of a newly trained tokenizer.")] = 8192,
     batch_size: Blocks = 8,
     lr: Annotated[float, typer.Option(min=0.0)] = 4e-3,
+    warmup: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the steps in which the rate rises.")] = 0.02,
+    decay: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share in which it falls to zero.")] = 0.35,
     seed: int = 0,
     hybrid: Annotated[
         bool, typer.Option(help="Qwen3.5's layers, every second one recurrent; --init-from a Llama with half of them.")
     ] = False,
+    optimizer: Optimizer = "muon",
+    precision: Precision = "bfloat16",
+    train_only: Annotated[
+        list[str] | None,
+        typer.Option(help="Train only parameters with this in their name; may be given several times."),
+    ] = None,
     compile: Annotated[bool, typer.Option(help="torch.compile the loss (needs a C++ compiler on CPU).")] = False,
     save_every: Every = 100,
     device: str = "cpu",
@@ -80,8 +88,8 @@ def train_lm_command(
 
     config = lm.LmConfig(
         hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, context=context, vocab=vocab,
-        steps=steps, batch_size=batch_size, lr=lr, seed=seed,
-        hybrid=hybrid,
+        steps=steps, batch_size=batch_size, lr=lr, warmup=warmup, decay=decay, seed=seed,
+        hybrid=hybrid, optimizer=optimizer, precision=precision, train_only=tuple(train_only or ()),
     )  # fmt: skip
     keep_freed_memory()
     hf_logging.disable_progress_bar()  # ours is the one to look at

@@ -16,6 +16,8 @@ from foretoken.cli.train_options import (
     Corpus,
     Data,
     Every,
+    Optimizer,
+    Precision,
     Report,
     Steps,
     Text,
@@ -58,6 +60,8 @@ def make_command(method: str) -> Callable[..., None]:
         text: Text = "fixed",
         written_blocks: WrittenBlocks = 256,
         written_temperature: WrittenTemperature = 1.0,
+        optimizer: Optimizer = "muon",
+        precision: Precision = "bfloat16",
         save_every: Every = 100,
         eval_every: Every = 100,
         device: str | None = None,
@@ -67,6 +71,7 @@ def make_command(method: str) -> Callable[..., None]:
             method, data, out, target, key_values(setting), corpus, features, device, save_every, eval_every,
             steps=steps, batch_size=batch_size, context=context, seed=seed, **({} if lr is None else {"lr": lr}),
             text=text, written_blocks=written_blocks, written_temperature=written_temperature,
+            optimizer=optimizer, precision=precision,
         )  # fmt: skip
         if as_json:
             print_json(report)
@@ -100,10 +105,10 @@ def train(
     kind = find_recipe(method)
     dtype = TargetParts(model).head.weight.dtype
     recipe = kind(model, TargetParts(model), settings, run["seed"])
-    if recipe.trains_target:
-        model = load_trainable(target, device)
-        recipe = kind(model, TargetParts(model), settings, run["seed"])
     config = TrainConfig(**{"lr": kind.lr, **run})
+    if recipe.trains_target or config.precision == "float32":
+        model = load_trainable(target, device) if recipe.trains_target else load_target(target, device, "float32")[0]
+        recipe = kind(model, TargetParts(model), settings, run["seed"])
     with training_bar(config.steps, describe) as (on_written, on_step):
         trainer = Trainer(recipe, data, out, config, tokenizer, corpus, features, dtype, on_written)
         size = min(PROMPT_TOKENS, model.context_length // 2)

@@ -24,6 +24,8 @@ Corpus = Annotated[Path | None, typer.Option(help="Where the encoded text is kep
 Text = Annotated[str, typer.Option(help="fixed (the corpus) or target (what the target writes).")]
 WrittenBlocks = Annotated[int, typer.Option(min=1, help="Blocks that the target writes.")]
 WrittenTemperature = Annotated[float, typer.Option(min=0.0, help="Temperature at which it writes.")]
+Optimizer = Annotated[str, typer.Option(help="muon (AdamW for what is no matrix) or adamw (faster on most CPUs).")]
+Precision = Annotated[str, typer.Option(help="Of products: bfloat16, or float32 (faster on CPUs without bfloat16).")]
 Report = Annotated[bool, typer.Option("--json", help="Print the report as the last line.")]
 
 
@@ -42,7 +44,7 @@ def key_values(items: list[str] | None) -> dict[str, str]:
     return found
 
 
-def load_target(target: str, device: str | None = None) -> tuple[LanguageModel, Any]:
+def load_target(target: str, device: str | None = None, dtype: str | None = None) -> tuple[LanguageModel, Any]:
     """The target and its tokenizer.
 
     Raises:
@@ -50,7 +52,7 @@ def load_target(target: str, device: str | None = None) -> tuple[LanguageModel, 
     """
     from foretoken.loading import load_model, load_tokenizer
 
-    model, tokenizer = load_model(target, device=device, pack=False), load_tokenizer(target)
+    model, tokenizer = load_model(target, device=device, dtype=dtype, pack=False), load_tokenizer(target)
     if tokenizer is None:
         raise ValueError(f"{target} has no tokenizer beside it: training text must be encoded with the target's own")
     return model, tokenizer

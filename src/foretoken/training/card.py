@@ -107,10 +107,14 @@ def _training(report: Mapping[str, Any], command: str) -> str:
     rows = {
         "steps": f"{report['steps']:,}",
         "tokens seen": f"{tokens:,}{passes}",
-        "optimizers": f"Muon for the blocks' matrices, AdamW for the rest, learning rate {report['config']['lr']:g}",
+        "optimizers": f"{_optimizers(report['config'])}, learning rate {report['config']['lr']:g}",
         "time": f"{report['hours']:.2f} hours",
     }
     return f"## Training\n\n```\n{command}\n```\n\n{_table(rows)}"
+
+
+def _optimizers(config: Mapping[str, Any]) -> str:
+    return "AdamW" if config.get("optimizer") == "adamw" else "Muon for the blocks' matrices, AdamW for the rest"
 
 
 def _quality(report: Mapping[str, Any]) -> str:
@@ -142,12 +146,19 @@ def command_line(
     words.append(f"--out {out.resolve().name}")
     words += [f"--{key.replace('_', '-')} {path.name}" for key, path in (folders or {}).items() if path is not None]
     options = {key: value for key, value in config.items() if value != defaults[key] and key in COMMAND_OPTIONS}
-    words += [f"--{key.replace('_', '-')}" + ("" if value is True else f" {value}") for key, value in options.items()]
+    words += [" ".join(_option(key, value)) for key, value in options.items()]
     return " ".join(words)
 
 
+def _option(key: str, value: Any) -> list[str]:
+    name = f"--{key.replace('_', '-')}"
+    if value is True:
+        return [name]
+    return [f"{name} {one}" for one in (value if isinstance(value, tuple | list) else (value,))]
+
+
 COMMAND_OPTIONS = (
-    "steps", "hidden", "layers", "heads", "kv_heads", "ffn", "context", "vocab", "batch_size", "lr", "seed",
-    "hybrid",
+    "steps", "hidden", "layers", "heads", "kv_heads", "ffn", "context", "vocab", "batch_size", "lr", "warmup", "decay",
+    "seed", "hybrid", "optimizer", "precision", "train_only",
 )  # fmt: skip
 """Settings that have an option of the same name."""

@@ -25,6 +25,7 @@ def write_drafter_card(
     names = ["steps", "batch_size", "context", "lr", "seed"]
     if run.get("text", "fixed") != "fixed":
         names += ["text", "written_blocks", "written_temperature"]
+    names += [k for k, usual in (("optimizer", "muon"), ("precision", "bfloat16")) if run.get(k, usual) != usual]
     options = " ".join(f"--{k.replace('_', '-')} {run[k]}" for k in names)
     command = " ".join(
         [f"foretoken train {method} --target {name}", *(f"--data {Path(p).name}" for p in data), f"--out {out.name}"]

@@ -1,8 +1,8 @@
 """``foretoken train lm``: a small Llama-architecture language model from a folder of text.
 
-Matrices of the transformer blocks are trained with Muon, everything else with AdamW; the learning rate warms up,
-stays, and falls linearly to zero (so that a run can be given more or fewer steps when it is resumed).  The data order
-is a pure function of (seed, step), so a run that was killed continues as if it had not been.
+Matrices of the transformer blocks are trained with Muon or AdamW, everything else with AdamW; the learning rate
+warms up, stays, and falls linearly to zero (so that a run can be given more or fewer steps when it is resumed).  The
+data order is a pure function of (seed, step), so a run that was killed continues as if it had not been.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,9 @@ from foretoken.training.corpus import (
     train_tokenizer,
 )
 from foretoken.training.curves import LossCurve
-from foretoken.training.folders import save_model, write_report
+from foretoken.training.folders import load_weights, save_model, write_report
 from foretoken.training.hybrid import build_hybrid, is_llama, start_from_llama
+from foretoken.training.optimizers import autocast, build_optimizers, check_choices, freeze_all_but
 from foretoken.training.updates import descend, learning_rate_factor, set_learning_rate
 
 
@@ -54,8 +56,12 @@ class LmConfig:
     weight_decay: float = 0.05
     seed: int = 0
     hybrid: bool = False
+    optimizer: str = "muon"
+    precision: str = "bfloat16"
+    train_only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_choices(self.optimizer, self.precision)
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
             raise ValueError(f"hidden={self.hidden} must be an even multiple of heads={self.heads}")
         if self.heads % self.kv_heads:
@@ -84,33 +90,6 @@ def build_model(config: LmConfig, eos_token_id: int) -> Any:
             pad_token_id=eos_token_id,
         )
     )
-
-
-def load_weights(model: Any, source: Path) -> None:
-    """Copy the weights of the model folder ``source`` into ``model``.
-
-    Raises:
-        ValueError: no safetensors file there, or tensors of another architecture.
-    """
-    from safetensors.torch import load_file
-
-    file = source / "model.safetensors"
-    if not file.exists():
-        raise ValueError(f"{source} holds no model.safetensors to start from")
-    stored, mine = load_file(file), model.state_dict()
-    if model.config.tie_word_embeddings:
-        mine.pop("lm_head.weight", None)
-        stored.pop("lm_head.weight", None)
-    other = [
-        n for n in mine.keys() | stored.keys() if n not in mine or n not in stored or mine[n].shape != stored[n].shape
-    ]
-    if other:
-        raise ValueError(
-            f"{source} is another architecture ({len(other)} tensors differ, {min(other)} among them): "
-            "give its --hidden, --layers, --heads, --kv-heads and --ffn"
-        )
-    for name, tensor in mine.items():
-        tensor.copy_(stored[name])
 
 
 def next_token_loss(model: Any, blocks: Tensor, chunk: int = 2048) -> Tensor:
@@ -150,20 +129,25 @@ def distillation_loss(model: Any, teacher: Any, blocks: Tensor, weight: float, c
 
 
 def make_optimizers(model: Any, config: LmConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the blocks' matrices (update size matched to AdamW's), AdamW for embeddings and norms."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+    """Muon or AdamW for the blocks' matrices, AdamW for embeddings and norms; nothing that is frozen."""
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    matrices = [p for n, p in trained if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     chosen = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    return [
-        torch.optim.Muon(
-            matrices, lr=config.lr, momentum=0.95, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
+    rest = [p for _, p in trained if id(p) not in chosen]
+    groups: list[list[dict[str, Any]]] = [[{"params": found}] if found else [] for found in (matrices, rest)]
+    return build_optimizers(groups[0], groups[1], config.optimizer, config.lr, config.weight_decay)
 
 
 @torch.no_grad()
-def evaluate(model: Any, file: Path, dtype: str, context: int, max_blocks: int = 32, batch: int = 4) -> float | None:
+def evaluate(
+    model: Any,
+    file: Path,
+    dtype: str,
+    context: int,
+    max_blocks: int = 32,
+    batch: int = 4,
+    precision: str = "bfloat16",
+) -> float | None:
     """Held-out loss in nats per token over up to ``max_blocks`` evenly spaced blocks of ``file``.
 
     ``None`` when nothing was held out (a corpus of few documents).
@@ -176,7 +160,7 @@ def evaluate(model: Any, file: Path, dtype: str, context: int, max_blocks: int =
     rows = torch.from_numpy(np.stack([tokens[s : s + context + 1].astype(np.int64) for s in starts]))
     losses = []
     for part in rows.split(batch):
-        with torch.autocast("cpu" if part.device.type == "cpu" else "cuda", dtype=torch.bfloat16):
+        with autocast(model.device.type, precision):
             losses.append(next_token_loss(model, part.to(model.device)) * len(part))
     return float(torch.stack(losses).sum() / len(rows))
 
@@ -228,6 +212,7 @@ def train_lm(
         start_from_llama(model, init_from, read_tokens(text / "train.bin", corpus["dtype"]))
     elif init_from is not None:
         load_weights(model, init_from)
+    freeze_all_but(model, config.train_only)
     optimizers = make_optimizers(model, config)
     sampler = BlockSampler(text / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
     out.mkdir(parents=True, exist_ok=True)
@@ -235,19 +220,20 @@ def train_lm(
     curve = LossCurve(out / "losses.csv", start)
     loss_of = _loss(model, teacher, teacher_weight, device)
     loss_of = torch.compile(loss_of) if compiled else loss_of
+    held_loss = partial(evaluate, model, text / "held.bin", corpus["dtype"], config.context, precision=config.precision)
     clock, tokens_per_step = time.perf_counter(), config.batch_size * config.context
     for step in range(start, config.steps):
         began = time.perf_counter()
         factor = learning_rate_factor(step, config.steps, config.warmup, config.decay)
         set_learning_rate(optimizers, config.lr, factor)
         blocks = torch.from_numpy(sampler(step)).to(device)
-        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+        with autocast(torch.device(device).type, config.precision):
             loss = loss_of(blocks)
         value = descend(loss, model.parameters(), optimizers, step)
         done = step + 1
         held: float | None = None
         if done % eval_every == 0 or done == config.steps:
-            held = evaluate(model, text / "held.bin", corpus["dtype"], config.context)
+            held = held_loss()
         curve.add(done, value, held)
         if done % save_every == 0 or done == config.steps:
             now = spent_s + time.perf_counter() - clock
@@ -255,7 +241,7 @@ def train_lm(
             save_checkpoint(out / "checkpoints", done, model, optimizers, {"config": asdict(config), "spent_s": now})
         if on_step is not None:
             on_step(Progress(done, config.steps, value, held, tokens_per_step / (time.perf_counter() - began)))
-    held = evaluate(model, text / "held.bin", corpus["dtype"], config.context, max_blocks=128)
+    held = held_loss(max_blocks=128)
     report = _report(model, config, corpus, held, spent_s + time.perf_counter() - clock)
     curve.write()
     curve.plot(out / "losses.png")
@@ -325,6 +311,7 @@ def _check_same(stored: dict[str, Any], config: LmConfig, path: Path) -> None:
     """Only the number of steps (and so the schedule) may change between a run and its continuation."""
     mine = asdict(config)
     known = {**asdict(LmConfig()), **stored}
+    known["train_only"] = tuple(known["train_only"])
     other = [k for k in mine if k not in ("steps", "decay", "warmup") and known[k] != mine[k]]
     if other:
         raise ValueError(

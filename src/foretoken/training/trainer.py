@@ -27,6 +27,7 @@ from foretoken.training.corpus import BlockSampler, build_corpus, read_tokens
 from foretoken.training.curves import Curve
 from foretoken.training.folders import write_report
 from foretoken.training.joint import as_served, held_loss, save_target, save_update, start_update
+from foretoken.training.optimizers import autocast, build_optimizers, check_choices
 from foretoken.training.recipes.base import Batch, Recipe
 from foretoken.training.updates import Progress as Progress
 from foretoken.training.updates import descend, learning_rate_factor, set_learning_rate
@@ -50,6 +51,8 @@ class TrainConfig:
         text: ``"fixed"`` (the corpus) or ``"target"`` (what the target writes behind the beginnings of its blocks).
         written_blocks: how many blocks it writes.
         written_temperature: at which it writes.
+        optimizer: ``"muon"`` (for matrices, AdamW for the rest) or ``"adamw"``.
+        precision: of products, ``"bfloat16"`` (by autocast) or ``"float32"``.
     """
 
     steps: int = 500
@@ -62,8 +65,11 @@ class TrainConfig:
     text: str = "fixed"
     written_blocks: int = 256
     written_temperature: float = 1.0
+    optimizer: str = "muon"
+    precision: str = "bfloat16"
 
     def __post_init__(self) -> None:
+        check_choices(self.optimizer, self.precision)
         if self.text not in TEXTS:
             raise ValueError(f"text must be one of {', '.join(TEXTS)}, not {self.text!r}")
 
@@ -144,7 +150,7 @@ class Trainer:
         return [] if config.text == "fixed" else [config.written_blocks, config.written_temperature]
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon for matrices, AdamW for the rest; the update of both has one size.
+        """Muon or AdamW for matrices, AdamW for the rest; the update of both has one size.
 
         Every group has a ``scale``: its learning rate in parts of the run's.
         """
@@ -156,13 +162,8 @@ class Trainer:
                 fitting = [p for p in chosen if (p.ndim == 2 and id(p) not in vocabulary) == matrices]
                 if fitting:
                     groups[matrices].append({"params": fitting, "scale": scale})
-        lr, decay = self.config.lr, self.recipe.weight_decay
-        found: list[torch.optim.Optimizer] = []
-        if groups[True]:
-            found.append(torch.optim.Muon(groups[True], lr=lr, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
-        if groups[False]:
-            found.append(torch.optim.AdamW(groups[False], lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
-        return found
+        config = self.config
+        return build_optimizers(groups[True], groups[False], config.optimizer, config.lr, self.recipe.weight_decay)
 
     def _held_tokens(self, file: Path, dtype: str) -> list[Tensor]:
         """A few blocks [1, n + 1], spread over what was held out."""
@@ -186,7 +187,8 @@ class Trainer:
         if self.store is not None:
             taps = self.store.features(step, recipe.taps)
         else:
-            with torch.autocast(tokens.device.type, dtype=torch.bfloat16, enabled=recipe.trains_target):
+            precision = self.config.precision if recipe.trains_target else "float32"
+            with autocast(tokens.device.type, precision):
                 taps = recipe.parts.features(tokens[:, :-1], recipe.taps, grad=recipe.trains_target)
         return Batch(tokens, taps, recipe.parts, step, self.config.steps)
 
@@ -245,7 +247,9 @@ class Trainer:
         if found is None:
             return 0, 0.0
         meta = read_meta(found)
-        if meta.get("identity") != json.loads(json.dumps(self._identity())):
+        stored, mine = meta.get("identity", {}), json.loads(json.dumps(self._identity()))
+        stored["run"] = {"optimizer": "muon", "precision": "bfloat16", **stored.get("run", {})}  # older checkpoints
+        if stored != mine:
             raise ValueError(f"{found} was trained with other settings: give the same ones to resume, or another --out")
         load_checkpoint(found, self.trained, self.optimizers)
         return int(meta["step"]), float(meta["spent_s"])
@@ -260,7 +264,7 @@ class Trainer:
         set_learning_rate(self.optimizers, config.lr, factor)
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         self.recipe.net.train()
-        with torch.autocast(self.recipe.parts.device.type, dtype=torch.bfloat16):
+        with autocast(self.recipe.parts.device.type, config.precision):
             loss = self.recipe.loss(self._batch(step), generator)
         return descend(loss, self.trained.parameters(), self.optimizers, step)
 
