@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
 from foretoken.models.base import Feed
 from foretoken.models.state_cache import StateCache, tensors_of
@@ -39,12 +40,19 @@ of several tokens ignores makes 0.07 to 1, a rule for single tokens that leaves 
 
 @torch.inference_mode()
 def state_fault(model: StatefulModel) -> str | None:
-    """What goes wrong when drafts are rejected, in words; ``None`` when nothing does."""
+    """What goes wrong when drafts are rejected, in words; ``None`` when nothing does.
+
+    Transformers says once per function that faster kernels could be installed; it says so to itself here.
+    """
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         return _difference(model)
     except Exception as error:  # a forward that knows no cache fails in its own way
         reason = str(error).strip().splitlines()
         return f"{type(error).__name__}: {reason[0]}" if reason else type(error).__name__
+    finally:
+        logging.set_verbosity(before)
 
 
 def _difference(model: StatefulModel) -> str | None:
