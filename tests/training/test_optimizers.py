@@ -41,21 +41,19 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def test_only_the_named_parameters_change(data: Path, start: Path, tmp_path: Path) -> None:
+def test_the_card_names_what_is_not_usual(data: Path, start: Path, tmp_path: Path) -> None:
     shape = [word for key, value in SHAPE.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     own = ["--decay", "0.5", "--optimizer", "adamw", "--precision", "float32"]
-    own += ["--train-only", "layers.1.", "--train-only", "model.norm"]
     command = ["train", "lm", "--data", str(data), "--out", str(tmp_path / "out"), "--init-from", str(start)]
     assert main([*command, "--steps", "3", *shape, *own]) == 0
     before, after = weights(start), weights(tmp_path / "out")
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {name for name in before if "layers.1." in name or "model.norm" in name}
+    assert any(not torch.equal(before[name], after[name]) for name in before)
     card = (tmp_path / "out/README.md").read_text()
     assert " ".join(own) in card and "| optimizers | AdamW, learning" in card
 
 
 def test_a_run_that_is_resumed_ends_with_the_same_bits(data: Path, start: Path, tmp_path: Path) -> None:
-    config = LmConfig(**SHAPE, steps=4, optimizer="adamw", precision="float32", train_only=("layers.1.",))
+    config = LmConfig(**SHAPE, steps=4, optimizer="adamw", precision="float32")
 
     def stop(progress: lm.Progress) -> None:
         if progress.step == 2:
@@ -86,8 +84,3 @@ def test_unknown_choices(kind: Any) -> None:
         kind(optimizer="sgd")
     with pytest.raises(ValueError, match="precision must be one of bfloat16, float32, not 'int8'"):
         kind(precision="int8")
-
-
-def test_a_name_that_no_parameter_has(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no parameter has 'linear_attn' in its name"):
-        train_lm([data], tmp_path, LmConfig(**SHAPE, steps=1, train_only=("linear_attn",)))

@@ -70,10 +70,6 @@ def train_lm_command(
     ] = False,
     optimizer: Optimizer = "muon",
     precision: Precision = "bfloat16",
-    train_only: Annotated[
-        list[str] | None,
-        typer.Option(help="Train only parameters with this in their name; may be given several times."),
-    ] = None,
     compile: Annotated[bool, typer.Option(help="torch.compile the loss (needs a C++ compiler on CPU).")] = False,
     save_every: Every = 100,
     device: str = "cpu",
@@ -89,7 +85,7 @@ def train_lm_command(
     config = lm.LmConfig(
         hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, context=context, vocab=vocab,
         steps=steps, batch_size=batch_size, lr=lr, warmup=warmup, decay=decay, seed=seed,
-        hybrid=hybrid, optimizer=optimizer, precision=precision, train_only=tuple(train_only or ()),
+        hybrid=hybrid, optimizer=optimizer, precision=precision,
     )  # fmt: skip
     keep_freed_memory()
     hf_logging.disable_progress_bar()  # ours is the one to look at

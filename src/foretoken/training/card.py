@@ -159,6 +159,6 @@ def _option(key: str, value: Any) -> list[str]:
 
 COMMAND_OPTIONS = (
     "steps", "hidden", "layers", "heads", "kv_heads", "ffn", "context", "vocab", "batch_size", "lr", "warmup", "decay",
-    "seed", "hybrid", "optimizer", "precision", "train_only",
+    "seed", "hybrid", "optimizer", "precision",
 )  # fmt: skip
 """Settings that have an option of the same name."""

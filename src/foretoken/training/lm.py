@@ -33,7 +33,7 @@ from foretoken.training.corpus import (
 from foretoken.training.curves import LossCurve
 from foretoken.training.folders import load_weights, save_model, write_report
 from foretoken.training.hybrid import build_hybrid, is_llama, start_from_llama
-from foretoken.training.optimizers import autocast, build_optimizers, check_choices, freeze_all_but
+from foretoken.training.optimizers import autocast, build_optimizers, check_choices
 from foretoken.training.updates import descend, learning_rate_factor, set_learning_rate
 
 
@@ -58,7 +58,6 @@ class LmConfig:
     hybrid: bool = False
     optimizer: str = "muon"
     precision: str = "bfloat16"
-    train_only: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_choices(self.optimizer, self.precision)
@@ -212,7 +211,6 @@ def train_lm(
         start_from_llama(model, init_from, read_tokens(text / "train.bin", corpus["dtype"]))
     elif init_from is not None:
         load_weights(model, init_from)
-    freeze_all_but(model, config.train_only)
     optimizers = make_optimizers(model, config)
     sampler = BlockSampler(text / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
     out.mkdir(parents=True, exist_ok=True)
@@ -311,7 +309,6 @@ def _check_same(stored: dict[str, Any], config: LmConfig, path: Path) -> None:
     """Only the number of steps (and so the schedule) may change between a run and its continuation."""
     mine = asdict(config)
     known = {**asdict(LmConfig()), **stored}
-    known["train_only"] = tuple(known["train_only"])
     other = [k for k in mine if k not in ("steps", "decay", "warmup") and known[k] != mine[k]]
     if other:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which parameters a training changes, with which optimizer, and in which precision it multiplies."""
+"""With which optimizer a training changes parameters, and in which precision it multiplies."""
 
 from __future__ import annotations
 
@@ -43,16 +43,3 @@ def build_optimizers(
     if rest:
         found.append(torch.optim.AdamW(list(rest), lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
     return found
-
-
-def freeze_all_but(model: Any, names: Sequence[str]) -> None:
-    """Train only parameters whose name contains one of ``names`` (everything when there are none).
-
-    Raises:
-        ValueError: a name that no parameter has.
-    """
-    for name in names:
-        if not any(name in parameter for parameter, _ in model.named_parameters()):
-            raise ValueError(f"no parameter has {name!r} in its name; layers have names like model.layers.0.mlp")
-    for parameter, tensor in model.named_parameters():
-        tensor.requires_grad_(not names or any(name in parameter for name in names))
