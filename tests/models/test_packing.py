@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import new_model, prompt_of
 from forwards import compare, outputs
+from hybrids import hybrid
 from torch import Tensor, nn
 
 import foretoken as ft
@@ -270,7 +271,7 @@ def test_a_model_that_is_handed_in_is_packed_on_request_only(name: str, measured
     packed = any(isinstance(m, PackedLinear) for m in network.modules())
     assert packed == (measured != "plain")
     llm.generate(prompt_of(5), max_new_tokens=4)
-    llm.target.unpack()  # type: ignore[attr-defined]
+    llm.target.unpack()
     assert [type(m) for m in network.modules()] == before
     assert len(llm.generate(prompt_of(5), max_new_tokens=4, ignore_eos=True).token_ids) == 4
 
@@ -333,3 +334,16 @@ def test_a_model_is_not_unpacked_below_a_running_request() -> None:
         model.unpack()
     model.release(sequence)
     model.unpack()
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bloom"])
+def test_models_without_trees_are_packed_and_unpacked_too(name: str, measured: str) -> None:
+    network = half_model(torch.bfloat16, name) if name == "bloom" else hybrid(name, dtype=torch.bfloat16)
+    before = [type(m) for m in network.modules()]
+    plain = ft.load(network, None).generate(prompt_of(5), max_new_tokens=4, ignore_eos=True)
+    assert [type(m) for m in network.modules()] == before
+    llm = ft.load(network, "ngram", pack=True)
+    assert any(isinstance(m, PackedLinear) for m in network.modules()) == (measured != "plain")
+    assert len(llm.generate(prompt_of(5), max_new_tokens=4, ignore_eos=True).token_ids) == len(plain.token_ids)
+    llm.target.unpack()
+    assert [type(m) for m in network.modules()] == before

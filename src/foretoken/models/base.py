@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from foretoken.models.packing import weight_bytes
+from foretoken.models.packing import unpack_linears, weight_bytes
 
 if TYPE_CHECKING:
     from foretoken.models.layers import LayerPlan
@@ -166,6 +166,12 @@ class LanguageModel(ABC):
         """Memory that the weights take; 0 for a model without any."""
         module = getattr(self, "model", None)
         return weight_bytes(module) if isinstance(module, nn.Module) else 0
+
+    def unpack(self) -> None:
+        """Give the model's packed linear layers (``pack=True``) their plain form back, with the same weights."""
+        module = getattr(self, "model", None)
+        if isinstance(module, nn.Module):
+            unpack_linears(module)
 
     @abstractmethod
     def open(self) -> SequenceState:

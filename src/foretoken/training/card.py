@@ -146,15 +146,13 @@ def command_line(
     words.append(f"--out {out.resolve().name}")
     words += [f"--{key.replace('_', '-')} {path.name}" for key, path in (folders or {}).items() if path is not None]
     options = {key: value for key, value in config.items() if value != defaults[key] and key in COMMAND_OPTIONS}
-    words += [" ".join(_option(key, value)) for key, value in options.items()]
+    words += [_option(key, value) for key, value in options.items()]
     return " ".join(words)
 
 
-def _option(key: str, value: Any) -> list[str]:
+def _option(key: str, value: Any) -> str:
     name = f"--{key.replace('_', '-')}"
-    if value is True:
-        return [name]
-    return [f"{name} {one}" for one in (value if isinstance(value, tuple | list) else (value,))]
+    return name if value is True else f"{name} {value}"
 
 
 COMMAND_OPTIONS = (
