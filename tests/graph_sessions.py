@@ -69,11 +69,11 @@ class Pair:
 
     def check_cache(self) -> None:
         """Committed slots hold the same."""
-        for stores in zip(*((m.cache.keys, m.cache.values) for m in self.models), strict=True):
-            for mine, other in zip(*stores, strict=True):
-                for a, b in self.texts:
-                    n = len(a.tokens)
-                    assert a.tokens == b.tokens
+        for a, b in self.texts:
+            n = len(a.tokens)
+            assert a.tokens == b.tokens
+            for stores in zip(*((text.cache.keys, text.cache.values) for text in (a, b)), strict=True):
+                for mine, other in zip(*stores, strict=True):
                     torch.testing.assert_close(mine[a.row, :, :n], other[b.row, :, :n], rtol=0, atol=self.atol)
 
 

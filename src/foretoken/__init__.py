@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from foretoken.engine.background import AsyncLlm as AsyncLlm
     from foretoken.hub import custom_generate as custom_generate
     from foretoken.llm import Llm as Llm
     from foretoken.llm import Output as Output
@@ -22,6 +23,7 @@ _HOMES = {
     "Output": "foretoken.llm",
     "Piece": "foretoken.llm",
     "custom_generate": "foretoken.hub",
+    "AsyncLlm": "foretoken.engine.background",
     "Engine": "foretoken.engine.loop",
     "Request": "foretoken.engine.request",
     "SpecStats": "foretoken.engine.stats",

@@ -4,77 +4,43 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import torch
 
 from foretoken.controllers.base import Controller
 from foretoken.drafters.base import Drafter
 from foretoken.engine.loop import Engine
-from foretoken.engine.request import Emission, Origin, Request, Running
-from foretoken.engine.stats import SpecStats
-from foretoken.engine.stopping import Detokenizer, FinishReason
+from foretoken.engine.output import Output as Output
+from foretoken.engine.output import Piece as Piece
+from foretoken.engine.output import Pieces, output_of
+from foretoken.engine.request import Emission, Request, Running
 from foretoken.loading import BUILTIN, build_drafter, default_drafter, load_model, load_tokenizer, read_profile
 from foretoken.loading.memory import told_when_full
 from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import with_graphs
 from foretoken.noise import samples_of, seeds_of
+from foretoken.options import Options, Prompt, encode, make_request
 from foretoken.registry import make
-from foretoken.sampling import LogitsProcessor, SamplingParams
 from foretoken.verifiers.base import Verifier
 
-Prompt = str | Sequence[int]
-
-
-@dataclass
-class Output:
-    """One finished generation.
-
-    Attributes:
-        text: the new text (cut before a stop string, special tokens left out).
-        token_ids: the new tokens only.
-        finish_reason: ``eos``, ``stop`` or ``length``.
-        stats: counts and times.
-        origins: per token, whether it was an accepted draft token, a recovered, a bonus or a plainly decoded one.
-        seed: of a sampled output, the given one or one that was drawn; ``None`` for a greedy output.  Asked for with
-            this seed, an output that was coupled (all seeded ones, unless another verifier was named) comes again.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    stats: SpecStats
-    origins: list[Origin] = field(default_factory=list)
-    seed: int | None = None
-
-
-@dataclass
-class Piece:
-    """A part of a stream: what one round added.
-
-    Attributes:
-        text: new text that is certain (may be empty while a character is half-written).
-        token_ids: new tokens.
-        accepted: per token, whether it was an accepted draft token.
-        origins: per token, where it came from.
-        finish_reason: set on the last piece.
-        stats: set on the last piece.
-        seed: as in :class:`Output`, on the last piece.
-    """
-
-    text: str
-    token_ids: list[int]
-    accepted: list[bool]
-    origins: list[Origin]
-    finish_reason: FinishReason | None = None
-    stats: SpecStats | None = None
-    seed: int | None = None
+PREFIX_BYTES = 64 * 2**20
+"""Memory for finished texts of an :class:`Llm`, where nobody says otherwise."""
 
 
 class Llm:
-    """A target, a drafter, a verifier and a controller, ready to generate.  Made by :func:`load`."""
+    """A target, a drafter, a verifier and a controller, ready to generate.  Made by :func:`load`.
+
+    Args:
+        target: the model that answers.
+        drafter: what guesses, or ``None``.
+        verifier: the acceptance rule, or ``None`` for the best lossless one.
+        controller: how much to guess.
+        tokenizer: a Transformers tokenizer, or ``None`` (token ids only).
+        allow_lossy: permit a verifier that changes the target's distribution.
+        prefix_bytes: memory for finished texts, so that a next one with the same beginning is not read again.
+    """
 
     def __init__(
         self,
@@ -85,19 +51,30 @@ class Llm:
         tokenizer: Any | None,
         *,
         allow_lossy: bool = False,
+        prefix_bytes: int = 0,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
-        self.engine = Engine(target, drafter, verifier, controller, tokenizer=tokenizer, allow_lossy=allow_lossy)
+        self.engine = Engine(
+            target,
+            drafter,
+            verifier,
+            controller,
+            tokenizer=tokenizer,
+            allow_lossy=allow_lossy,
+            prefix_bytes=prefix_bytes,
+        )
         self._boxes: dict[int, deque[tuple[Running, Emission]]] = {}
 
     # -- generation --------------------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompts: str | list[int], **options: Any) -> Output: ...
+    def generate(self, prompts: str | list[int], *, n: int = 1, **options: Unpack[Options]) -> Output: ...
     @overload
-    def generate(self, prompts: list[str] | list[list[int]], **options: Any) -> list[Output]: ...
+    def generate(
+        self, prompts: list[str] | list[list[int]], *, n: int = 1, **options: Unpack[Options]
+    ) -> list[Output]: ...
     def generate(self, prompts: Any, *, n: int = 1, **options: Any) -> Any:
-        """Generate for one prompt (text or ids) or a list of them; see :meth:`request` for the options.
+        """Generate for one prompt (text or ids) or a list of them; see :class:`foretoken.options.Options`.
 
         A list is served as one batch.  ``seed`` and ``prediction`` may then be lists too, one per prompt; one seed for
         a list is every prompt's.
@@ -106,7 +83,7 @@ class Llm:
             prompts: text, token ids, or a list of either.
             n: samples per prompt.  Above 1 the result is a list of them for every prompt; sample i has the prompt's
                 seed plus i, if there is one, so that it can be asked for alone.
-            options: of :meth:`request`.
+            options: of every request; ``seed`` and ``prediction`` may be lists.
 
         Raises:
             ValueError: ``n`` below 1, or above 1 at temperature 0, or a list of seeds of another length than the
@@ -132,19 +109,14 @@ class Llm:
             return found[0] if single else found
         return outputs[0] if single else outputs
 
-    def stream(self, prompt: Prompt, **options: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """Generate for one prompt, yielding a piece per round."""
-        request = self.request(prompt, **options)
-        request_id = self._enter(request)
-        text = Detokenizer(self.tokenizer)
-        shown = ""
+        request_id = self._enter(self.request(prompt, **options))
+        pieces = Pieces(self.tokenizer)
         try:
             while True:
                 run, emission = self._next(request_id)
-                text.push(emission.token_ids)
-                piece = self._piece(run, emission, text, shown)
-                shown += piece.text
-                yield piece
+                yield pieces.push(run, emission)
                 if emission.finish_reason is not None:
                     return
         finally:
@@ -163,7 +135,11 @@ class Llm:
         self.engine.cancel(request_id)
 
     def _next(self, request_id: int) -> tuple[Running, Emission]:
-        """What a request gained in its next round."""
+        """What a request gained in its next round.
+
+        Raises:
+            Exception: whatever ended it.
+        """
         box = self._boxes[request_id]
         while not box:
             if not self.engine.holds(request_id):
@@ -171,89 +147,19 @@ class Llm:
             for run, emission in self.engine.step():
                 if run.id in self._boxes:
                     self._boxes[run.id].append((run, emission))
-        return box.popleft()
+        run, emission = box.popleft()
+        if emission.error is not None:
+            raise emission.error
+        return run, emission
 
-    def _piece(self, run: Running, emission: Emission, text: Detokenizer, shown: str) -> Piece:
-        final = emission.finish_reason is not None
-        if final:
-            text.flush()
-            whole = text.text if run.stopper.cut is None else self._cut(run, text.text)
-            new = whole[len(shown) :]
-        else:
-            # Text that may still turn out to be the beginning of a stop string is held back.
-            end = len(text.text) - max(0, run.stopper.held_back - 1)
-            new = text.text[len(shown) : max(end, len(shown))]
-        accepted = [origin == "accepted" for origin in emission.origins]
-        return Piece(
-            new,
-            list(emission.token_ids),
-            accepted,
-            list(emission.origins),
-            emission.finish_reason,
-            run.stats if final else None,
-            run.seed if final else None,
-        )
-
-    @staticmethod
-    def _cut(run: Running, text: str) -> str:
-        return text if run.stopper.cut is None else text[: run.stopper.cut]
-
-    def request(
-        self,
-        prompt: Prompt,
-        *,
-        max_new_tokens: int = 64,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
-        logit_bias: Mapping[int, float] | None = None,
-        logits_processor: Sequence[LogitsProcessor] = (),
-        stop: str | Sequence[str] | None = None,
-        seed: int | None = None,
-        prediction: Prompt | None = None,
-        ignore_eos: bool = False,
-    ) -> Request:
+    def request(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
         """A checked request.
 
-        Args:
-            prompt: text, or token ids.
-            max_new_tokens: most output tokens.
-            temperature: 0 is greedy.
-            top_k: keep the k most likely tokens (0: all).
-            top_p: nucleus mass in (0, 1].
-            min_p: drop tokens below this fraction of the most likely one.
-            repetition_penalty: > 1 discourages tokens of the prompt and output.
-            presence_penalty: subtracted from tokens of the output.
-            frequency_penalty: subtracted per occurrence in the output.
-            logit_bias: added to single tokens' logits.
-            logits_processor: Transformers ``LogitsProcessor`` objects.
-            stop: string or strings that end the text.
-            seed: fixes sampled output, whatever drafts and whatever else is in the batch: the output of plain decoding
-                with this seed, up to rounding.  From 0 to 2**64 - 1.
-            prediction: text or ids expected in the answer, for drafters that use it.
-            ignore_eos: go on after an end-of-text id.
-
         Raises:
-            ValueError: any of them out of range.
+            ValueError: an option out of range.
+            TypeError: an unknown option.
         """
-        params = SamplingParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            logit_bias=dict(logit_bias or {}),
-            processors=tuple(logits_processor),
-        )
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        expected = self._encode_prediction(prediction)
-        return Request(self.encode(prompt), params, max_new_tokens, stops, seed, expected, ignore_eos)
+        return make_request(prompt, self.tokenizer, self.target.eos_token_ids, **options)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -261,25 +167,20 @@ class Llm:
         Raises:
             ValueError: text without a tokenizer, or an empty prompt.
         """
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer: pass tokenizer=... to load, or give token ids")
-        ids: list[int] = self.tokenizer(prompt)["input_ids"]
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one character")
-        return ids
+        return encode(prompt, self.tokenizer)
 
-    def _encode_prediction(self, prediction: Prompt | None) -> list[int] | None:
-        """Ids of a predicted text: no special tokens, and nothing predicted is no prediction."""
-        if not prediction:
-            return None
-        if not isinstance(prediction, str):
-            return list(prediction)
-        if self.tokenizer is None:
-            raise ValueError("a text prediction needs a tokenizer: pass tokenizer=... to load, or give token ids")
-        ids: list[int] = self.tokenizer(prediction, add_special_tokens=False)["input_ids"]
-        return ids or None
+    def memory(self) -> dict[str, int]:
+        """What the target takes, in bytes: ``kv_bytes`` (keys and values of running texts), ``kv_peak_bytes`` (the most
+        they have taken), ``kv_bytes_per_token``, ``prefix_bytes`` (finished texts that are kept) and ``weight_bytes``.
+        """
+        target = self.target
+        return {
+            "kv_bytes": target.kv_bytes,
+            "kv_peak_bytes": target.kv_peak_bytes,
+            "kv_bytes_per_token": target.kv_bytes_per_token,
+            "prefix_bytes": self.engine.texts.prefixes.nbytes,
+            "weight_bytes": target.weight_bytes,
+        }
 
     def _run(self, requests: Sequence[Request]) -> list[Output]:
         ids: list[int] = []
@@ -294,18 +195,7 @@ class Llm:
         finally:
             for request_id in ids:
                 self._exit(request_id)
-        return [self._output(done[request_id]) for request_id in ids]
-
-    def _output(self, run: Running) -> Output:
-        text = ""
-        if self.tokenizer is not None:
-            decoder = Detokenizer(self.tokenizer)
-            decoder.push(run.output)
-            decoder.flush()
-            text = self._cut(run, decoder.text)
-        if run.finish_reason is None:
-            raise RuntimeError("an unfinished request has no output")
-        return Output(text, run.output, run.finish_reason, run.stats, list(run.origins), run.seed)
+        return [output_of(done[request_id], self.tokenizer) for request_id in ids]
 
     @property
     def plain(self) -> Llm:
@@ -336,6 +226,7 @@ def load(
     pack: bool | str = "auto",
     quantize: str | None = None,
     graphs: bool | str = "auto",
+    prefix_cache: bool = True,
 ) -> Llm:
     """Load a target and everything around it.
 
@@ -366,6 +257,8 @@ def load(
             target has a distribution of its own, which speculation keeps.
         graphs: run the target and its draft model as CUDA graphs (:mod:`foretoken.models.graphs`): ``"auto"`` where
             they are on a CUDA device and a check at load passes, ``True`` (an error where that cannot be), ``False``.
+        prefix_cache: keep finished texts (their keys and values, at most 64 MiB), so that the next turn of a
+            conversation reads only what is new.
 
     Warns:
         ProfileWarning: the profile was measured with another target or on another machine.
@@ -387,7 +280,8 @@ def load(
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
     beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be
     built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside)
-    llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy)
+    kept = PREFIX_BYTES if prefix_cache else 0
+    llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=kept)
     if profile is not None:
         _start_from(llm, tuned, profile)
     return llm
@@ -416,6 +310,7 @@ def assemble(
     tokenizer: Any | None,
     *,
     allow_lossy: bool = False,
+    prefix_bytes: int = 0,
 ) -> Llm:
     """An :class:`Llm` from loaded models; verifier and controller may still be specs.
 
@@ -433,4 +328,5 @@ def assemble(
         chosen_controller if drafter is not None else None,
         tokenizer,
         allow_lossy=allow_lossy,
+        prefix_bytes=prefix_bytes,
     )

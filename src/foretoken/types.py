@@ -407,6 +407,8 @@ class Context:
         prediction: tokens that the caller expects in the answer.
         sequence: the target's own sequence, for drafters that draft with the target (a ``SequenceState``).
         state: one slot per owner (a drafter or a controller keeps its own per-request state here).
+        salt: drafts may be learned from other requests' texts only where this is the same.
+        forced: tokens that must follow given output tokens, where the request has a constraint.
     """
 
     request_id: int
@@ -420,6 +422,8 @@ class Context:
     sequence: Any = None
     state: dict[Any, Any] = field(default_factory=dict)
     max_length: int = 0
+    salt: str = ""
+    forced: Callable[[Sequence[int]], list[int]] | None = None
 
     @property
     def root(self) -> int:

@@ -36,19 +36,21 @@ def fresh_prefill(noise: float, tokens: list[int]) -> list[torch.Tensor]:
     model = fresh_model(noise)
     sequence = model.open()
     model.prefill(sequence, tokens)
+    found = [part.clone() for part in stored(sequence, len(tokens))]
     model.release(sequence)
-    return stored(model, sequence.row, len(tokens))
+    return found
 
 
-def stored(model: HuggingFaceModel, row: int, count: int) -> list[torch.Tensor]:
-    return [buffer[row, :, :count] for store in (model.cache.keys, model.cache.values) for buffer in store]  # type: ignore[index]
+def stored(sequence: SequenceState, count: int) -> list[torch.Tensor]:
+    stores = (sequence.cache.keys, sequence.cache.values)
+    return [buffer[sequence.row, :, :count] for store in stores for buffer in store]
 
 
 def check_cache(model: HuggingFaceModel, sequence: SequenceState, noise: float) -> None:
     count = len(sequence.tokens)
     if count == 0:
         return
-    for mine, fresh in zip(stored(model, sequence.row, count), fresh_prefill(noise, sequence.tokens), strict=True):
+    for mine, fresh in zip(stored(sequence, count), fresh_prefill(noise, sequence.tokens), strict=True):
         torch.testing.assert_close(mine, fresh, rtol=0, atol=1e-11)
 
 

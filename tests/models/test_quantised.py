@@ -20,7 +20,7 @@ from foretoken.models.quantised import (
     fastest_draft_product,
     make_product,
 )
-from foretoken.models.quantised_weights import Int4Weight, Int8Weight
+from foretoken.models.quantised_weights import Int4Weight, Int8Weight, block4
 
 PRODUCTS: list[type[QuantisedProduct]] = [IntegerProduct, Int8Product, Int4Product]
 TOLERANCE: dict[type[QuantisedProduct], float] = {
@@ -205,11 +205,18 @@ def test_many_rows_use_the_same_weights(
     assert torch.equal(made(x), narrow) and not seen  # not unless it is allowed
     made.wide = True
     found = made(x)
-    torch.testing.assert_close(found, narrow, rtol=1.6e-2, atol=1e-2 * float(narrow.std()))
+    # Some kernels round to bfloat16 what a weight is made of: the product with the scale, the zero and their sum.
+    size = made.dense().abs()
+    if isinstance(made, Int4Product):
+        zero = made.scales[..., 1].t().float().repeat_interleave(made.group, 1)
+        size = size + zero.abs() + (made.dense() - zero).abs()
+    rounding = 2**-8 * (x.abs().float() @ size.t() + 2 * narrow.abs().float())
+    assert ((found - narrow).abs() <= rounding).all()
+    assert (rounding < 0.1 * narrow.std()).float().mean() > 0.3  # most of it is small beside what a wrong weight does
     assert torch.equal(made(x[:64]), narrow[:64]) and seen == [70]
     shift = Dequantised(Int4Weight.of(weight(out), 32) if product.bits == 4 else Int8Weight.of(weight(out)), None)
     torch.testing.assert_close(
-        made.dense(), shift.weight, rtol=0 if out % 32 == 0 or product.bits == 8 else 8e-3, atol=1e-6
+        made.dense(), shift.weight, rtol=0 if product.bits == 8 or block4(out) else 8e-3, atol=1e-6
     )
 
 
@@ -222,3 +229,14 @@ def test_no_warning_reaches_the_user() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make_product(IntegerProduct, weight(), None, 32)(inputs(2))
+
+
+@pytest.mark.parametrize("width", [8, 24, 40, 100])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_widths_that_are_no_whole_vectors(width: int, rows: int) -> None:
+    """PyTorch's operator reads behind them: wrong numbers or a crash, which only a check of many calls shows."""
+    made = make_product(Int8Product, torch.randn(48, width), None, 32)
+    x = torch.randn(rows, width)
+    wanted = x.to(torch.bfloat16).float() @ made.dense().t()
+    for _ in range(20):
+        torch.testing.assert_close(made(x), wanted, rtol=1.6e-2, atol=2e-2 * float(wanted.std()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from foretoken.controllers.costs import RoundCosts
 from foretoken.types import Budget, Context, Limits, StepRecord
@@ -42,6 +42,14 @@ class Controller(ABC):
 
     def observe(self, context: Context, record: StepRecord) -> None:  # noqa: B027
         """Learn from a finished round."""
+
+    def explain(self, context: Context) -> str:
+        """Why the request drafts as it does just now, in one line; empty where there is nothing to say."""
+        return ""
+
+    def report(self) -> dict[str, Any]:
+        """What the policy knows and does just now, for JSON."""
+        return {}
 
     def finish(self, context: Context) -> None:  # noqa: B027
         """The request ended."""

@@ -7,38 +7,39 @@
     target.commit(verdict.path); drafter.observe(...); controller.observe(...)
     emit
 
-Plain decoding is the same loop with an empty draft.
+Plain decoding is the same loop with an empty draft.  Between two rounds requests leave, join, and have pieces of their
+prompts read (:mod:`foretoken.engine.requests`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from time import monotonic
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from foretoken.controllers.base import Controller
 from foretoken.drafters.base import Drafter
-from foretoken.engine.request import Emission, Origin, Request, Running
-from foretoken.engine.stopping import Stopper
+from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
+from foretoken.engine.request import Emission, Origin, Running
+from foretoken.engine.requests import Requests, Turn
+from foretoken.engine.trace import trace
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.clock import now
-from foretoken.noise import Noise, check_seed, random_seed
-from foretoken.sampling import Sampler
 from foretoken.trees.operations import truncate
-from foretoken.types import Budget, Context, Kind, Rng, Scores, StepRecord, TokenTree, Verdict
+from foretoken.types import Budget, Kind, Scores, StepRecord, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.pairing import auto_verifier, check_pair, check_proposals
 from foretoken.verifiers.together import verify_together
-
-NOTHING = Budget(max_depth=0, max_nodes=0)
 
 OnRound = Callable[[Sequence[Running], Sequence[TokenTree], Sequence[Verdict], tuple[float, float, float, float]], None]
 """Told of every round: the requests, their trees and verdicts, and (draft_s, target_s, verify_s, total_s)."""
 
 
-class Engine:
+class Engine(Requests):
     """Serves requests over one target.
 
     Args:
@@ -49,7 +50,13 @@ class Engine:
         tokenizer: for stop strings.
         allow_lossy: accept a verifier that changes the target's law.
         max_batch: most requests that run together; others wait.
+        kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
+        prefill_chunk: tokens of prompts that are read before every round; ``None`` reads whole prompts at once.
+        prefix_bytes: bytes of finished texts that are kept, so that others need not read the same beginning again.
         on_round: told of every finished round, for benchmarks and displays; its time is in no round's.
+
+    Attributes:
+        rounds: how many there were.
 
     Raises:
         ValueError: the drafter and the verifier do not fit, or the verifier is lossy and that was not allowed.
@@ -66,16 +73,16 @@ class Engine:
         tokenizer: Any | None = None,
         allow_lossy: bool = False,
         max_batch: int = 64,
+        kv_memory: int | None = None,
+        prefill_chunk: int | None = None,
+        prefix_bytes: int = 0,
         on_round: OnRound | None = None,
     ) -> None:
-        self.target, self.drafter, self.verifier, self.controller = target, drafter, verifier, controller
-        self.tokenizer, self.allow_lossy, self.max_batch = tokenizer, allow_lossy, max_batch
-        self.on_round = on_round
-        self.waiting: list[tuple[int, Request]] = []
-        self.running: list[Running] = []
-        self._ids = self._rounds = 0
-        self._books_s = 0.0
-        self._device = getattr(target, "device", None)  # whose work the times of a round wait for
+        super().__init__(
+            target, drafter, verifier, controller, tokenizer, max_batch, kv_memory, prefill_chunk, prefix_bytes
+        )
+        self.allow_lossy, self.on_round = allow_lossy, on_round
+        self.rounds, self._bookkeeping_s = 0, 0.0
         self._automatic: dict[tuple[Kind, bool, bool, bool], Verifier] = {}
         if drafter is not None:
             self._check_target(drafter)
@@ -84,9 +91,6 @@ class Engine:
             controller.attach(drafter.limits)
         if verifier is not None:
             self._check_verifier(verifier, greedy=verifier.greedy_only)
-        if controller is not None and not controller.drafts:
-            self.drafter = None  # plain decoding: not even the drafter's prefill runs
-        self.taps: Sequence[str] = self.drafter.taps if self.drafter is not None else ()
 
     def _check_verifier(self, verifier: Verifier, greedy: bool) -> None:
         drafter = self.drafter
@@ -109,205 +113,96 @@ class Engine:
                 reason = offered.missing.get(name, f"the target lacks {name}")
                 raise CapabilityError(f"drafter {drafter.name!r} needs a target with {name}: {reason}")
 
-    # -- requests ----------------------------------------------------------------------------------------------------
-
-    def add(self, request: Request) -> int:
-        """Queue a request; it joins before the next round.  Returns its id.
-
-        Raises:
-            ValueError: an empty prompt, one that leaves no room in the context, ``max_new_tokens`` below 1, token ids
-                outside the vocabulary, a seed that is none, or sampling that the verifier is not right for.
-        """
-        if request.seed is not None:
-            check_seed(request.seed)
-        room = self.target.context_length - len(request.prompt)
-        if not request.prompt:
-            raise ValueError("the prompt is empty: give at least one token")
-        if room < 1:
-            raise ValueError(
-                f"the prompt has {len(request.prompt)} tokens and the model's context is {self.target.context_length}: "
-                "shorten the prompt"
-            )
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
-        if request.max_new_tokens > room:
-            raise ValueError(
-                f"max_new_tokens={request.max_new_tokens} goes past the model's context: the prompt has "
-                f"{len(request.prompt)} tokens, so at most {room} of {self.target.context_length} are left"
-            )
-        for what, ids in (("prompt token", request.prompt), ("logit_bias token", request.params.logit_bias)):
-            bad = [t for t in ids if not 0 <= t < self.target.vocab_size]
-            if bad:
-                raise ValueError(f"{what} {bad[0]} is outside the vocabulary of {self.target.vocab_size}")
-        if self.verifier is not None:
-            self._check_verifier(self.verifier, greedy=request.params.temperature == 0)
-        self._stopper(request)  # checks the stop strings
-        self._ids += 1
-        self.waiting.append((self._ids, request))
-        return self._ids
-
-    def cancel(self, request_id: int) -> None:
-        """Drop a request, waiting or running."""
-        self.waiting = [(i, r) for i, r in self.waiting if i != request_id]
-        for run in [r for r in self.running if r.id == request_id]:
-            self._leave(run)
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self.waiting or self.running)
-
-    def holds(self, request_id: int) -> bool:
-        """Whether a request is waiting or running."""
-        return any(i == request_id for i, _ in self.waiting) or any(run.id == request_id for run in self.running)
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_batch:
-            run = self._joined(*self.waiting.pop(0))
-            try:
-                self._prefill(run)
-            except BaseException:
-                self._leave(run)
-                raise
-
-    def _joined(self, request_id: int, request: Request) -> Running:
-        tokens = list(request.prompt)
-        seed = self._seed(request)
-        noise = Noise(seed) if seed is not None and self._races(request) else None
-        sampler = Sampler(request.params, len(tokens), noise)
-        context = Context(request_id, tokens, len(tokens), sampler, Rng(seed or 0), prediction=request.prediction)
-        context.max_length = len(tokens) + request.max_new_tokens
-        sequence = context.sequence = self.target.open()
-        run = Running(request, context, sequence, self._stopper(request), seed=seed)
-        self.running.append(run)
-        return run
-
-    @staticmethod
-    def _seed(request: Request) -> int | None:
-        """Given, or drawn; none for a greedy request."""
-        if request.params.temperature == 0:
-            return None
-        return random_seed() if request.seed is None else request.seed
-
-    def _races(self, request: Request) -> bool:
-        """Whether draft and target share noise: then the seed fixes the text.  By default where a seed was given, or
-        where it is accepted most; a verifier with draws of its own that was asked for has no use for it."""
-        if self.verifier is not None:
-            return self.verifier.races
-        return request.seed is not None or (self.drafter is not None and self.drafter.prefers_noise)
-
-    def _stopper(self, request: Request) -> Stopper:
-        eos = frozenset() if request.ignore_eos else self.target.eos_token_ids
-        return Stopper(eos, request.stop, request.max_new_tokens, self.tokenizer)
-
-    def _prefill(self, run: Running) -> None:
-        began = now(self._device)
-        # The last prompt token is the first root: the prefill needs no logits and no special first step.
-        run.context.hidden = self.target.prefill(run.sequence, run.context.tokens[:-1], self.taps)
-        if self.drafter is not None:
-            self.drafter.start(run.context)
-        run.stats.prefill_s = run.stats.total_s = now(self._device) - began
-
-    def _leave(self, run: Running) -> None:
-        self.running.remove(run)
-        self.target.release(run.sequence)
-        if self.drafter is not None:
-            self.drafter.finish(run.context)
-        if self.controller is not None:
-            self.controller.finish(run.context)
-
-    def close(self) -> None:
-        """Drop everything (also what an interrupted round left behind)."""
-        self.waiting.clear()
-        for run in list(self.running):
-            self._leave(run)
-
     # -- one round ---------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[tuple[Running, Emission]]:
-        """Admit what waits, run one round for everything that runs, return what each request gained.
+        """Admit what waits, read prompts, run one round for everything that runs; return what each request gained.
 
-        When a round is broken off (an interrupt, bad logits), the requests that it left half-done are dropped and the
-        others go on with the next one.
+        A request for which something raises ends with ``finish_reason`` "error".  When a round is broken off by an
+        interrupt, the requests that it left half-done are dropped and the others go on with the next one.
         """
         before = {run.id: len(run.context.tokens) for run in self.running}
         try:
             self._admit()
-            return self._round(list(self.running))
+            self._read()
+            emissions = self._round([run for run in self.running if run.started])
         except BaseException:
             self._recover(before)
             raise
-
-    def _recover(self, before: Mapping[int, int]) -> None:
-        """Bring every request back to the state between two rounds, or drop it."""
-        for run in list(self.running):
-            try:
-                if run.sequence.scratch_tokens:
-                    self.target.commit(run.sequence, ())
-            except CapabilityError:  # a cache that cannot be rolled back
-                self._leave(run)
-                continue
-            have = len(run.context.tokens)
-            if len(run.sequence.tokens) != have - 1 or before.get(run.id, have) != have:
-                self._leave(run)
+        ended, self._ended = self._ended, []
+        return [*emissions, *ended]
 
     def _round(self, runs: Sequence[Running]) -> list[tuple[Running, Emission]]:
         """One round of requests that are all between two rounds."""
         if not runs:
             return []
         began = now(self._device)
-        trees = self._propose(runs)
+        turns = self._guard(self._propose, [Turn(run) for run in runs])
         drafted = now(self._device)
         target_before, rows_before = self.target.run_s, self.target.run_rows
-        rows = self.target.forward([self._feed(r, t) for r, t in zip(runs, trees, strict=True)], self.taps)
+        turns = self._guard(self._score, turns)
         target_s = self.target.run_s - target_before
         scored = now(self._device)
-        all_scores = [
-            Scores(row.logits, tree, run.context.tokens, run.context.maker, row.taps)
-            for run, tree, row in zip(runs, trees, rows, strict=True)
-        ]
-        verifiers = [self._verifier_for(tree, scores) for tree, scores in zip(trees, all_scores, strict=True)]
-        verdicts = verify_together(verifiers, all_scores, [run.context.rng for run in runs])
+        turns = self._guard(self._verify, turns)
         verified = now(self._device)
-        emissions = [
-            (run, self._commit(run, tree, scores, verdict))
-            for run, tree, scores, verdict in zip(runs, trees, all_scores, verdicts, strict=True)
-        ]
-        observed_s = self._observe(runs, trees, all_scores, verdicts)
+        turns = self._each(self._commit, turns)
+        committed = now(self._device)
+        turns = self._each(self._observe, turns)
         taken = now(self._device)
-        # What the books of the last round took is part of serving, and known only now.
-        times = (drafted - began + observed_s, target_s, verified - scored, taken - began + self._books_s)
-        self._rounds += 1
-        counts = (len(runs), self.target.run_rows - rows_before or sum(map(len, trees)))
-        for run, tree, verdict in zip(runs, trees, verdicts, strict=True):
-            self._account(run, tree, verdict, counts, times)
-        self._books_s = now(self._device) - taken
+        # What the bookkeeping of the last round took is part of serving, and known only now.
+        draft_s = drafted - began + taken - committed
+        times = (draft_s, target_s, verified - scored, taken - began + self._bookkeeping_s)
+        self.rounds += 1
+        counts = (len(turns), self.target.run_rows - rows_before or sum(len(turn.tree) for turn in turns))
+        turns = self._each(lambda alone: self._account(alone[0], counts, times), turns)
+        self._bookkeeping_s = now(self._device) - taken
         if self.on_round is not None:
-            self.on_round(runs, trees, verdicts, times)
-        for run, emission in emissions:
-            if emission.finish_reason is not None:
-                self._leave(run)
-        return emissions
+            self.on_round([t.run for t in turns], [t.tree for t in turns], [t.verdict for t in turns], times)
+        for turn in turns:
+            if turn.emission.finish_reason is not None:
+                self._leave(turn.run)
+        return [(turn.run, turn.emission) for turn in turns]
 
-    def _propose(self, runs: Sequence[Running]) -> list[TokenTree]:
-        trees: list[TokenTree | None] = [None] * len(runs)
-        if self.drafter is not None and self.controller is not None:
-            chosen, budgets = [], []
-            wanted = self.controller.budgets([run.context for run in runs])
-            for i, (run, budget) in enumerate(zip(runs, wanted, strict=True)):
-                budget = self._fit(run, budget) if budget.max_depth > 0 else budget
-                if budget.max_depth > 0 and budget.max_nodes > 0:
-                    chosen.append(i)
-                    budgets.append(budget)
-            proposed = self.drafter.propose_batch([runs[i].context for i in chosen], budgets) if chosen else []
-            for i, tree, budget in zip(chosen, proposed, budgets, strict=True):
-                trees[i] = truncate(tree, budget.deepest)
-        return [tree or TokenTree.root_only(run.context.root) for tree, run in zip(trees, runs, strict=True)]
+    def _propose(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            turn.tree = TokenTree.root_only(turn.run.context.root)
+        if self.drafter is None or self.controller is None:
+            return
+        chosen, budgets = [], []
+        wanted = self.controller.budgets([turn.run.context for turn in turns])
+        for turn, budget in zip(turns, wanted, strict=True):
+            budget = self._fit(turn.run, budget) if budget.max_depth > 0 else budget
+            if budget.max_depth > 0 and budget.max_nodes > 0:
+                chosen.append(turn)
+                budgets.append(budget)
+        if chosen:
+            proposed = self.drafter.propose_batch([turn.run.context for turn in chosen], budgets)
+            for turn, tree, budget in zip(chosen, proposed, budgets, strict=True):
+                turn.tree = truncate(tree, budget.deepest)
+
+    def _score(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            if turn.run.text.scratch_tokens and not turn.run.text.provisional:
+                self.target.commit(turn.run.text, ())  # of an attempt that failed
+        rows = self.target.forward([self._feed(turn.run, turn.tree) for turn in turns], self.taps)
+        for turn, row in zip(turns, rows, strict=True):
+            context = turn.run.context
+            turn.scores = Scores(row.logits, turn.tree, context.tokens, context.maker, row.taps)
+
+    def _verify(self, turns: Sequence[Turn]) -> None:
+        verifiers = [self._verifier_for(turn.tree, turn.scores) for turn in turns]
+        rngs = [turn.run.context.rng for turn in turns]
+        verdicts = verify_together(verifiers, [turn.scores for turn in turns], rngs)
+        for turn, verdict in zip(turns, verdicts, strict=True):
+            turn.verdict = verdict
 
     def _fit(self, run: Running, budget: Budget) -> Budget:
-        """Never draft past the room that is left: one token of every round is the target's own."""
+        """Never draft past the room that is left (one token of every round is the target's own) or past what the
+        request allows."""
         depth = min(budget.max_depth, run.context.max_length - len(run.context.tokens) - 1)
+        if run.request.max_draft_tokens is not None:
+            depth = min(depth, run.request.max_draft_tokens)
         if depth < budget.max_depth:
             budget = replace(budget, max_depth=max(depth, 0))
         return budget if budget.otherwise is None else replace(budget, otherwise=self._fit(run, budget.otherwise))
@@ -315,7 +210,7 @@ class Engine:
     def _feed(self, run: Running, tree: TokenTree) -> Feed:
         if tree.tokens[0] != run.context.root:
             raise ValueError(f"the drafter's tree starts with token {tree.tokens[0]}, not with the last committed one")
-        return Feed(run.sequence, tree.tokens, tree.parents)
+        return Feed(run.text, tree.tokens, tree.parents)
 
     def _verifier_for(self, tree: TokenTree, scores: Scores) -> Verifier:
         kind = tree.kind
@@ -334,48 +229,55 @@ class Engine:
             self._automatic[key] = found
         return found
 
-    def _commit(self, run: Running, tree: TokenTree, scores: Scores, verdict: Verdict) -> Emission:
-        path = [0, *verdict.path]
-        self.target.commit(run.sequence, path)
-        tokens = [tree.tokens[node] for node in verdict.path]
-        tokens.append(verdict.next_token)
-        kept, reason = run.stopper.push(tokens)
-        last: Origin = "plain" if tree.num_drafts == 0 else "bonus" if verdict.next_is_bonus else "recovered"
-        accepted: Origin = "accepted"
-        origins = [*([accepted] * len(verdict.path)), last][:kept]
+    def _commit(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            run, tree, scores, verdict = turn.run, turn.tree, turn.scores, turn.verdict
+            if run.request.explain:
+                name = self.drafter.name if self.drafter is not None else "none"
+                run.rounds.append(trace(len(run.rounds), tree, scores, verdict, name))
+            path = [0, *verdict.path]
+            self.target.commit(run.text, path)
+            tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
+            kept, reason = run.stopper.push(tokens)
+            last: Origin = "plain" if tree.num_drafts == 0 else "bonus" if verdict.next_is_bonus else "recovered"
+            accepted: Origin = "accepted"
+            origins = [*([accepted] * len(verdict.path)), last][:kept]
+            self._extend(run, tokens[:kept], {name: rows[path] for name, rows in scores.taps.items()})
+            run.origins.extend(origins)
+            run.finish_reason = reason
+            found: Sequence[TokenLogprobs] = ()
+            if run.request.logprobs is not None:
+                found = logprobs_of(scores.logits[path], tokens[:kept], run.request.logprobs)
+                run.logprobs.extend(found)
+            turn.emission = Emission(run.id, tokens[:kept], origins, reason, found, run.rounds[-1:])
+
+    def _extend(self, run: Running, tokens: Sequence[int], hidden: dict[str, Tensor]) -> None:
         context = run.context
+        if len(context.tokens) == context.prompt_length:
+            run.stats.first_token_s = monotonic() - run.arrived_s
         context.hidden_start = len(context.tokens) - 1
-        context.tokens.extend(tokens[:kept])
+        context.tokens.extend(tokens)
         if context.maker.noise is not None:
             context.maker.noise.forget(len(context.tokens) - context.prompt_length)
-        context.hidden = {name: rows[path] for name, rows in scores.taps.items()}
-        run.origins.extend(origins)
-        run.finish_reason = reason
-        return Emission(run.id, tokens[:kept], origins, reason)
+        context.hidden = hidden
+        if self.texts.keeps:
+            for name, rows in hidden.items():
+                run.states[name].append(rows)
 
-    def _observe(
-        self, runs: Sequence[Running], trees: Sequence[TokenTree], scores: Sequence[Scores], verdicts: Sequence[Verdict]
-    ) -> float:
-        if self.drafter is None:
-            return 0.0
-        began = now(self._device)
-        for run, tree, score, verdict in zip(runs, trees, scores, verdicts, strict=True):
-            if run.finish_reason is None:
-                self.drafter.observe(run.context, tree, score, verdict)
-        return now(self._device) - began
+    def _observe(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            if self.drafter is not None and turn.run.finish_reason is None:
+                self.drafter.observe(turn.run.context, turn.tree, turn.scores, turn.verdict)
 
-    def _account(
-        self,
-        run: Running,
-        tree: TokenTree,
-        verdict: Verdict,
-        counts: tuple[int, int],
-        times: tuple[float, float, float, float],
-    ) -> None:
+    def _account(self, turn: Turn, counts: tuple[int, int], times: tuple[float, float, float, float]) -> None:
+        run, tree = turn.run, turn.tree
         draft_s, target_s, verify_s, total_s = times
-        accepted = len(verdict.path)
+        accepted = len(turn.verdict.path)
         run.stats.add_round(tree.num_drafts, accepted, len(run.origins) - run.stats.num_new_tokens)
         run.stats.add_times(draft_s, target_s, verify_s, total_s)
+        if run.request.explain:
+            run.rounds[-1] = run.rounds[-1].timed(*times)
+            turn.emission = replace(turn.emission, rounds=run.rounds[-1:])
         if self.drafter is not None and self.drafter.counts_predictions:
             run.stats.num_prediction_tokens += tree.num_drafts
             run.stats.num_accepted_prediction_tokens += accepted
@@ -389,7 +291,7 @@ class Engine:
                 accepted,
                 batch,
                 *times,
-                self._rounds,
+                self.rounds,
                 nodes,
                 member,
                 max(tree.depths),

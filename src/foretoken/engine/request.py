@@ -1,13 +1,19 @@
-"""A request: what was asked, and where it stands."""
+"""A request: what was asked, and how far it is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Literal
 
+from torch import Tensor
+
+from foretoken.constraints import Constraint
+from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import FinishReason, Stopper
+from foretoken.engine.trace import RoundTrace
 from foretoken.models.base import SequenceState
 from foretoken.sampling import SamplingParams
 from foretoken.types import Context
@@ -28,6 +34,17 @@ class Request:
             2**64 - 1.
         prediction: tokens that are expected in the output (for drafters that use them).
         ignore_eos: go on after an end-of-text id (benchmarks).
+        stop_token_ids: tokens that end the text as an end-of-text id does, with finish reason ``stop``.
+        min_tokens: output tokens before which nothing can end the text.
+        include_stop: leave the stop string at the end of the text.
+        logprobs: report the log-probability of every output token and of this many likeliest ones; ``None``: do not.
+        prompt_logprobs: the same for the prompt, which is then read as a whole.
+        priority: requests with a smaller number are admitted first.
+        deadline_s: seconds from arrival after which the request is ended as it is.
+        cache_salt: texts and drafts of earlier requests are reused among requests with the same salt only.
+        max_draft_tokens: longest draft; 0 decodes plainly, ``None`` leaves it to the controller.
+        explain: keep a trace of every round.
+        constraint: what the output must look like.
     """
 
     prompt: Sequence[int]
@@ -37,24 +54,51 @@ class Request:
     seed: int | None = None
     prediction: Sequence[int] | None = None
     ignore_eos: bool = False
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    include_stop: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: str = ""
+    max_draft_tokens: int | None = None
+    explain: bool = False
+    constraint: Constraint | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
-    """A request in the engine.
+    """A request in the engine, waiting or admitted.
 
     Attributes:
         seed: of its randomness, given or drawn; ``None`` for a greedy request, which has none.
+        sequence: its text in the target; ``None`` while it waits.
+        arrived_s: when it arrived, by the monotonic clock.
+        started: whether its prompt is read and it takes part in rounds.
+        states: hidden states of the text so far, by tap, where the prefix cache or the drafter wants them.
+        prompt_logprobs: of the prompt's tokens, if they were asked for; the first has none.
+        rounds: traces, if they were asked for.
+        error: what ended it with finish reason ``error``.
+        why: why it drafted as it did in the end, as the controller says.
     """
 
     request: Request
     context: Context
-    sequence: SequenceState
     stopper: Stopper
     stats: SpecStats = field(default_factory=SpecStats)
     origins: list[Origin] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     seed: int | None = None
+    sequence: SequenceState | None = None
+    arrived_s: float = field(default_factory=monotonic)
+    started: bool = False
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    rounds: list[RoundTrace] = field(default_factory=list)
+    error: Exception | None = None
+    why: str = ""
 
     @property
     def id(self) -> int:
@@ -66,6 +110,28 @@ class Running:
         """New tokens so far."""
         return self.context.tokens[self.context.prompt_length :]
 
+    @property
+    def text(self) -> SequenceState:
+        """Its text in the target.
+
+        Raises:
+            ValueError: it still waits.
+        """
+        if self.sequence is None:
+            raise ValueError(f"request {self.id} is waiting: it has no text in the target yet")
+        return self.sequence
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the prompt that the target has still to read (the last one is the first root)."""
+        return self.context.prompt_length - 1 - len(self.text.tokens)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its deadline has passed."""
+        limit = self.request.deadline_s
+        return limit is not None and monotonic() - self.arrived_s > limit
+
 
 @dataclass(frozen=True)
 class Emission:
@@ -76,9 +142,15 @@ class Emission:
         token_ids: the tokens, in order.
         origins: where each came from.
         finish_reason: why the request ended with them, if it did.
+        logprobs: of the tokens, if they were asked for.
+        rounds: what happened, if that was asked for.
+        error: what ended the request, if something went wrong.
     """
 
     request_id: int
-    token_ids: Sequence[int]
-    origins: Sequence[Origin]
-    finish_reason: FinishReason | None
+    token_ids: Sequence[int] = ()
+    origins: Sequence[Origin] = ()
+    finish_reason: FinishReason | None = None
+    logprobs: Sequence[TokenLogprobs] = ()
+    rounds: Sequence[RoundTrace] = ()
+    error: Exception | None = None

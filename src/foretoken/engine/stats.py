@@ -22,6 +22,10 @@ class SpecStats:
             rule, and in everything else of the rounds.  In a batch every request counts the whole round.
         prefill_s: seconds before the first round.
         total_s: all of it.
+        num_prompt_tokens: tokens of the prompt, ``num_prompt_tokens_computed`` those of them that the target read; the
+            others' keys and values were there from an earlier text with the same beginning.
+        queue_s: seconds from arrival until the request was admitted.
+        first_token_s: seconds from arrival until its first token.
     """
 
     num_drafts: int = 0
@@ -37,6 +41,10 @@ class SpecStats:
     overhead_s: float = 0.0
     prefill_s: float = 0.0
     total_s: float = 0.0
+    num_prompt_tokens: int = 0
+    num_prompt_tokens_computed: int = 0
+    queue_s: float = 0.0
+    first_token_s: float = 0.0
 
     @property
     def acceptance_rate(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-FinishReason = Literal["eos", "stop", "length", "context"]
+FinishReason = Literal["eos", "stop", "length", "context", "error", "cancelled", "deadline"]
 
 
 class Detokenizer:
@@ -63,16 +63,31 @@ class Stopper:
         stop: strings that end the text; the text is cut before the match, the tokens after the one that completed it.
         max_new_tokens: most output tokens.
         tokenizer: needed for stop strings.
+        stop_ids: other ids that end the text, as if they were stop strings.
+        include: leave the stop string in the text.
+
+    Attributes:
+        cut: how much of the text is kept, where a stop string ended it.
+        reason: the stop string or the id that ended it.
     """
 
     def __init__(
-        self, eos: frozenset[int], stop: Sequence[str], max_new_tokens: int, tokenizer: Any | None = None
+        self,
+        eos: frozenset[int],
+        stop: Sequence[str],
+        max_new_tokens: int,
+        tokenizer: Any | None = None,
+        *,
+        stop_ids: frozenset[int] = frozenset(),
+        include: bool = False,
     ) -> None:
         if stop and tokenizer is None:
             raise ValueError("stop strings need a tokenizer: load the model with one, or use end-of-text ids")
         if any(not s for s in stop):
             raise ValueError("a stop string must not be empty")
         self._eos, self._stop, self._max = eos, tuple(stop), max_new_tokens
+        self._stop_ids, self._include = stop_ids, include
+        self.reason: str | int | None = None
         self._text = Detokenizer(tokenizer) if stop else None
         self._count = 0
         self.cut: int | None = None
@@ -83,6 +98,9 @@ class Stopper:
             self._count += 1
             if token in self._eos:
                 return i + 1, "eos"
+            if token in self._stop_ids:
+                self.reason = token
+                return i + 1, "stop"
             if self._text is not None and self._matches(token):
                 return i + 1, "stop"
             if self._count >= self._max:
@@ -90,18 +108,19 @@ class Stopper:
         return len(tokens), None
 
     def _matches(self, token: int) -> bool:
-        assert_text = self._text
-        if assert_text is None:
+        written = self._text
+        if written is None:
             return False
-        old = len(assert_text.text)
-        assert_text.push([token])
-        text = assert_text.text
+        old = len(written.text)
+        written.push([token])
+        text = written.text
         # A match may begin in the text of earlier tokens.
         longest = max(map(len, self._stop))
         start = max(0, old - longest + 1)
-        places = [p for p in (text.find(s, start) for s in self._stop) if p >= 0]
+        places = [(place, s) for place, s in ((text.find(s, start), s) for s in self._stop) if place >= 0]
         if places:
-            self.cut = min(places)
+            self.cut, self.reason = min(places)
+            self.cut += len(self.reason) if self._include else 0
         return bool(places)
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -50,6 +50,7 @@ class SequenceState:
 
     Attributes:
         row: the cache row that holds it (a model's own business).
+        cache: which cache the row is in, for a model that has several.
         tokens: committed token ids, exactly those whose KV is in the cache.
         provisional: whether the scratch nodes were run by a part of the network only: they can be drafted from, but
             not be kept, and the next whole forward states the tree anew.
@@ -68,6 +69,12 @@ class SequenceState:
     provisional: bool = False
     exit_states: list[Tensor] = field(default_factory=list)
     exit_layer: int = 0
+    cache: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of its row that hold something: committed tokens, then the scratch."""
+        return len(self.tokens) + len(self.scratch_tokens)
 
     def append(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
         """Add nodes to the scratch tree (parents index the whole scratch)."""
@@ -142,6 +149,26 @@ class Rows:
     taps: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a model keeps of a text, copied out of its cache.
+
+    Attributes:
+        tokens: n token ids.
+        layers: per layer its keys and values [H, n, D*], ``None`` for a layer that keeps nothing.
+        divisible: whether a beginning of it can be put back (recurrent states know the whole text only).
+    """
+
+    tokens: Sequence[int]
+    layers: Sequence[tuple[Tensor, Tensor] | None]
+    divisible: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return sum(part.numel() * part.element_size() for pair in self.layers if pair for part in pair)
+
+
 class LanguageModel(ABC):
     """How a causal language model is run.
 
@@ -160,6 +187,33 @@ class LanguageModel(ABC):
     context_length: int
     eos_token_ids: frozenset[int]
     capabilities: Capabilities
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory that keys and values of open sequences take now; 0 where that is not known."""
+        return 0
+
+    @property
+    def kv_peak_bytes(self) -> int:
+        """The most that they have taken."""
+        return 0
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """What they take per token; 0 where that is not known."""
+        return 0
+
+    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
+        """A copy of what is kept of the first ``length`` committed tokens; ``None`` where that cannot be copied."""
+        return None
+
+    def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
+        """Commit the first ``length`` tokens of a snapshot to an empty sequence without reading them.
+
+        Raises:
+            CapabilityError: the model gives no snapshots.
+        """
+        raise CapabilityError(f"{type(self).__name__} cannot take over what another text has left")
 
     @property
     def weight_bytes(self) -> int:
@@ -237,6 +291,12 @@ class LanguageModel(ABC):
         rows = self.forward([Feed(sequence, tokens, wanted=0)], taps)[0]
         self.commit(sequence, range(len(tokens)))
         return rows.taps
+
+    def read(
+        self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
+    ) -> list[dict[str, Tensor]]:
+        """:meth:`prefill` of several sequences; override where one call is cheaper than several."""
+        return [self.prefill(sequence, tokens, taps) for sequence, tokens in texts]
 
     def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
         """Make the committed part a prefix of ``tokens`` that is as long as the scratch allows; return what is missing.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-CHUNK = 256
-"""Slots by which the cache grows at least, so that growing is rare."""
+CHUNK = 64
+"""Slots by which the cache grows at least, so that growing is rare and little is left empty."""
 
 
 class TreeCache(Cache):
@@ -25,6 +25,9 @@ class TreeCache(Cache):
     Args:
         num_layers: how many layers will call :meth:`update`.
         max_slots: most slots that a row will ever need (context plus scratch); buffers grow towards it.
+
+    Attributes:
+        texts: the sequences whose rows these are, in order (:mod:`foretoken.models.bands`).
     """
 
     def __init__(self, num_layers: int, max_slots: int) -> None:
@@ -33,6 +36,7 @@ class TreeCache(Cache):
         self.max_slots = max_slots
         self.keys: list[Tensor | None] = [None] * num_layers
         self.values: list[Tensor | None] = [None] * num_layers
+        self.texts: list[Any] = []
         self.num_rows = 1
         self.num_slots = CHUNK
         self._low, self._high = 0, 1
@@ -50,16 +54,28 @@ class TreeCache(Cache):
         """
         if num_rows <= self.num_rows and num_slots <= self.num_slots:
             return
-        rows = max(num_rows, self.num_rows)
-        slots = self.num_slots
+        rows, slots = self.num_rows, self.num_slots
+        if num_rows > rows:
+            rows = max(num_rows, rows + rows // 8)
         if num_slots > slots:
-            slots = max(num_slots, min(2 * slots, self.max_slots))
-            slots = -(-slots // CHUNK) * CHUNK
+            slots = _whole_chunks(max(num_slots, min(slots + slots // 4, self.max_slots)))
+        self._resize(rows, slots)
+
+    @torch.inference_mode()
+    def trim(self, num_rows: int, num_slots: int) -> None:
+        """Give back what is not needed for so many rows and slots; rows or slots behind them are lost."""
+        self._resize(min(max(num_rows, 1), self.num_rows), min(_whole_chunks(max(num_slots, 1)), self.num_slots))
+
+    def _resize(self, rows: int, slots: int) -> None:
+        """Buffers of another size, layer by layer, so that old and new are there twice for one layer only."""
+        if (rows, slots) == (self.num_rows, self.num_slots):
+            return
         for store in (self.keys, self.values):
             for i, old in enumerate(store):
                 if old is not None:
                     new = old.new_zeros(rows, old.shape[1], slots, old.shape[3])
-                    new[: old.shape[0], :, : old.shape[2]] = old
+                    kept_rows, kept_slots = min(rows, old.shape[0]), min(slots, old.shape[2])
+                    new[:kept_rows, :, :kept_slots] = old[:kept_rows, :, :kept_slots]
                     store[i] = new
         self.num_rows, self.num_slots = rows, slots
 
@@ -115,6 +131,20 @@ class TreeCache(Cache):
         self._buffer(self.keys, keys, layer)[row, :, :count] = keys
         self._buffer(self.values, values, layer)[row, :, :count] = values
 
+    def copied(self, row: int, count: int) -> list[tuple[Tensor, Tensor] | None]:
+        """Keys and values [H, count, D] of the first slots of a row, by layer."""
+        stored = zip(self.keys, self.values, strict=True)
+        return [
+            None if k is None or v is None else (k[row, :, :count].clone(), v[row, :, :count].clone())
+            for k, v in stored
+        ]
+
+    @property
+    def slot_bytes(self) -> int:
+        """What one slot of one row takes in all layers; 0 before anything was stored."""
+        stored = [buffer for store in (self.keys, self.values) for buffer in store if buffer is not None]
+        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in stored)
+
     @torch.inference_mode()
     def keep(self, row: int, start: int, path: Sequence[int]) -> None:
         """Move the scratch slots ``start + path[i]`` of a row to ``start + i``."""
@@ -137,9 +167,19 @@ class TreeCache(Cache):
                 if buffer is not None:
                     buffer[target, :, :slots] = buffer[source, :, :slots]
 
+    @torch.inference_mode()
+    def take_row(self, source: TreeCache, row: int, target: int, slots: int) -> None:
+        """Copy the first ``slots`` slots of a row of another cache to row ``target``."""
+        self.reserve(target + 1, slots)
+        for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+            for layer, buffer in enumerate(theirs):
+                if buffer is not None:
+                    self._buffer(mine, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
+
     def clear(self) -> None:
         """Drop all buffers: the next forward makes new ones, in its own dtype."""
         self.keys, self.values = [None] * self.num_layers, [None] * self.num_layers
+        self.num_rows, self.num_slots = 1, CHUNK
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Where the next forward writes (models that are given position ids do not depend on it)."""
@@ -174,6 +214,10 @@ class TreeCache(Cache):
     def num_bytes(self) -> int:
         """Memory held by the buffers."""
         return sum(b.numel() * b.element_size() for s in (self.keys, self.values) for b in s if b is not None)
+
+
+def _whole_chunks(slots: int) -> int:
+    return -(-slots // CHUNK) * CHUNK
 
 
 def growing_cache() -> Cache:

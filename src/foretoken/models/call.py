@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from foretoken.models.cache import TreeCache
 from foretoken.models.layers import WHOLE, LayerPlan
 
 
@@ -15,6 +16,7 @@ class Call:
     """Padded rows of nodes; shapes: ``b`` rows of ``width`` columns, ``D`` hidden size.
 
     Attributes:
+        cache: where keys and values are; its rows are planned.
         ids: [b, width] token ids.
         positions: [b, width].
         masks: additive masks by layer type, ``None`` where every row sees everything.
@@ -26,6 +28,7 @@ class Call:
         states: [b, width, D] hidden states at layer ``plan.start``, instead of the embedded ids.
     """
 
+    cache: TreeCache
     ids: Tensor
     positions: Tensor
     masks: Mapping[str, Tensor | None]

@@ -48,7 +48,6 @@ class FeatureModel(HuggingFaceModel):
         self.num_layers = 1
         self.num_layer_runs = 0.0
         self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
-        self._sequences = []
         self._lean = self  # the one way to run it
         self.head = LeanHead.of(self.model)
 
@@ -76,7 +75,7 @@ class FeatureModel(HuggingFaceModel):
         """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
         if self.head is None:
             return self._run_module(call)
-        run = HeadRun(self.head, call, self.cache)
+        run = HeadRun(self.head, call)
         places = run.places
         embeddings = self.parts.embedding(places.taken(call.ids)).float()
         output = self.model(embeddings, places.taken(call.states), run.positions, None, run)  # type: ignore[arg-type]
@@ -92,7 +91,7 @@ class FeatureModel(HuggingFaceModel):
         (b, width), first = call.ids.shape, call.first
 
         def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            return self.cache.update(key, value, 0)
+            return call.cache.update(key, value, 0)
 
         output = self.model(self.parts.embedding(call.ids).float(), call.states, call.positions, call.masks[""], keep)
         kept = self.model.head_state(output[:, first:]).flatten(0, 1)

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.cache import CHUNK, TreeCache
+from foretoken.models.cache import TreeCache
 
+CHUNK = 256
+"""Slots by which it grows, and the least that a step looks at: every size is a graph of its own."""
 PATH = 16
 """Nodes of an accepted path that a fixed step moves; of a longer one the rest of the library takes care at once."""
 
@@ -40,6 +42,7 @@ class FixedCache(TreeCache):
         self._places: tuple[Tensor, Tensor] | None = None  # rows [b, 1] and slots [b, n] of a fixed step
         self.generation = 0
         super().__init__(num_layers, max_slots + 1)
+        self.num_slots = CHUNK
 
     @property
     def keys(self) -> list[Tensor | None]:

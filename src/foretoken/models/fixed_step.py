@@ -177,4 +177,4 @@ class FixedStep:
         }
         wanted = [(row, 0, bucket.width) for row in range(bucket.batch)]
         with self.cache.fixed(numbers["slots"], bucket.slots):
-            return owner._run(Call(numbers["ids"], numbers["positions"], masks, wanted, bucket.taps))
+            return owner._run(Call(self.cache, numbers["ids"], numbers["positions"], masks, wanted, bucket.taps))

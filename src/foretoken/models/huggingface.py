@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from foretoken.models.attention import EXACT, FOLDED
-from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.bands import Bands, in_bands
+from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState, Snapshot
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.capabilities import detect
@@ -88,7 +90,6 @@ class HuggingFaceModel(LanguageModel):
         self.num_layer_runs = 0.0
         self._checked_plans: set[LayerPlan] = set()
         self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
-        self._sequences: list[SequenceState] = []
         self._lean: Any = None
         self.packing = Packing.of(model, self.dtype, self.device, exact == "bitwise", in_place)
         if lean:
@@ -171,35 +172,87 @@ class HuggingFaceModel(LanguageModel):
         other._separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
         return other
 
+    @property
+    def cache(self) -> TreeCache:
+        """The cache that is always there; long texts may be in others (:mod:`foretoken.models.bands`)."""
+        return self.bands.first
+
+    @cache.setter
+    def cache(self, cache: TreeCache) -> None:
+        self.bands = Bands(cache)
+
+    @property
+    def _sequences(self) -> list[SequenceState]:
+        return self.bands.texts
+
     def _separate(self, cache: TreeCache) -> None:
         """A shallow copy of another model gets a cache, sequences and counts of its own."""
-        self.cache, self._sequences = cache, []
+        self.cache = cache
         self.graphs, self.graphs_off = None, "this copy of a model has a cache of its own"
         self.run_s, self.run_rows, self.num_layer_runs = 0.0, 0, 0.0
         if self._lean is not None:
             self._lean = copy.copy(self._lean)
-            self._lean.owner, self._lean.cache = self, cache
+            self._lean.owner = self
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
     def open(self) -> SequenceState:
-        """A new, empty sequence in the next row."""
-        sequence = SequenceState(row=len(self._sequences))
-        self._sequences.append(sequence)
-        self.cache.reserve(len(self._sequences), 1)
-        return sequence
+        """A new, empty sequence in a row of its own."""
+        return self.bands.open(SequenceState(row=0))
 
     def release(self, sequence: SequenceState) -> None:
-        """Free a row; the last row takes its place, so that live rows stay contiguous."""
-        last = self._sequences.pop()
-        if last is not sequence:
-            self.cache.move_row(last.row, sequence.row, self._slots(last) + len(last.scratch_tokens))
-            last.row = sequence.row
-            self._sequences[last.row] = last
+        """Free a row."""
+        self.bands.release(sequence)
 
     def _slots(self, sequence: SequenceState) -> int:
         """How many slots the committed tokens take."""
         return len(sequence.tokens)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory that keys and values of open sequences take now."""
+        return self.bands.num_bytes()
+
+    @property
+    def kv_peak_bytes(self) -> int:
+        """The most that they have taken."""
+        return self.bands.peak_bytes
+
+    @cached_property
+    def kv_bytes_per_token(self) -> int:
+        """What they take per token, as one token shows."""
+        sibling = self.sibling()
+        sequence = sibling.open()
+        sibling.prefill(sequence, [0])
+        return sequence.cache.slot_bytes
+
+    @torch.inference_mode()
+    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
+        """A copy of the keys and values of the first ``length`` committed tokens."""
+        layers = sequence.cache.copied(sequence.row, length)
+        return None if not any(layers) else Snapshot(list(sequence.tokens[:length]), layers)
+
+    def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
+        """Commit the first ``length`` tokens of a snapshot to an empty sequence."""
+        self.bands.make_room(sequence, length)
+        for layer, pair in enumerate(snapshot.layers):
+            if pair is not None:
+                sequence.cache.load(sequence.row, layer, pair[0][:, :length], pair[1][:, :length])
+        sequence.tokens.extend(snapshot.tokens[:length])
+        self.bands.note_size()
+
+    def read(
+        self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
+    ) -> list[dict[str, Tensor]]:
+        """Short texts in one call where little of it is padding, else one by one."""
+        lengths = [len(tokens) for _, tokens in texts]
+        padded = len(texts) * max(lengths, default=0)
+        if len(texts) < 2 or 0 in lengths or padded > PREFILL_CHUNK or (not self.is_lean and padded > 2 * sum(lengths)):
+            return super().read(texts, taps)
+        rows = self.forward([Feed(sequence, tokens, wanted=0) for sequence, tokens in texts], taps)
+        for sequence, tokens in texts:
+            self.commit(sequence, range(len(tokens)))
+        return [row.taps for row in rows]
 
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Keep one scratch path (gathered to contiguous slots), drop the rest.
@@ -209,7 +262,7 @@ class HuggingFaceModel(LanguageModel):
         """
         if sequence.provisional and len(path):
             raise ValueError("these nodes were run by a part of the layers: run all before keeping them")
-        self.cache.keep(sequence.row, self._slots(sequence), path)
+        sequence.cache.keep(sequence.row, self._slots(sequence), path)
         sequence.tokens.extend(sequence.scratch_tokens[node] for node in path)
         sequence.clear_scratch()
 
@@ -258,7 +311,7 @@ class HuggingFaceModel(LanguageModel):
 
     def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
         check_taps(taps, self.num_layers)
-        if len({feed.sequence.row for feed in feeds}) < len(feeds):
+        if len({id(feed.sequence) for feed in feeds}) < len(feeds):
             raise ValueError("two feeds of one forward belong to the same sequence: join them")
 
     @torch.inference_mode()
@@ -340,13 +393,42 @@ class HuggingFaceModel(LanguageModel):
             fixed: list[Rows] | None = self.graphs.score(feeds, places, taps)
             if fixed is not None:
                 return fixed
+        for feed, place in zip(feeds, places, strict=True):
+            self.bands.make_room(feed.sequence, place.committed + len(place.parents))
+        groups = in_bands([feed.sequence for feed in feeds])
+        calls = [
+            self._call(picked(feeds, group), picked(places, group), picked(inputs, group), taps, plan)
+            for group in groups
+        ]
+        self.bands.note_size()
+        began = now(self.device)
+        found = self._run_all(calls)
+        self.run_s += now(self.device) - began
+        self.num_layer_runs += plan.count(self.num_layers)
+        results: dict[int, Rows] = {}
+        for group, call, (logits, hidden) in zip(groups, calls, found, strict=True):
+            self.run_rows += call.ids.numel() if call.counts is None else sum(call.counts)
+            for index, kept, (i, _, end) in zip(group, logits, call.wanted, strict=True):
+                results[index] = Rows(kept, {name: h[i, :end] for name, h in hidden.items()})
+        return [results[index] for index in range(len(feeds))]
+
+    def _call(
+        self,
+        feeds: Sequence[Feed],
+        places: Sequence[RowPlan],
+        inputs: Sequence[Sequence[Tensor]],
+        taps: Sequence[str],
+        plan: LayerPlan,
+    ) -> Call:
+        """The padded [b, width] call of nodes whose sequences share a cache, over the rows that they span."""
+        cache = feeds[0].sequence.cache
         by_row = {feed.sequence.row: place for feed, place in zip(feeds, places, strict=True)}
         low, high = min(by_row), max(by_row) + 1
         width = max(place.new for place in places)
-        rows = [by_row[r] if r in by_row else self._idle(r) for r in range(low, high)]
+        rows = [by_row[r] if r in by_row else self._idle(cache.texts[r]) for r in range(low, high)]
         starts = [row.committed + len(row.parents) - row.new for row in rows]
         used = max(starts) + width
-        self.cache.plan(low, high, starts, width, used)
+        cache.plan(low, high, starts, width, used)
         ids, positions = self._inputs(rows, low, feeds, width)
         masks: dict[str, Tensor | None] = {
             name: additive_mask(rows, layer, width, used, self.run_dtype, self.device)
@@ -355,17 +437,7 @@ class HuggingFaceModel(LanguageModel):
         wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
         spans = [(f.sequence.row - low, p.new - n, p.new) for f, p, n in zip(feeds, places, wanted, strict=True)]
         states = self._padded(inputs, feeds, low, ids) if inputs else None
-        counts = self._counts(rows, width)
-        call = Call(ids, positions, masks, spans, taps, plan, states, counts)
-        self.run_rows += ids.numel() if counts is None else sum(counts)
-        began = now(self.device)
-        logits, hidden = self._run(call)
-        self.run_s += now(self.device) - began
-        self.num_layer_runs += plan.count(self.num_layers)
-        return [
-            Rows(kept, {name: h[i, :end] for name, h in hidden.items()})
-            for kept, (i, _, end) in zip(logits, spans, strict=True)
-        ]
+        return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width))
 
     def _append(self, feed: Feed) -> RowPlan:
         sequence = feed.sequence
@@ -380,9 +452,9 @@ class HuggingFaceModel(LanguageModel):
         visible = -1 if after is None else after
         return RowPlan(len(sequence.tokens), sequence.scratch_parents, sequence.scratch_depths, new, visible)
 
-    def _idle(self, row: int) -> RowPlan:
+    def _idle(self, sequence: SequenceState) -> RowPlan:
         """A row between the fed ones that takes no part: its padding is written behind its own scratch."""
-        return self._row_plan(self._sequences[row], 0)
+        return self._row_plan(sequence, 0)
 
     def _inputs(self, rows: Sequence[RowPlan], low: int, feeds: Sequence[Feed], width: int) -> tuple[Tensor, Tensor]:
         """Token ids and positions [b, width]; padding repeats token 0 at a legal position."""
@@ -410,6 +482,13 @@ class HuggingFaceModel(LanguageModel):
             padded[feed.sequence.row - low, : len(rows)] = rows
         return padded
 
+    def _run_all(self, calls: Sequence[Call]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
+        """One run for all where the forward takes several caches at once, else one each."""
+        if len(calls) > 1 and hasattr(self._lean, "run_all") and not calls[0].plan.weights:
+            found: list[tuple[list[Tensor], dict[str, Tensor]]] = self._lean.run_all(calls)
+            return found
+        return [self._run(call) for call in calls]
+
     def _run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and taps on the lean forward, or on the public one where there is none."""
         if call.plan.weights:
@@ -420,7 +499,7 @@ class HuggingFaceModel(LanguageModel):
     def _run_public(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and taps through the model's own forward."""
         ids, width, first = call.ids, call.ids.shape[1], call.first
-        mask: Any = {k: self._at_least_zero(m, ids) for k, m in call.masks.items()}
+        mask: Any = {k: self._at_least_zero(m, call) for k, m in call.masks.items()}
         if self._single_mask:
             mask = mask[""]
         products = BlockedProducts() if self.exact == "bitwise" else nullcontext()
@@ -432,17 +511,18 @@ class HuggingFaceModel(LanguageModel):
                 input_ids=known,
                 position_ids=call.positions,
                 attention_mask=mask,
-                past_key_values=self.cache,
+                past_key_values=call.cache,
                 use_cache=True,
                 logits_to_keep=max(width - first, 1),
             )
         return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
 
-    def _at_least_zero(self, mask: Tensor | None, ids: Tensor) -> Tensor:
+    def _at_least_zero(self, mask: Tensor | None, call: Call) -> Tensor:
         """Transformers would build its own mask from ``None``: hand it an all-zero one instead."""
         if mask is not None:
             return mask
-        return torch.zeros((len(ids), 1, ids.shape[1], self.cache._used), dtype=self.dtype, device=self.device)
+        used = call.cache.get_mask_sizes(0)[0]
+        return torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=self.dtype, device=self.device)
 
     @contextmanager
     def _switched_attention(self) -> Iterator[None]:
@@ -455,6 +535,11 @@ class HuggingFaceModel(LanguageModel):
         finally:
             for config, name in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = name
+
+
+def picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    """Those of the items, of which there may be none at all."""
+    return [items[index] for index in indices] if items else []
 
 
 def _comes_before(tap: str, layer: int) -> bool:

@@ -6,19 +6,19 @@ Transformers layer takes three times as many as :class:`foretoken.models.lean_la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.extra import known_ids, put_in
 from foretoken.models.lean_families import Family, family_of, part
-from foretoken.models.lean_layers import Heads, LeanLayer, Pass, Places, Rotary
+from foretoken.models.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary, joined
 from foretoken.models.lean_parts import Norm, norm_of
 from foretoken.models.masks import LayerMask, RowPlan, additive_mask
 from foretoken.models.packing import Projection, pays_packed, unpack_linears
@@ -36,7 +36,9 @@ another activation in one of three layers makes 0.07 or more.
 """
 
 
-Run = Callable[[Call], tuple[list[Tensor], dict[str, Tensor]]]
+Found = tuple[list[Tensor], dict[str, Tensor]]
+"""Logits [n, V] per feed, and taps [b, width, D]."""
+Run = Callable[[Call], Found]
 """A forward, public or lean."""
 
 
@@ -66,13 +68,12 @@ class LeanForward:
         ValueError: a model of a family that is not covered.
     """
 
-    def __init__(self, owner: HuggingFaceModel, cache: TreeCache | None = None) -> None:
+    def __init__(self, owner: HuggingFaceModel) -> None:
         config, family = owner.config, family_of(owner.config)
         if family is None:
             raise ValueError(f"the lean forward does not cover {config.model_type}: use the public one")
         decoder: Any = part(owner.model, family.decoder)
         self.owner = owner
-        self.cache = cache if cache is not None else owner.cache
         packing = owner.packing
         self.dtype = packing.activations(owner.dtype)
         self.size = Heads.of(config)
@@ -99,36 +100,58 @@ class LeanForward:
         self.logit_scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
 
-    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def run(self, call: Call) -> Found:
         """Logits [n, V] per feed and taps, in which padding that was left out is zero."""
-        (b, width), taps, plan = call.ids.shape, call.taps, call.plan
-        places = Places(b, width, call.counts, call.ids.device)
-        x = places.taken(call.ids if call.states is None else call.states)
-        if call.states is None:
-            x = self._embed(x)
-        positions = places.taken(call.positions)
-        turns = {kind: rotary(positions) for kind, rotary in self.rotary.items()}
-        run = Pass(places, turns, self._masks(call), self.cache)
-        hidden: dict[str, Tensor] = {}
+        return self.run_all([call])[0]
+
+    def run_all(self, calls: Sequence[Call]) -> list[Found]:
+        """Several calls at once, alike but for their rows: only attention tells the caches apart."""
+        taps, plan = calls[0].taps, calls[0].plan
+        run, x = self._begin(calls)
+        hidden: list[dict[str, Tensor]] = [{} for _ in calls]
         end = plan.end(len(self.layers))
         for i in range(plan.start, end):
             if taps and f"layer:{i}" in taps:
-                hidden[f"layer:{i}"] = places.padded(x)
+                run.put(f"layer:{i}", x, hidden)
             layer, source = self.layers[i], x
             if i not in plan.skip_attention:
                 x = layer.attend(i, x, run)
             if i not in plan.skip_mlp:
                 x = layer.feed(source if layer.parallel else x, x)
         if taps and f"layer:{end}" in taps:
-            hidden[f"layer:{end}"] = places.padded(x)
+            run.put(f"layer:{end}", x, hidden)
         if "last" in taps:
             x = self.final_norm(x)
-            hidden["last"] = places.padded(x)
-        x, spans = places.wanted(x, call.wanted)
-        if not len(x):
-            return [x.new_zeros(0, self.owner.vocab_size) for _ in spans], hidden
-        logits = self._logits(x if "last" in taps else self.final_norm(x))
-        return [logits[start:end] for start, end in spans], hidden
+            run.put("last", x, hidden)
+        kept = [group.places.wanted(x[group.rows], call.wanted) for group, call in zip(run.groups, calls, strict=True)]
+        x = joined([rows for rows, _ in kept])
+        if len(x):
+            x = self._logits(x if "last" in taps else self.final_norm(x))
+        else:
+            x = x.new_zeros(0, self.owner.vocab_size)
+        found: list[Found] = []
+        for (rows, spans), states in zip(kept, hidden, strict=True):
+            logits, x = x[: len(rows)], x[len(rows) :]
+            found.append(([logits[start:stop] for start, stop in spans], states))
+        return found
+
+    def _begin(self, calls: Sequence[Call]) -> tuple[Pass, Tensor]:
+        """What the layers read besides the hidden states [n, D] of all rows, and those."""
+        places = [Places(len(call.ids), call.ids.shape[1], call.counts, call.ids.device) for call in calls]
+        states = [
+            place.taken(call.ids if call.states is None else call.states)
+            for place, call in zip(places, calls, strict=True)
+        ]
+        positions = joined([place.taken(call.positions) for place, call in zip(places, calls, strict=True)])
+        ends = list(accumulate(map(len, states)))
+        groups = [
+            Group(slice(end - len(rows), end), place, self._masks(call), call.cache)
+            for end, rows, place, call in zip(ends, states, places, calls, strict=True)
+        ]
+        x = joined(states)
+        if calls[0].states is None:
+            x = self._embed(x)
+        return Pass(groups, {kind: rotary(positions) for kind, rotary in self.rotary.items()}), x
 
     def _embed(self, ids: Tensor) -> Tensor:
         """What the first layer reads [n, D] of ids [n]."""
@@ -219,7 +242,7 @@ def _tree_logits(owner: HuggingFaceModel, run: Run, dtype: torch.dtype) -> Tenso
     }
     owner.cache.plan(0, 1, [0], width, width)
     try:
-        logits = run(Call(ids, positions, masks, [(0, 0, width)], ()))[0][0].double()
+        logits = run(Call(owner.cache, ids, positions, masks, [(0, 0, width)], ()))[0][0].double()
     except RuntimeError:  # experts in a dtype that their kernel lacks: who uses the model will be told
         return None
     finally:

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.lean_families import Family
-from foretoken.models.lean_layers import Heads, LeanLayer, Pass, Places, Rotary
+from foretoken.models.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary
 from foretoken.models.packing import Packing
 
 LAYER = Family(attention="", mlp="", activation=None)
@@ -69,21 +68,22 @@ class HeadRun:
     Args:
         head: its layer.
         call: padded rows, with ``states``.
-        cache: of the one layer.
     """
 
-    def __init__(self, head: LeanHead, call: Call, cache: TreeCache) -> None:
+    def __init__(self, head: LeanHead, call: Call) -> None:
         (b, width), mask = call.ids.shape, call.masks[""]
         self.layer = head.layer
         self.places = Places(b, width, call.counts, call.ids.device)
         self.positions = self.places.taken(call.positions)
         groups = head.size.heads // head.size.kv_heads
         folded = mask if mask is None or width == 1 else mask.repeat(1, 1, groups, 1)
-        self.run = Pass(self.places, {"": head.rotary(self.positions)}, {"": folded}, cache)
+        rows = slice(0, len(self.positions))
+        self.cache = call.cache
+        self.run = Pass([Group(rows, self.places, {"": folded}, call.cache)], {"": head.rotary(self.positions)})
 
     def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """What any cache of a head does: store keys and values [b, H, n, d], return all of them."""
-        return self.run.cache.update(key, value, 0)
+        return self.cache.update(key, value, 0)
 
     def mixed(self, inputs: Tensor) -> Tensor:
         """The attention's output [n, D] of normalised inputs [n, width]."""

@@ -49,14 +49,32 @@ class Pass:
     """What all layers of one forward read.
 
     Attributes:
-        places: where its rows are in the padded batch.
+        groups: its rows, by the cache that they are in.
         turns: cosine and signed sine [n, 1, r] of the rows, by kind of rotary embedding.
+    """
+
+    groups: Sequence[Group]
+    turns: Mapping[str, tuple[Tensor, Tensor]]
+
+    def put(self, name: str, x: Tensor, hidden: Sequence[dict[str, Tensor]]) -> None:
+        """Hand out the states x [n, D] as a tap: to every group its own, padded."""
+        for group, found in zip(self.groups, hidden, strict=True):
+            found[name] = group.places.padded(x[group.rows])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of a forward that share a cache.
+
+    Attributes:
+        rows: which of the flat rows they are.
+        places: where they are in the padded batch of their cache.
         masks: additive, by layer type; repeated per query group unless the layers compute scores themselves.
         cache: where keys and values are kept.
     """
 
+    rows: slice
     places: Places
-    turns: Mapping[str, tuple[Tensor, Tensor]]
     masks: Mapping[str, Tensor | None]
     cache: TreeCache
 
@@ -105,19 +123,25 @@ class LeanLayer:
 
     def mixed(self, index: int, inputs: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
         """:meth:`attend` of inputs [n, in] that are normalised already; without a residual, the attention alone."""
-        size, places = self.size, run.places
         qkv = self._heads_of(self.qkv(inputs))
-        qk = places.padded(turned(self._normed(qkv), *run.turns[self.rope])).transpose(1, 2)
-        value = places.padded(qkv[:, size.heads + size.kv_heads :]).transpose(1, 2)
-        query, mask = qk[:, : size.heads], run.masks[self.mask]
-        keys, values = run.cache.update(qk[:, size.heads :], value, index)
+        qk = turned(self._normed(qkv), *run.turns[self.rope])
+        value = qkv[:, self.size.heads + self.size.kv_heads :]
+        found = [self._looked_up(index, qk[group.rows], value[group.rows], group) for group in run.groups]
+        return self.out(joined(found), residual)
+
+    def _looked_up(self, index: int, qk: Tensor, value: Tensor, group: Group) -> Tensor:
+        """Attention [n, H d] of one group's rows, whose keys and values are written first."""
+        size, places = self.size, group.places
+        padded = places.padded(qk).transpose(1, 2)
+        query, mask = padded[:, : size.heads], group.masks[self.mask]
+        keys, values = group.cache.update(padded[:, size.heads :], places.padded(value).transpose(1, 2), index)
         if self.explicit is not None:
             out = self.explicit(None, query, keys, values, mask, self.scaling, softcap=self.soft_cap)[0]  # type: ignore[arg-type]
         else:
             folded = query.reshape(places.b, size.kv_heads, -1, size.dim)
             out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self.scaling)
             out = out.view(places.b, size.heads, places.width, size.dim).transpose(1, 2)
-        return self.out(places.taken(out.reshape(places.b, places.width, -1)), residual)
+        return places.taken(out.reshape(places.b, places.width, -1))
 
     def _heads_of(self, qkv: Tensor) -> Tensor:
         """[n, H + 2 H', d]: query heads, then those of keys, then those of values."""
@@ -136,6 +160,11 @@ class LeanLayer:
             return torch.cat([self.q_norm(query), self.k_norm(key)], 1)
         both = torch.cat([self.q_norm(query.flatten(1)), self.k_norm(key.flatten(1))], 1)
         return both.view(-1, end, self.size.dim)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts [n, ...] one behind the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

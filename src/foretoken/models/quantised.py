@@ -38,6 +38,9 @@ TRIES = 6
 GAIN4 = 1.25
 """How much faster int4 must be than int8 to be worth its larger error."""
 
+VECTOR = 32
+"""Inputs that the widest instructions read at once."""
+
 
 class QuantisedProduct(ABC):
     """``x -> x W^T (+ bias)`` like :class:`foretoken.models.packing.Projection`, with a quantised W.
@@ -110,17 +113,25 @@ class Dequantised(QuantisedProduct):
 
 
 class Int8Product(QuantisedProduct):
-    """int8 weights, the input in bfloat16."""
+    """int8 weights, the input in bfloat16.
+
+    PyTorch's operator reads inputs in whole vectors: behind a width that is none it reads what lies there (wrong
+    numbers on some CPUs, a crash on others).  Such weights and inputs get zeros up to the next one.
+    """
 
     name, bits = "int8 weights, bf16 input", 8
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__((len(weight.values), weight.values.shape[1]), bias)
         self.weight = weight
+        self.missing = -self.shape[1] % VECTOR
+        self.padded = F.pad(weight.values, (0, self.missing)) if self.missing else weight.values
 
     def product(self, x: Tensor) -> Tensor:
         """bfloat16."""
-        return torch._weight_int8pack_mm(x.to(torch.bfloat16), self.weight.values, self.weight.scale)
+        x = x.to(torch.bfloat16)
+        x = F.pad(x, (0, self.missing)) if self.missing else x
+        return torch._weight_int8pack_mm(x, self.padded, self.weight.scale)
 
     def dense(self) -> Tensor:
         """[out, in] float32, exactly."""
@@ -129,7 +140,7 @@ class Int8Product(QuantisedProduct):
     @property
     def nbytes(self) -> int:
         """A byte a weight, two a row."""
-        return self.weight.values.nbytes + self.weight.scale.nbytes
+        return self.padded.nbytes + self.weight.scale.nbytes
 
 
 class Int4Product(QuantisedProduct):

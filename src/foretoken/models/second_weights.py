@@ -89,7 +89,7 @@ class QuantisedWeights:
             shadow = copy.copy(owner)
             shadow.packing = QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
             self._lean = type(owner._lean)(shadow)
-            self._lean.owner = self._lean.cache = None  # whoever runs it brings its own
+            self._lean.owner = None  # whoever runs it brings its own
         else:
             for linear in linears(owner.model):
                 pick = scheme.head_product if linear is head else scheme.product
@@ -108,7 +108,7 @@ class QuantisedWeights:
         """Logits [n, V] per feed and taps, with the keys and values in the cache of ``owner``."""
         if self._lean is not None:
             lean = copy.copy(self._lean)
-            lean.owner, lean.cache = owner, owner.cache
+            lean.owner = owner
             found: tuple[list[Tensor], dict[str, Tensor]] = lean.run(call)
             return found
         with ExitStack() as swapped:

@@ -41,6 +41,16 @@ class SparseState(SequenceState):
     chosen_from: int = 0
     kept: int = 0
 
+    @property
+    def committed_slots(self) -> int:
+        """Slots of the subset and of what was read behind it."""
+        return self.kept + len(self.tokens) - self.chosen_from
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of its row that hold something."""
+        return self.committed_slots + len(self.scratch_tokens)
+
 
 class SparseModel(HuggingFaceModel):
     """Draws from the target's weights over a subset of the target's keys and values.
@@ -108,9 +118,10 @@ class SparseModel(HuggingFaceModel):
         source = self.target.open()
         try:
             queries = self.queries(source, 0)
+            stored = list(source.cache.keys)
         finally:
             self.target.release(source)
-        for layer, keys in enumerate(self.target.cache.keys):
+        for layer, keys in enumerate(stored):
             if keys is not None and (layer not in queries or queries[layer].shape[-1] != keys.shape[-1]):
                 raise CapabilityError(
                     f"retrieval cannot compare a query with the compressed keys of {self.config.model_type} layers: "
@@ -131,10 +142,7 @@ class SparseModel(HuggingFaceModel):
         """A new sequence for the text that the target keeps in ``source``; its subset is chosen when it is needed."""
         if source is None:
             return self.open()
-        sequence = SparseState(row=len(self._sequences), source=source)
-        self._sequences.append(sequence)
-        self.cache.reserve(len(self._sequences), 1)
-        return sequence
+        return self.bands.open(SparseState(row=0, source=source))
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
         """Nothing is read: the subset is chosen from what the target has, once the next token is known.
@@ -165,8 +173,7 @@ class SparseModel(HuggingFaceModel):
         super().rewind(sequence, length)
 
     def _slots(self, sequence: SequenceState) -> int:
-        own = _own(sequence)
-        return own.kept + len(own.tokens) - own.chosen_from
+        return _own(sequence).committed_slots
 
     def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
         if after is not None:
@@ -184,7 +191,7 @@ class SparseModel(HuggingFaceModel):
         count = len(source.tokens)
         retrieve = count > self.budget and self.select == "retrieval"
         queries = self.queries(source, root) if retrieve else {}
-        for layer, (keys, values) in enumerate(zip(self.target.cache.keys, self.target.cache.values, strict=True)):
+        for layer, (keys, values) in enumerate(zip(source.cache.keys, source.cache.values, strict=True)):
             if keys is None or values is None:
                 continue
             key, value = keys[source.row, :, :count], values[source.row, :, :count]  # [H, count, D]
@@ -196,7 +203,7 @@ class SparseModel(HuggingFaceModel):
                 )
                 key, value = _gathered(key, slots), _gathered(value, slots)
             kept = key.shape[1]
-            self.cache.load(own.row, layer, key, value)
+            own.cache.load(own.row, layer, key, value)
         own.clear_scratch()
         own.tokens[:] = source.tokens
         own.chosen, own.chosen_from, own.kept = True, count, kept

@@ -103,7 +103,8 @@ class StackedModel(FeatureModel):
                 features = inputs[:, :, index - 1]
             elif index and not step:  # within a feed the place before is the row before
                 features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
-            outputs.append(module(embeddings, features, call.positions, self._mask(call, index), self._keep(index)))
+            keep = self._keep(call.cache, index)
+            outputs.append(module(embeddings, features, call.positions, self._mask(call, index), keep))
         output = torch.cat(outputs, -1)
         kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
         logits = (
@@ -111,16 +112,17 @@ class StackedModel(FeatureModel):
         )
         return call.taken(logits), {"state": output}
 
-    def _keep(self, index: int) -> Keep:
+    @staticmethod
+    def _keep(cache: TreeCache, index: int) -> Keep:
         """The cache of a module."""
-        return lambda key, value: self.cache.update(key, value, index)
+        return lambda key, value: cache.update(key, value, index)
 
     def _mask(self, call: Call, index: int) -> Tensor | None:
         """A module's first place is its number: the ones before have no state for it to read."""
         mask = call.masks[""]
         if not index:
             return mask
-        used = self.cache.get_mask_sizes(0)[0]
+        used = call.cache.get_mask_sizes(0)[0]
         if mask is None:
             mask = torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=self.dtype, device=self.device)
         void = torch.arange(used, device=self.device) < index

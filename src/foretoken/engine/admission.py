@@ -1,0 +1,115 @@
+"""Which requests may enter: what is wrong with one is said before it costs anybody anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from foretoken.engine.request import Request, Running
+from foretoken.models.base import LanguageModel
+from foretoken.noise import check_seed
+
+SCRATCH = 64
+"""Slots for draft tokens that every text may need besides its own tokens."""
+
+
+def check(request: Request, target: LanguageModel) -> None:
+    """Refuse a request that cannot be served.
+
+    Raises:
+        ValueError: an empty prompt, one that leaves no room in the context, ``max_new_tokens`` below 1, token ids
+            outside the vocabulary, counts below 0, or a seed that is none.
+    """
+    if request.seed is not None:
+        check_seed(request.seed)
+    _check_lengths(request, target.context_length)
+    for what, ids in _named_ids(request):
+        bad = [token for token in ids if not 0 <= token < target.vocab_size]
+        if bad:
+            raise ValueError(f"{what} {bad[0]} is outside the vocabulary of {target.vocab_size}")
+    for name in ("logprobs", "prompt_logprobs", "min_tokens", "max_draft_tokens"):
+        value = getattr(request, name)
+        if value is not None and value < 0:
+            raise ValueError(f"{name} must be at least 0, not {value}")
+    if request.min_tokens > request.max_new_tokens:
+        raise ValueError(f"min_tokens={request.min_tokens} is more than max_new_tokens={request.max_new_tokens}")
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        raise ValueError(f"deadline_s must be above 0, not {request.deadline_s}")
+
+
+def _named_ids(request: Request) -> Iterable[tuple[str, Iterable[int]]]:
+    yield "prompt token", request.prompt
+    yield "logit_bias token", request.params.logit_bias
+    yield "stop_token_ids: token", request.stop_token_ids
+    yield "prediction token", request.prediction or ()
+
+
+def _check_lengths(request: Request, context_length: int) -> None:
+    room = context_length - len(request.prompt)
+    if not request.prompt:
+        raise ValueError("the prompt is empty: give at least one token")
+    if room < 1:
+        raise ValueError(
+            f"the prompt has {len(request.prompt)} tokens and the model's context is {context_length}: "
+            "shorten the prompt"
+        )
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
+    if request.max_new_tokens > room:
+        raise ValueError(
+            f"max_new_tokens={request.max_new_tokens} goes past the model's context: the prompt has "
+            f"{len(request.prompt)} tokens, so at most {room} of {context_length} are left"
+        )
+
+
+class KvBudget:
+    """The memory that keys and values may take: a request is admitted when its prompt and answer fit.
+
+    Args:
+        target: whose.
+        limit: bytes; ``None`` for no limit.
+    """
+
+    def __init__(self, target: LanguageModel, limit: int | None) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"kv_memory must be at least 1 byte, not {limit}")
+        if limit is not None and not target.kv_bytes_per_token:
+            raise ValueError(
+                f"kv_memory needs a model that knows what a token costs, and {type(target).__name__} does not"
+            )
+        self.target, self.limit = target, limit
+        self.reserved: dict[int, int] = {}
+
+    def need(self, request: Request) -> int:
+        """Bytes that a request may come to need."""
+        slots = len(request.prompt) + request.max_new_tokens + SCRATCH
+        return slots * self.target.kv_bytes_per_token if self.limit is not None else 0
+
+    def check(self, request: Request) -> None:
+        """Refuse what could never be admitted.
+
+        Raises:
+            ValueError: it needs more than there is.
+        """
+        need = self.need(request)
+        if self.limit is not None and need > self.limit:
+            raise ValueError(
+                f"the prompt and max_new_tokens={request.max_new_tokens} need {need} bytes of keys and values, and "
+                f"kv_memory is {self.limit}: shorten the prompt or ask for fewer tokens"
+            )
+
+    def admits(self, run: Running) -> bool:
+        """Reserve what a request needs, if there is room."""
+        need = self.need(run.request)
+        if self.limit is not None and sum(self.reserved.values()) + need > self.limit:
+            return False
+        self.reserved[run.id] = need
+        return True
+
+    def free(self, run: Running) -> None:
+        """A request has left."""
+        self.reserved.pop(run.id, None)
+
+    @property
+    def left(self) -> int | None:
+        """Bytes that no request has reserved; ``None`` without a limit."""
+        return None if self.limit is None else self.limit - sum(self.reserved.values())

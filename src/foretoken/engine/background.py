@@ -1,0 +1,349 @@
+"""The engine in a thread of its own, fed by a queue: for servers, and for programs that use asyncio.
+
+Whoever asks never touches a tensor: requests go in through :meth:`AsyncLlm.submit`, what they gain comes out of the
+ticket, and cancelling takes effect between two rounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+from foretoken.engine.errors import DeadlineExceeded, Draining, EngineDead, QueueFull, RequestFailed, failure_of
+from foretoken.engine.output import Output, Piece, Pieces, output_of
+from foretoken.engine.request import Emission, Request, Running
+
+if TYPE_CHECKING:
+    from foretoken.llm import Llm
+    from foretoken.options import Options, Prompt
+
+T = TypeVar("T")
+Gain = tuple[Running, Emission] | Exception
+
+IDLE_S = 0.2
+"""How often an idle engine shows that it lives."""
+MISHAPS = 3
+"""Rounds in a row that may fail as a whole before the engine gives up."""
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What a server shows of its engine.
+
+    Attributes:
+        running: requests that take part in rounds or have their prompts read.
+        waiting: requests in the queue.
+        kv_bytes: memory of running texts' keys and values.
+        kv_budget_bytes: the most that they may take; ``None`` for no limit.
+        heartbeat_age_s: seconds since the engine's thread last showed that it lives.
+        dead: why it does not live any more.
+        draining: whether new requests are refused.
+        rounds: rounds so far.
+        controller: what the controller says of itself.
+    """
+
+    running: int
+    waiting: int
+    kv_bytes: int
+    kv_budget_bytes: int | None
+    heartbeat_age_s: float
+    dead: str | None
+    draining: bool
+    rounds: int
+    controller: dict[str, Any] = field(default_factory=dict)
+
+
+class Ticket:
+    """A request on its way, as its sender sees it; made by :meth:`AsyncLlm.submit`."""
+
+    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> None:
+        self.request = request
+        self.id: int | None = None
+        self.arrived_s = monotonic()
+        self._loop = loop
+        self._gains: asyncio.Queue[Gain] = asyncio.Queue()
+
+    def put(self, gain: Gain) -> None:
+        """Hand over what was gained; called by the engine's thread."""
+        if self._loop is None:
+            self._gains.put_nowait(gain)
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._gains.put_nowait, gain)
+
+    async def next(self) -> tuple[Running, Emission]:
+        """The next gain.
+
+        Raises:
+            RequestFailed: the request ended with an error.
+            DeadlineExceeded: it ended without a token because its time was up.
+            EngineDead: the engine's thread has ended.
+        """
+        gain = await self._gains.get()
+        if isinstance(gain, Exception):
+            raise gain
+        run, emission = gain
+        if emission.error is not None:
+            raise failure_of(emission.error) from emission.error
+        if emission.finish_reason == "deadline" and not run.output:
+            raise DeadlineExceeded(f"nothing was written within {self.request.deadline_s} s")
+        return run, emission
+
+
+class AsyncLlm:
+    """An :class:`~foretoken.llm.Llm` that serves many askers at once.
+
+    Args:
+        llm: what is served; nobody else may use it meanwhile.
+        max_running: most requests that run together.
+        max_queued: most requests that wait besides; more are refused.
+        kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
+        prefill_chunk: tokens of prompts that are read between two rounds.
+        prefix_cache: keep finished texts for others with the same beginning (and the same ``cache_salt``).
+        prefix_bytes: most memory for them.
+    """
+
+    def __init__(
+        self,
+        llm: Llm,
+        *,
+        max_running: int = 32,
+        max_queued: int = 256,
+        kv_memory: int | None = None,
+        prefill_chunk: int = 256,
+        prefix_cache: bool = True,
+        prefix_bytes: int = 2**28,
+    ) -> None:
+        for name, value in (("max_running", max_running), ("prefill_chunk", prefill_chunk)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if max_queued < 0:
+            raise ValueError(f"max_queued must be at least 0, not {max_queued}")
+        self.llm, self.max_running, self.max_queued = llm, max_running, max_queued
+        kept = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
+        llm.engine.serve(max_running, kv_memory, prefill_chunk, kept)
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._new: list[Ticket] = []
+        self._calls: list[tuple[Callable[[Llm], Any], Future[Any]]] = []
+        self._cancelled: list[Ticket] = []
+        self._tickets: dict[int, Ticket] = {}
+        self._thread: threading.Thread | None = None
+        self._stopping = self._draining = False
+        self._dead: str | None = None
+        self._beat = monotonic()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the engine's thread."""
+        if self._thread is None:
+            self._beat = monotonic()
+            self._thread = threading.Thread(target=self._serve, name="foretoken-engine", daemon=True)
+            self._thread.start()
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those that are there are finished."""
+        self._draining = True
+
+    async def close(self, drain_s: float = 30.0) -> None:
+        """Refuse new requests, wait for the others, cancel those that take longer, and end the thread."""
+        self.drain()
+        end = monotonic() + drain_s
+        while self.num_open and monotonic() < end and self._dead is None:
+            await asyncio.sleep(0.01)
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, 10.0)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        with self._lock:
+            return len(self._new) + len(self._tickets)
+
+    @property
+    def status(self) -> EngineStatus:
+        """What the engine does just now."""
+        engine = self.llm.engine
+        running = len(engine.running)
+        return EngineStatus(
+            running,
+            max(0, self.num_open - running),
+            engine.target.kv_bytes,
+            engine.budget.limit,
+            monotonic() - self._beat,
+            self._dead,
+            self._draining,
+            engine.rounds,
+            engine.controller.report() if engine.controller is not None else {},
+        )
+
+    # -- asking ------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> Ticket:
+        """Queue a request; from any thread.
+
+        Raises:
+            QueueFull: as many wait as may.
+            Draining: the server is about to stop.
+            EngineDead: there is nobody to serve it.
+            ValueError: it cannot be served.
+        """
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        if self._draining or self._stopping:
+            raise Draining("the server is shutting down")
+        self.llm.engine.check(request)
+        try:
+            loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        ticket = Ticket(request, loop)
+        with self._lock:
+            if len(self._new) + len(self._tickets) >= self.max_running + self.max_queued:
+                raise QueueFull(f"{self.max_running} requests run and {self.max_queued} wait already", 1.0)
+            self._new.append(ticket)
+        self._wake.set()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request before the next round."""
+        with self._lock:
+            self._cancelled.append(ticket)
+        self._wake.set()
+
+    async def run(self, request: Request) -> Output:
+        """The output of a request.
+
+        Raises:
+            RequestFailed: it ended with an error.
+            DeadlineExceeded: its time was up before it had a token.
+            EngineDead: there is nobody to serve it any more.
+        """
+        ticket = self.submit(request)
+        try:
+            while True:
+                run, emission = await ticket.next()
+                if emission.finish_reason is not None:
+                    return output_of(run, self.llm.tokenizer)
+        finally:
+            self.cancel(ticket)
+
+    async def pieces(self, request: Request) -> AsyncIterator[Piece]:
+        """The output of a request, round by round; who stops listening cancels it."""
+        async for piece in self.follow(self.submit(request)):
+            yield piece
+
+    async def follow(self, ticket: Ticket) -> AsyncIterator[Piece]:
+        """:meth:`pieces` of a request that is queued already."""
+        pieces = Pieces(self.llm.tokenizer)
+        try:
+            while True:
+                run, emission = await ticket.next()
+                yield pieces.push(run, emission)
+                if emission.finish_reason is not None:
+                    return
+        finally:
+            self.cancel(ticket)
+
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Output:
+        """Generate for one prompt; see :class:`foretoken.options.Options`."""
+        return await self.run(self.llm.request(prompt, **options))
+
+    async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncIterator[Piece]:
+        """Generate for one prompt, a piece per round."""
+        async for piece in self.pieces(self.llm.request(prompt, **options)):
+            yield piece
+
+    async def call(self, function: Callable[[Llm], T]) -> T:
+        """What a function of the :class:`Llm` gives, run between two rounds in the engine's thread.
+
+        Raises:
+            EngineDead: there is nobody to run it.
+        """
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        future: Future[T] = Future()
+        with self._lock:
+            self._calls.append((function, future))
+        self._wake.set()
+        return await asyncio.wrap_future(future)
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        mishaps = 0
+        try:
+            while not self._stopping:
+                self._beat = monotonic()
+                self._take_in()
+                if not self.llm.engine.busy:
+                    self._wake.wait(IDLE_S)
+                    self._wake.clear()
+                    continue
+                try:
+                    self._hand_out()
+                    mishaps = 0
+                except Exception:
+                    mishaps += 1
+                    if mishaps == MISHAPS:
+                        raise
+            self._finish("the server is shutting down")
+        except BaseException as error:
+            self._finish(f"the engine has stopped: {type(error).__name__}: {error}")
+            raise
+
+    def _take_in(self) -> None:
+        """Requests, cancellations and calls that came since the last round."""
+        with self._lock:
+            new, self._new = self._new, []
+            cancelled, self._cancelled = self._cancelled, []
+            calls, self._calls = self._calls, []
+            gone = {id(ticket) for ticket in cancelled}
+            kept = [ticket for ticket in new if id(ticket) not in gone]
+            for ticket in kept:
+                self._enter(ticket)
+        for ticket in cancelled:
+            if ticket.id is not None and self._tickets.pop(ticket.id, None) is not None:
+                self.llm.engine.cancel(ticket.id)
+        for function, future in calls:
+            try:
+                future.set_result(function(self.llm))
+            except Exception as error:  # the caller's own
+                future.set_exception(error)
+
+    def _enter(self, ticket: Ticket) -> None:
+        try:
+            ticket.id = self.llm.engine.add(ticket.request, arrived_s=ticket.arrived_s)
+            self._tickets[ticket.id] = ticket
+        except Exception as error:  # of this request alone
+            ticket.put(RequestFailed(str(error), "error"))
+
+    def _hand_out(self) -> None:
+        """One round; everybody gets what is theirs."""
+        for run, emission in self.llm.engine.step():
+            ticket = self._tickets.get(run.id)
+            if ticket is None:
+                continue
+            if emission.finish_reason is not None:
+                with self._lock:
+                    del self._tickets[run.id]
+            ticket.put((run, emission))
+
+    def _finish(self, reason: str) -> None:
+        self._dead = reason
+        with self._lock:
+            open_ = [*self._new, *self._tickets.values()]
+            self._new, self._tickets = [], {}
+            calls, self._calls = self._calls, []
+        for ticket in open_:
+            ticket.put(EngineDead(reason))
+        for _, future in calls:
+            future.set_exception(EngineDead(reason))
+        self.llm.engine.close()

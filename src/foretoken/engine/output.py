@@ -1,0 +1,150 @@
+"""What a request gives: whole outputs, and pieces of a stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretoken.engine.logprobs import TokenLogprobs
+from foretoken.engine.request import Emission, Origin, Running
+from foretoken.engine.stats import SpecStats
+from foretoken.engine.stopping import Detokenizer, FinishReason
+from foretoken.engine.trace import RoundTrace
+
+
+@dataclass
+class Output:
+    """One finished generation.
+
+    Attributes:
+        text: the new text (cut before a stop string, special tokens left out).
+        token_ids: the new tokens only.
+        finish_reason: ``eos``, ``stop``, ``length`` or ``deadline``.
+        stats: counts and times.
+        origins: per token, whether it was an accepted draft token, a recovered, a bonus or a plainly decoded one.
+        seed: of a sampled output, the given one or one that was drawn; ``None`` for a greedy output.  Asked for with
+            this seed, an output that was coupled (all seeded ones, unless another verifier was named) comes again.
+        stop_reason: the stop string or token id that ended it.
+        logprobs: of the new tokens, where they were asked for.
+        prompt_logprobs: of the prompt's tokens, where they were asked for; the first has none.
+        rounds: what happened, round by round, with ``explain=True``.
+        why: why it drafted as it did in the end, as the controller says.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stats: SpecStats
+    origins: list[Origin] = field(default_factory=list)
+    seed: int | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    rounds: list[RoundTrace] = field(default_factory=list)
+    why: str = ""
+
+
+@dataclass
+class Piece:
+    """A part of a stream: what one round added.
+
+    Attributes:
+        text: new text that is certain (may be empty while a character is half-written).
+        token_ids: new tokens.
+        accepted: per token, whether it was an accepted draft token.
+        origins: per token, where it came from.
+        finish_reason: set on the last piece.
+        stats: set on the last piece.
+        seed: as in :class:`Output`, on the last piece.
+        stop_reason: as in :class:`Output`, on the last piece.
+        logprobs: of its tokens, where they were asked for.
+        rounds: the round that it came from, with ``explain=True``.
+        prompt_logprobs: as in :class:`Output`, on the first piece.
+        why: as in :class:`Output`, on the last piece.
+    """
+
+    text: str
+    token_ids: list[int]
+    accepted: list[bool]
+    origins: list[Origin]
+    finish_reason: FinishReason | None = None
+    stats: SpecStats | None = None
+    seed: int | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    rounds: list[RoundTrace] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    why: str = ""
+
+
+class Pieces:
+    """Turns what a request gains into pieces of text.
+
+    Args:
+        tokenizer: a Transformers tokenizer, or ``None`` (no text).
+    """
+
+    def __init__(self, tokenizer: Any | None) -> None:
+        self._text = Detokenizer(tokenizer)
+        self._shown = 0
+        self._first = True
+
+    def push(self, run: Running, emission: Emission) -> Piece:
+        """The piece of one round."""
+        self._text.push(emission.token_ids)
+        final = emission.finish_reason is not None
+        prompt = run.prompt_logprobs if self._first and run.request.prompt_logprobs is not None else None
+        self._first = False
+        return Piece(
+            self._certain(run, final),
+            list(emission.token_ids),
+            [origin == "accepted" for origin in emission.origins],
+            list(emission.origins),
+            emission.finish_reason,
+            run.stats if final else None,
+            run.seed if final else None,
+            run.stopper.reason if final else None,
+            list(emission.logprobs),
+            list(emission.rounds),
+            prompt,
+            run.why if final else "",
+        )
+
+    def _certain(self, run: Running, final: bool) -> str:
+        """New text; what may still turn out to be the beginning of a stop string is held back."""
+        if final:
+            self._text.flush()
+            end = len(self._text.text) if run.stopper.cut is None else run.stopper.cut
+        else:
+            end = len(self._text.text) - max(0, run.stopper.held_back - 1)
+        begin, self._shown = self._shown, max(end, self._shown)
+        return self._text.text[begin : self._shown]
+
+
+def output_of(run: Running, tokenizer: Any | None) -> Output:
+    """The whole output of a finished request.
+
+    Raises:
+        RuntimeError: it is not finished.
+    """
+    if run.finish_reason is None:
+        raise RuntimeError("an unfinished request has no output")
+    text = ""
+    if tokenizer is not None:
+        decoder = Detokenizer(tokenizer)
+        decoder.push(run.output)
+        decoder.flush()
+        text = decoder.text[: run.stopper.cut]
+    return Output(
+        text,
+        run.output,
+        run.finish_reason,
+        run.stats,
+        list(run.origins),
+        run.seed,
+        run.stopper.reason,
+        run.logprobs if run.request.logprobs is not None else None,
+        run.prompt_logprobs if run.request.prompt_logprobs is not None else None,
+        run.rounds,
+        run.why,
+    )

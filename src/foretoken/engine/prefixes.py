@@ -1,0 +1,103 @@
+"""Texts that are kept after they ended, so that the next one with the same beginning need not be read again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretoken.models.base import Snapshot
+
+SHORTEST = 16
+"""A common beginning of fewer tokens is read again: copying it costs as much as it saves."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A text that was kept.
+
+    Attributes:
+        salt: whose it is; nobody else finds it.
+        tokens: n token ids.
+        snapshot: its keys and values.
+        hidden: the hidden states [n, D] that the drafter asked for, by tap.
+    """
+
+    salt: str
+    tokens: NDArray[np.int64]
+    snapshot: Snapshot
+    hidden: Mapping[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        states = sum(rows.numel() * rows.element_size() for rows in self.hidden.values())
+        return self.snapshot.nbytes + states + self.tokens.nbytes
+
+
+def common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
+    """How many leading tokens two texts share."""
+    size = min(len(left), len(right))
+    different = np.flatnonzero(left[:size] != right[:size])
+    return int(different[0]) if len(different) else size
+
+
+class Prefixes:
+    """The texts, the least recently used first.
+
+    Args:
+        capacity: most bytes.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = self.limit = capacity
+        self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self._ids = count()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the texts take."""
+        return sum(kept.nbytes for kept in self._kept.values())
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, salt: str, tokens: Sequence[int]) -> tuple[Kept | None, int]:
+        """The text with the longest common beginning, and how many tokens that is (0: none is worth it)."""
+        wanted = np.asarray(tokens, dtype=np.int64)
+        best, longest = None, SHORTEST - 1
+        for key, kept in self._kept.items():
+            if kept.salt == salt:
+                length = common(kept.tokens, wanted)
+                length = length if kept.snapshot.divisible or length == len(kept.tokens) else 0
+                if length > longest:
+                    best, longest = key, length
+        if best is None:
+            return None, 0
+        self._kept.move_to_end(best)
+        return self._kept[best], longest
+
+    def keep(self, kept: Kept) -> None:
+        """Keep a text; others that are the beginning of it, and the least recently used ones, go."""
+        if len(kept.tokens) < SHORTEST or kept.nbytes > self.limit:
+            return
+        for key, old in list(self._kept.items()):
+            if old.salt == kept.salt and common(old.tokens, kept.tokens) == len(old.tokens):
+                del self._kept[key]
+        self._kept[next(self._ids)] = kept
+        self.shrink(self.limit)
+
+    def shrink(self, limit: int) -> None:
+        """Hold at most so many bytes (and never more than the capacity) from now on."""
+        self.limit = max(0, min(limit, self.capacity))
+        while self._kept and self.nbytes > self.limit:
+            self._kept.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._kept.clear()

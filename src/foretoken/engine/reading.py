@@ -1,0 +1,88 @@
+"""Prompts are read in pieces, so that a long one does not stop everybody: some tokens of them beside every round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from foretoken.engine.logprobs import logprobs_of
+from foretoken.engine.request import Running
+from foretoken.models.base import Feed, LanguageModel
+
+ALL = 1 << 60
+
+
+def shares(runs: Sequence[Running], most: int) -> list[tuple[Running, int]]:
+    """How many tokens of which prompts are read next.
+
+    Half of the room is the oldest prompt's, which so gets done; the rest goes to those that have least to read, which
+    so do not wait for it.
+
+    Args:
+        runs: the requests that are not read yet, in order of arrival.
+        most: tokens to read in all.
+    """
+    given: dict[int, int] = {}
+    left = most
+    for run in [*runs[:1], *sorted(runs, key=lambda one: one.unread)]:
+        room = -(-left // 2) if not given else left
+        size = min(run.unread - given.get(run.id, 0), room)
+        if size > 0 or run.unread == 0:
+            given[run.id] = given.get(run.id, 0) + size
+            left -= size
+        if left <= 0:
+            break
+    return [(run, given[run.id]) for run in runs if run.id in given]
+
+
+@torch.inference_mode()
+def read(target: LanguageModel, parts: Sequence[tuple[Running, int]], taps: Sequence[str]) -> None:
+    """Let the target read that many more tokens of these prompts."""
+    try:
+        texts = []
+        for run, size in parts:
+            begin = len(run.text.tokens)
+            tokens = run.context.tokens[begin : begin + min(size, run.unread)]
+            if run.request.prompt_logprobs is not None:
+                _append(run, _read_with_logprobs(target, run, tokens, taps))
+            elif tokens:
+                texts.append((run, tokens))
+        found = target.read([(run.text, tokens) for run, tokens in texts], taps) if texts else []
+        for (run, _), hidden in zip(texts, found, strict=True):
+            _append(run, hidden)
+    except Exception:
+        for run, _ in parts:
+            _begin_anew(target, run)
+        raise
+
+
+def _begin_anew(target: LanguageModel, run: Running) -> None:
+    """A prompt that was read in part, nobody knows how far: from the start."""
+    target.release(run.text)
+    run.sequence = run.context.sequence = target.open()
+    run.states, run.prompt_logprobs = {}, []
+    run.stats.num_prompt_tokens_computed = run.stats.num_prompt_tokens
+
+
+def _append(run: Running, hidden: dict[str, Tensor]) -> None:
+    for name, rows in hidden.items():
+        run.states.setdefault(name, []).append(rows)
+
+
+def _read_with_logprobs(
+    target: LanguageModel, run: Running, tokens: Sequence[int], taps: Sequence[str]
+) -> dict[str, Tensor]:
+    """Read a piece of a prompt and note how likely its tokens are."""
+    count = run.request.prompt_logprobs or 0
+    if not run.prompt_logprobs:
+        run.prompt_logprobs.append(None)
+    if not tokens:
+        return {}
+    begin = len(run.text.tokens)
+    rows = target.forward([Feed(run.text, tokens)], taps)[0]
+    target.commit(run.text, range(len(tokens)))
+    following = run.context.tokens[begin + 1 : begin + 1 + len(tokens)]
+    run.prompt_logprobs.extend(logprobs_of(rows.logits, following, count))
+    return rows.taps

@@ -1,0 +1,258 @@
+"""The life of requests: they wait, are admitted, have their prompts read, take part in rounds, and leave.
+
+An error belongs to the request that caused it: whatever raises for a batch is tried again for each of its requests,
+and those for which it raises alone end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import torch
+
+from foretoken.controllers.base import Controller
+from foretoken.drafters.base import Drafter
+from foretoken.engine.admission import KvBudget, check
+from foretoken.engine.joining import join, stopper_of
+from foretoken.engine.leaving import Texts
+from foretoken.engine.reading import ALL, read, shares
+from foretoken.engine.request import Emission, Request, Running
+from foretoken.engine.stopping import FinishReason
+from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.clock import now
+from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.verifiers.base import Verifier
+
+
+@dataclass
+class Turn:
+    """One request's part in a round."""
+
+    run: Running
+    tree: TokenTree = field(init=False)
+    scores: Scores = field(init=False)
+    verdict: Verdict = field(init=False)
+    emission: Emission = field(init=False)
+
+
+class Requests(ABC):
+    """Waiting and running requests of one engine.
+
+    Args:
+        target: the model.
+        drafter: what guesses, if anything does.
+        verifier: the acceptance rule that was asked for, if one was.
+        controller: how much to guess.
+        tokenizer: for stop strings.
+        max_batch: most requests that run together.
+        kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
+        prefill_chunk: tokens of prompts that are read before every round; ``None`` reads whole prompts at once.
+        prefix_bytes: bytes of finished texts that are kept, so that others need not read the same beginning again.
+    """
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        drafter: Drafter | None,
+        verifier: Verifier | None,
+        controller: Controller | None,
+        tokenizer: Any | None,
+        max_batch: int,
+        kv_memory: int | None,
+        prefill_chunk: int | None,
+        prefix_bytes: int,
+    ) -> None:
+        self.target, self.drafter, self.verifier, self.controller = target, drafter, verifier, controller
+        self.tokenizer, self.max_batch, self.prefill_chunk = tokenizer, max_batch, prefill_chunk
+        if controller is not None and not controller.drafts:
+            self.drafter = None  # plain decoding: not even the drafter's prefill runs
+        self.taps: Sequence[str] = self.drafter.taps if self.drafter is not None else ()
+        self.waiting: list[Running] = []
+        self.running: list[Running] = []
+        self.budget = KvBudget(target, kv_memory)
+        self.texts = Texts(target, self.taps, prefix_bytes)
+        self._ended: list[tuple[Running, Emission]] = []
+        self._ids = 0
+        self._device = getattr(target, "device", None)  # whose work the times of a round wait for
+
+    @abstractmethod
+    def _check_verifier(self, verifier: Verifier, greedy: bool) -> None:
+        """Refuse sampling that the verifier is not right for."""
+
+    def serve(self, max_batch: int, kv_memory: int | None, prefill_chunk: int | None, prefix_bytes: int) -> None:
+        """Change how many requests run together, and what they may take; nothing may be running.
+
+        Raises:
+            ValueError: requests are there already, or a limit that makes no sense.
+        """
+        if self.busy:
+            raise ValueError("requests are running: finish or close them first")
+        self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
+        self.budget = KvBudget(self.target, kv_memory)
+        self.texts = Texts(self.target, self.taps, prefix_bytes)
+
+    def check(self, request: Request) -> None:
+        """Refuse what cannot be served; :meth:`add` does it, too.
+
+        Raises:
+            ValueError: what :func:`foretoken.engine.admission.check` refuses, more memory than there is, or sampling
+                that the verifier is not right for.
+        """
+        check(request, self.target)
+        self.budget.check(request)
+        if self.verifier is not None:
+            self._check_verifier(self.verifier, greedy=request.params.temperature == 0)
+        stopper_of(request, self.target, self.tokenizer)  # checks the stop strings
+
+    def add(self, request: Request, arrived_s: float | None = None) -> int:
+        """Queue a request; it joins before the next round.  Returns its id.
+
+        Args:
+            request: what is asked.
+            arrived_s: when it arrived, by the monotonic clock; now by default.
+
+        Raises:
+            ValueError: what :meth:`check` refuses.
+        """
+        self.check(request)
+        run = join(self._ids + 1, request, self.target, self.tokenizer, self._races(request))
+        self._ids += 1
+        if arrived_s is not None:
+            run.arrived_s = arrived_s
+        self.waiting.append(run)
+        self.waiting.sort(key=lambda one: one.request.priority)  # stable: equals in order of arrival
+        return run.id
+
+    def _races(self, request: Request) -> bool:
+        """Whether draft and target share noise: then the seed fixes the text.  By default where a seed was given, or
+        where it is accepted most; a verifier with draws of its own that was asked for has no use for it."""
+        if self.verifier is not None:
+            return self.verifier.races
+        return request.seed is not None or (self.drafter is not None and self.drafter.prefers_noise)
+
+    def cancel(self, request_id: int) -> None:
+        """Drop a request, waiting or running."""
+        self.waiting = [run for run in self.waiting if run.id != request_id]
+        for run in [r for r in self.running if r.id == request_id]:
+            self._leave(run)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.waiting or self.running or self._ended)
+
+    def holds(self, request_id: int) -> bool:
+        """Whether a request is waiting or running."""
+        held = [*self.waiting, *self.running, *(run for run, _ in self._ended)]
+        return any(run.id == request_id for run in held)
+
+    def close(self) -> None:
+        """Drop everything (also what an interrupted round left behind)."""
+        self.waiting.clear()
+        self._ended.clear()
+        for run in list(self.running):
+            self._leave(run)
+
+    def _end(self, run: Running, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a request before its time; the caller of :meth:`step` is told."""
+        run.finish_reason, run.error = reason, error
+        if run in self.running:
+            self._leave(run)
+        self.waiting = [other for other in self.waiting if other is not run]
+        self._ended.append((run, Emission(run.id, finish_reason=reason, error=error)))
+
+    def _leave(self, run: Running) -> None:
+        self.running.remove(run)
+        self.budget.free(run)
+        if run.error is None and run.started:
+            self.texts.keep(run)
+        self.target.release(run.text)
+        if self.drafter is not None and run.started:
+            self.drafter.finish(run.context)
+        if self.controller is not None:
+            run.why = self.controller.explain(run.context)
+            self.controller.finish(run.context)
+
+    # -- between two rounds ------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        for run in [run for run in (*self.waiting, *self.running) if run.is_late]:
+            self._end(run, "deadline")
+        while self.waiting and len(self.running) < self.max_batch and self.budget.admits(self.waiting[0]):
+            run = self.waiting.pop(0)
+            run.stats.queue_s = monotonic() - run.arrived_s
+            run.sequence = run.context.sequence = self.target.open()
+            self.running.append(run)
+            self._guard(lambda turns: self.texts.take_over(turns[0].run, self.running), [Turn(run)])
+        if self.budget.left is not None:
+            self.texts.prefixes.shrink(self.budget.left)
+
+    def _read(self) -> None:
+        """Let the target read prompts, all of them or a piece, and the drafter those that are whole."""
+        while unread := [run for run in self.running if not run.started]:
+            began = now(self._device)
+            chosen = shares(unread, self.prefill_chunk or ALL)
+            sizes = {run.id: size for run, size in chosen}
+            turns = [Turn(run) for run, _ in chosen]
+
+            def read_some(turns: Sequence[Turn], sizes: Mapping[int, int] = sizes) -> None:
+                read(self.target, [(turn.run, sizes[turn.run.id]) for turn in turns], self.taps)
+
+            done = [turn for turn in self._guard(read_some, turns) if turn.run.unread == 0]
+            for turn in done:
+                self._guard(self._start, [turn])
+            spent = now(self._device) - began
+            for turn in turns:
+                turn.run.stats.prefill_s += spent
+                turn.run.stats.total_s += spent
+            if self.prefill_chunk is not None:
+                return
+
+    def _start(self, turns: Sequence[Turn]) -> None:
+        """The last prompt token is the first root: there is no special first step, and reading needed no logits."""
+        for run in (turn.run for turn in turns):
+            run.context.hidden = {name: torch.cat(rows) for name, rows in run.states.items()}
+            run.states = {name: [rows] for name, rows in run.context.hidden.items()} if self.texts.keeps else {}
+            if self.drafter is not None:
+                try:
+                    self.drafter.start(run.context)
+                except BaseException:
+                    self.drafter.finish(run.context)
+                    raise
+            run.started = True
+
+    def _recover(self, before: Mapping[int, int]) -> None:
+        """Bring every request back to the state between two rounds, or drop it."""
+        for run in list(self.running):
+            if run.sequence is None or not run.started:
+                self._leave(run)
+                continue
+            try:
+                if run.text.scratch_tokens:
+                    self.target.commit(run.text, ())
+            except CapabilityError:  # a cache that cannot be rolled back
+                self._leave(run)
+                continue
+            have = len(run.context.tokens)
+            if len(run.text.tokens) != have - 1 or before.get(run.id, have) != have:
+                self._leave(run)
+
+    def _guard(self, stage: Callable[[Sequence[Turn]], None], turns: Sequence[Turn]) -> list[Turn]:
+        """Run a stage for all, or, where that raises, for each; returns those for which it did not."""
+        try:
+            if turns:
+                stage(turns)
+            return list(turns)
+        except Exception as error:  # whatever it is, it ends the requests that it concerns and nothing else
+            if len(turns) == 1:
+                self._end(turns[0].run, "error", error)
+                return []
+        return [turn for each in turns for turn in self._guard(stage, [each])]
+
+    def _each(self, stage: Callable[[Sequence[Turn]], None], turns: Sequence[Turn]) -> list[Turn]:
+        """A stage that is done request by request."""
+        return [turn for each in turns for turn in self._guard(stage, [each])]

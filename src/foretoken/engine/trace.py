@@ -1,0 +1,84 @@
+"""What happened in a round, for a reader: the tree, what was accepted, and how likely every guess was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+from foretoken.types import Scores, TokenTree, Verdict
+
+
+@dataclass(frozen=True)
+class RoundTrace:
+    """One round of one request.
+
+    Attributes:
+        index: which round of the request, from 0.
+        tokens: of the nodes, the root first.
+        parents: of the nodes, ``-1`` for the root.
+        p: the target's probability of every node's token, given the nodes above it; ``None`` for the root, for probes,
+            and below a node whose token the target refused.
+        q: the draft's; ``None`` for tokens that were not drawn from a distribution.
+        accepted: the nodes that were accepted, in order.
+        next_token: the token after them.
+        next_is_bonus: whether it is one on top of a whole accepted path; else it replaces a rejected draft.
+        drafter: who drafted.
+        draft_s, target_s, verify_s, overhead_s: seconds of the round, those of the whole batch.
+    """
+
+    index: int
+    tokens: list[int]
+    parents: list[int]
+    p: list[float | None]
+    q: list[float | None]
+    accepted: list[int]
+    next_token: int
+    next_is_bonus: bool
+    drafter: str
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    overhead_s: float = 0.0
+
+    def timed(self, draft_s: float, target_s: float, verify_s: float, total_s: float) -> RoundTrace:
+        """The round with its times, of which what is left of the whole is overhead."""
+        rest = total_s - draft_s - target_s - verify_s
+        return replace(self, draft_s=draft_s, target_s=target_s, verify_s=verify_s, overhead_s=rest)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def trace(index: int, tree: TokenTree, scores: Scores, verdict: Verdict, drafter: str) -> RoundTrace:
+    """The round without its times."""
+    return RoundTrace(
+        index,
+        list(tree.tokens),
+        list(tree.parents),
+        [None, *(_target_probability(node, tree, scores) for node in range(1, len(tree)))],
+        [None, *(_draft_probability(node, tree) for node in range(1, len(tree)))],
+        list(verdict.path),
+        verdict.next_token,
+        verdict.next_is_bonus,
+        drafter if tree.num_drafts else "none",
+    )
+
+
+def _target_probability(node: int, tree: TokenTree, scores: Scores) -> float | None:
+    if tree.probes and tree.probes[node]:
+        return None
+    path: Sequence[int] = tree.path(node)
+    probability: float | None = None
+    for above, below in pairwise(path):
+        if probability == 0.0:
+            return None  # a prefix that cannot be has no distribution
+        probability = float(scores.p(above)[tree.tokens[below]])
+    return probability
+
+
+def _draft_probability(node: int, tree: TokenTree) -> float | None:
+    drawn_from = tree.law(node)
+    return None if drawn_from is None else float(drawn_from[tree.tokens[node]])

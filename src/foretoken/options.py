@@ -1,0 +1,180 @@
+"""What can be asked of a generation, and the request that it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, Unpack
+
+from foretoken.constraints import Constraint
+from foretoken.engine.processors import AllowedTokens, BadWords
+from foretoken.engine.request import Request
+from foretoken.sampling import LogitsProcessor, SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class Options(TypedDict, total=False):
+    """Options of one generation.
+
+    Attributes:
+        max_new_tokens: most output tokens (64).
+        temperature: 0 is greedy, the default.
+        top_k: keep the k most likely tokens (0: all).
+        top_p: nucleus mass in (0, 1].
+        min_p: drop tokens below this fraction of the most likely one.
+        repetition_penalty: > 1 discourages tokens of the prompt and output.
+        presence_penalty: subtracted from tokens of the output.
+        frequency_penalty: subtracted per occurrence in the output.
+        logit_bias: added to single tokens' logits.
+        logits_processor: Transformers ``LogitsProcessor`` objects.
+        stop: string or strings that end the text.
+        include_stop: leave the stop string in the text.
+        stop_token_ids: tokens that end the text.
+        ignore_eos: go on after an end-of-text id.
+        min_tokens: output tokens before which nothing ends the text.
+        seed: fixes sampled output, whatever drafts and whatever else is in the batch: the output of plain decoding
+            with this seed, up to rounding.  From 0 to 2**64 - 1.
+        prediction: text or ids expected in the answer, for drafters that use it.
+        allowed_token_ids: the only tokens that may be in the output, besides those that end it.
+        bad_words: texts that must not be in the output.
+        constraint: what the output must look like (:mod:`foretoken.constraints`).
+        logprobs: report the log-probabilities of the output's tokens and of so many likeliest ones.
+        prompt_logprobs: the same for the prompt.
+        max_draft_tokens: longest draft; 0 decodes plainly.
+        explain: keep a trace of every round.
+        priority: in a queue, smaller numbers first.
+        deadline_s: seconds after which the request is ended as it is.
+        cache_salt: what earlier texts left is reused among requests with the same salt only.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    logits_processor: Sequence[LogitsProcessor]
+    stop: str | Sequence[str] | None
+    include_stop: bool
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    min_tokens: int
+    seed: int | None
+    prediction: Prompt | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str]
+    constraint: Constraint | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    max_draft_tokens: int | None
+    explain: bool
+    priority: int
+    deadline_s: float | None
+    cache_salt: str
+
+
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_AS_IT_IS = (
+    "max_new_tokens",
+    "include_stop",
+    "ignore_eos",
+    "min_tokens",
+    "seed",
+    "constraint",
+    "logprobs",
+    "prompt_logprobs",
+    "max_draft_tokens",
+    "explain",
+    "priority",
+    "deadline_s",
+    "cache_salt",
+)
+
+
+def make_request(prompt: Prompt, tokenizer: Any | None, ends: frozenset[int], **options: Unpack[Options]) -> Request:
+    """A checked request.
+
+    Args:
+        prompt: text, or token ids.
+        tokenizer: a Transformers tokenizer, if there is one.
+        ends: ids that end a text.
+        options: see :class:`Options`.
+
+    Raises:
+        ValueError: any of them out of range, or text without a tokenizer.
+        TypeError: an unknown option.
+    """
+    unknown = [name for name in options if name not in Options.__annotations__]
+    if unknown:
+        raise TypeError(f"unknown option {unknown[0]!r}: known are {', '.join(Options.__annotations__)}")
+    given: dict[str, Any] = dict(options)
+    stop = given.get("stop")
+    ends = ends | frozenset(given.get("stop_token_ids", ()))
+    params = SamplingParams(
+        **{name: given[name] for name in _SAMPLING if name in given},
+        logit_bias=dict(given.get("logit_bias") or {}),
+        processors=(*given.get("logits_processor", ()), *_processors(given, tokenizer, ends)),
+    )
+    return Request(
+        encode(prompt, tokenizer),
+        params,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_token_ids=frozenset(given.get("stop_token_ids", ())),
+        prediction=_prediction(given.get("prediction"), tokenizer),
+        **{name: given[name] for name in _AS_IT_IS if name in given},
+    )
+
+
+def _processors(given: Mapping[str, Any], tokenizer: Any | None, ends: frozenset[int]) -> list[LogitsProcessor]:
+    found: list[LogitsProcessor] = []
+    if given.get("allowed_token_ids") is not None:
+        found.append(AllowedTokens(given["allowed_token_ids"], ends))
+    words = given.get("bad_words") or ()
+    if words:
+        # A word inside a text is spelled with the space before it.
+        spelled = [_ids(form, tokenizer, "bad_words") for word in words for form in (word, f" {word.lstrip()}")]
+        found.append(BadWords(spelled))
+    return found
+
+
+def encode(prompt: Prompt, tokenizer: Any | None) -> list[int]:
+    """Token ids of a prompt.
+
+    Raises:
+        ValueError: text without a tokenizer, or an empty prompt.
+    """
+    if not isinstance(prompt, str):
+        return list(prompt)
+    if tokenizer is None:
+        raise ValueError("a text prompt needs a tokenizer: pass tokenizer=... to load, or give token ids")
+    ids: list[int] = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one character")
+    return ids
+
+
+def _prediction(prediction: Prompt | None, tokenizer: Any | None) -> list[int] | None:
+    """Ids of a predicted text: no special tokens, and nothing predicted is no prediction."""
+    if not prediction:
+        return None
+    if not isinstance(prediction, str):
+        return list(prediction)
+    return _ids(prediction, tokenizer, "prediction") or None
+
+
+def _ids(text: str, tokenizer: Any | None, what: str) -> list[int]:
+    if tokenizer is None:
+        raise ValueError(f"a text {what} needs a tokenizer: pass tokenizer=... to load, or give token ids")
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
