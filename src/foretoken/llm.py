@@ -21,7 +21,7 @@ from foretoken.loading.memory import told_when_full
 from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import with_graphs
 from foretoken.noise import samples_of, seeds_of
-from foretoken.options import Options, Prompt, encode, make_request
+from foretoken.options import BatchOptions, Options, Prompt, encode, make_request
 from foretoken.registry import make
 from foretoken.verifiers.base import Verifier
 
@@ -68,10 +68,12 @@ class Llm:
     # -- generation --------------------------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompts: str | list[int], *, n: int = 1, **options: Unpack[Options]) -> Output: ...
+    def generate(self, prompts: Prompt, **options: Unpack[Options]) -> Output: ...
+    @overload
+    def generate(self, prompts: Prompt, *, n: int, **options: Unpack[BatchOptions]) -> list[Output]: ...
     @overload
     def generate(
-        self, prompts: list[str] | list[list[int]], *, n: int = 1, **options: Unpack[Options]
+        self, prompts: list[str] | list[list[int]], *, n: int = 1, **options: Unpack[BatchOptions]
     ) -> list[Output]: ...
     def generate(self, prompts: Any, *, n: int = 1, **options: Any) -> Any:
         """Generate for one prompt (text or ids) or a list of them; see :class:`foretoken.options.Options`.

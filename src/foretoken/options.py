@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -13,8 +14,8 @@ from foretoken.sampling import LogitsProcessor, SamplingParams
 Prompt = str | Sequence[int]
 
 
-class Options(TypedDict, total=False):
-    """Options of one generation.
+class CommonOptions(TypedDict, total=False):
+    """Options of a generation that a batch of prompts shares.
 
     Attributes:
         max_new_tokens: most output tokens (64).
@@ -32,9 +33,6 @@ class Options(TypedDict, total=False):
         stop_token_ids: tokens that end the text.
         ignore_eos: go on after an end-of-text id.
         min_tokens: output tokens before which nothing ends the text.
-        seed: fixes sampled output, whatever drafts and whatever else is in the batch: the output of plain decoding
-            with this seed, up to rounding.  From 0 to 2**64 - 1.
-        prediction: text or ids expected in the answer, for drafters that use it.
         allowed_token_ids: the only tokens that may be in the output, besides those that end it.
         bad_words: texts that must not be in the output.
         constraint: what the output must look like (:mod:`foretoken.constraints`).
@@ -62,8 +60,6 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     min_tokens: int
-    seed: int | None
-    prediction: Prompt | None
     allowed_token_ids: Sequence[int] | None
     bad_words: Sequence[str]
     constraint: Constraint | None
@@ -76,6 +72,28 @@ class Options(TypedDict, total=False):
     cache_salt: str
 
 
+class Options(CommonOptions, total=False):
+    """Options of one generation.
+
+    Attributes:
+        seed: fixes sampled output, whatever drafts and whatever else is in the batch: the output of plain decoding
+            with this seed, up to rounding.  From 0 to 2**64 - 1.
+        prediction: text or ids expected in the answer, for drafters that use it.
+    """
+
+    seed: int | None
+    prediction: Prompt | None
+
+
+class BatchOptions(CommonOptions, total=False):
+    """Options of several generations: the same seed or prediction for all, or a list with one for each prompt."""
+
+    seed: int | Sequence[int] | None
+    prediction: Prompt | Sequence[Prompt | None] | None
+
+
+KNOWN = tuple(typing.get_type_hints(Options))
+"""Names of all options."""
 _SAMPLING = (
     "temperature",
     "top_k",
@@ -115,9 +133,9 @@ def make_request(prompt: Prompt, tokenizer: Any | None, ends: frozenset[int], **
         ValueError: any of them out of range, or text without a tokenizer.
         TypeError: an unknown option.
     """
-    unknown = [name for name in options if name not in Options.__annotations__]
+    unknown = [name for name in options if name not in KNOWN]
     if unknown:
-        raise TypeError(f"unknown option {unknown[0]!r}: known are {', '.join(Options.__annotations__)}")
+        raise TypeError(f"unknown option {unknown[0]!r}: known are {', '.join(KNOWN)}")
     given: dict[str, Any] = dict(options)
     stop = given.get("stop")
     ends = ends | frozenset(given.get("stop_token_ids", ()))

@@ -20,6 +20,7 @@ from foretoken.engine.stats import SpecStats
 from foretoken.llm import assemble
 from foretoken.models.base import LanguageModel
 from foretoken.noise import unseeded_from
+from foretoken.options import Options
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -73,7 +74,7 @@ class Workload:
         if skips is not None:
             drafter = LayerSkipDrafter(self.target, skips.options["attention"], skips.options["mlp"], self.k)
         llm = assemble(self.target, drafter, "auto", "constant", None)
-        options = {"max_new_tokens": self.new_tokens, "temperature": self.temperature, "ignore_eos": True}
+        options = Options(max_new_tokens=self.new_tokens, temperature=self.temperature, ignore_eos=True)
         with unseeded_from(self.seed):
             return Speed.over([llm.generate(list(p), **options).stats for p in self.prompts])
 

@@ -22,6 +22,7 @@ from foretoken.llm import assemble
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.parts import TargetParts
 from foretoken.noise import unseeded_from
+from foretoken.options import Options
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch
 from foretoken.trees.shapes import Choice, choice_parents, expected_length, medusa_choices
@@ -181,8 +182,8 @@ def compared(work: Workload, tuned: list[Choice]) -> dict[str, Speed]:
     for _ in range(FINAL_RUNS):
         for name, drafter in arms.items():
             llm = assemble(work.target, drafter, "auto", "constant", None)
-            asked = {"max_new_tokens": work.new_tokens, "temperature": work.temperature}
+            asked = Options(max_new_tokens=work.new_tokens, temperature=work.temperature, ignore_eos=True)
             with unseeded_from(0):
-                outs = [llm.generate(list(p), ignore_eos=True, **asked) for p in work.prompts]
+                outs = [llm.generate(list(p), **asked) for p in work.prompts]
             runs[name].append(Speed.over([out.stats for out in outs]))
     return {name: sorted(found, key=lambda s: s.tokens_per_s)[len(found) // 2] for name, found in runs.items()}

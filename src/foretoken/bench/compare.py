@@ -12,7 +12,8 @@ from foretoken.sampling import Sampler, SamplingParams
 
 if TYPE_CHECKING:
     from foretoken.engine.request import Request
-    from foretoken.llm import Llm, Output, Prompt
+    from foretoken.llm import Llm, Output
+from foretoken.options import Prompt
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def compare(
     outputs: dict[bool, list[Output]] = {False: [], True: []}
     for turn in range(repeat + 1):
         for speculative in (False, True) if turn % 2 == 0 else (True, False):
-            outputs[speculative].append((llm if speculative else plain).generate(prompt, **options))  # type: ignore[arg-type]
+            outputs[speculative].append((llm if speculative else plain).generate(prompt, **options))
         if on_run is not None:
             on_run(turn)
     one, other = Arm.of(outputs[False][1:]), Arm.of(outputs[True][1:])

@@ -16,6 +16,7 @@ import torch
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.packing import Projection, shapes_of
 from foretoken.models.product_costs import known_times
+from foretoken.options import Options
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
@@ -167,7 +168,7 @@ def draft_costs(llm: Llm, target_ms: float, tokens: int = 48) -> dict[str, Any]:
     """Cost of one draft token in a real greedy run, and its ratio c to one plain target step."""
     room = llm.target.context_length // 2
     prompt = [i % llm.target.vocab_size for i in range(1, 17)][:room]
-    options = {"max_new_tokens": min(tokens, room), "ignore_eos": True}
+    options = Options(max_new_tokens=min(tokens, room), ignore_eos=True)
     llm.generate(prompt, **options)
     stats = llm.generate(prompt, **options).stats
     steps = stats.num_draft_tokens or stats.num_drafts

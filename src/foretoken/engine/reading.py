@@ -49,7 +49,7 @@ def read(target: LanguageModel, parts: Sequence[tuple[Running, int]], taps: Sequ
                 _append(run, _read_with_logprobs(target, run, tokens, taps))
             elif tokens:
                 texts.append((run, tokens))
-        found = target.read([(run.text, tokens) for run, tokens in texts], taps) if texts else []
+        found = target.prefill_batch([(run.text, tokens) for run, tokens in texts], taps) if texts else []
         for (run, _), hidden in zip(texts, found, strict=True):
             _append(run, hidden)
     except Exception:

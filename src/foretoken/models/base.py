@@ -292,7 +292,7 @@ class LanguageModel(ABC):
         self.commit(sequence, range(len(tokens)))
         return rows.taps
 
-    def read(
+    def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
     ) -> list[dict[str, Tensor]]:
         """:meth:`prefill` of several sequences; override where one call is cheaper than several."""

@@ -241,14 +241,14 @@ class HuggingFaceModel(LanguageModel):
         sequence.tokens.extend(snapshot.tokens[:length])
         self.bands.note_size()
 
-    def read(
+    def prefill_batch(
         self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
     ) -> list[dict[str, Tensor]]:
         """Short texts in one call where little of it is padding, else one by one."""
         lengths = [len(tokens) for _, tokens in texts]
         padded = len(texts) * max(lengths, default=0)
         if len(texts) < 2 or 0 in lengths or padded > PREFILL_CHUNK or (not self.is_lean and padded > 2 * sum(lengths)):
-            return super().read(texts, taps)
+            return super().prefill_batch(texts, taps)
         rows = self.forward([Feed(sequence, tokens, wanted=0) for sequence, tokens in texts], taps)
         for sequence, tokens in texts:
             self.commit(sequence, range(len(tokens)))
