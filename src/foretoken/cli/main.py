@@ -20,6 +20,7 @@ from foretoken.cli import (
     methods,
     parity,
     plan,
+    serve,
     train,
     tune,
     tune_all,
@@ -48,6 +49,7 @@ app.add_typer(tune.app, name="tune")
 app.add_typer(datastore.app, name="datastore")
 app.command("export")(export.export_command)
 app.command("import")(export.import_command)
+app.command("serve")(serve.serve_command)
 
 USER_ERRORS = (ValueError, OSError, ArithmeticError, MemoryError)
 """What a user can cause; anything else is a bug of ours and keeps its traceback."""

@@ -1,0 +1,108 @@
+"""``foretoken serve``: an OpenAI-compatible server with a page, metrics and speculation in every answer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Given = typer.Option
+
+
+def serve_command(
+    model: Annotated[str | None, typer.Argument(help="builtin, a model folder, a GGUF file, or a hub id.")] = None,
+    config: Annotated[Path | None, Given(help="YAML file with any of these settings (examples/serve.yaml).")] = None,
+    served_name: Annotated[str | None, Given(help="What clients call the model.")] = None,
+    host: Annotated[str | None, Given(help="Address to listen on [127.0.0.1].")] = None,
+    port: Annotated[int | None, Given(help="Port to listen on [8000].")] = None,
+    drafter: Annotated[str | None, Given(help="Spec of the drafter, auto or none [auto].")] = None,
+    verifier: Annotated[str | None, Given(help="Acceptance rule [auto].")] = None,
+    controller: Annotated[str | None, Given(help="How much to draft [auto].")] = None,
+    profile: Annotated[str | None, Given(help="File that foretoken tune wrote.")] = None,
+    dtype: Annotated[str | None, Given(help="float32, float64, bfloat16 or float16 [the checkpoint's].")] = None,
+    device: Annotated[str | None, Given(help="auto, cpu, cuda, cuda:1 or mps [auto].")] = None,
+    quantize: Annotated[str | None, Given(help="int8 or int4 weights, on the cpu.")] = None,
+    max_running: Annotated[int | None, Given(help="Requests that run together [16].")] = None,
+    max_queued: Annotated[int | None, Given(help="Requests that wait besides; more get 503 [256].")] = None,
+    kv_memory: Annotated[str | None, Given(help="Memory of keys and values, as 2GiB [no limit].")] = None,
+    prefill_chunk: Annotated[int | None, Given(help="Prompt tokens read between two rounds [256].")] = None,
+    prefix_cache: Annotated[
+        bool | None, Given("--prefix-cache/--no-prefix-cache", help="Reuse texts with the same beginning [yes].")
+    ] = None,
+    api_key: Annotated[list[str] | None, Given(help="Key that opens every route; may be given again.")] = None,
+    api_key_file: Annotated[Path | None, Given(help="File with a key a line.")] = None,
+    insecure: Annotated[bool | None, Given("--insecure", help="Allow a public address without a key.")] = None,
+    max_body: Annotated[int | None, Given(help="Bytes of a request [2097152].")] = None,
+    request_timeout: Annotated[float | None, Given(help="Seconds of a request [600].")] = None,
+    shutdown_timeout: Annotated[float | None, Given(help="Seconds to finish in after SIGTERM [30].")] = None,
+    watchdog: Annotated[
+        float | None, Given(help="Seconds of silence after which the engine counts as hung [60].")
+    ] = None,
+    stream_interval: Annotated[int | None, Given(help="Fewest tokens of a chunk but the last [1].")] = None,
+    stream_pad: Annotated[int | None, Given(help="Fill chunks up to a multiple of so many bytes [0].")] = None,
+    metrics_compat: Annotated[str | None, Given(help="vllm: all metrics under vLLM's names, too.")] = None,
+    log_prompts: Annotated[int | None, Given(help="Characters of a prompt in the log [0].")] = None,
+    root_path: Annotated[str | None, Given(help="Where a proxy has put the server.")] = None,
+    chat_template: Annotated[str | None, Given(help="File with a chat template.")] = None,
+    online: Annotated[bool | None, Given("--online", help="The draft model learns while it serves.")] = None,
+    replicas: Annotated[int, Given(help="More than one: as many replicas under Ray Serve.", min=1)] = 1,
+    ray_address: Annotated[str, Given(help="Ray cluster for --replicas: local, auto, or its address.")] = "local",
+) -> None:
+    """Serve MODEL over HTTP.
+
+    Every option is an environment variable as well, FORETOKEN_MAX_RUNNING for --max-running, and a line of the
+    --config file, max_running.  Options come first, then the environment, then the file.
+    """
+    flags: dict[str, Any] = {
+        name: value
+        for name, value in locals().items()
+        if name not in ("config", "api_key", "api_key_file", "replicas", "ray_address")
+    }
+    from foretoken.server.config import settings_from
+    from foretoken.server.lifecycle import check_model, listener, run
+
+    flags["api_keys"] = _keys(api_key, api_key_file)
+    settings = settings_from(flags, config)
+    check_model(settings)
+    _check_extra()
+    if replicas > 1:
+        from foretoken.server.scale import serve_replicas
+
+        raise typer.Exit(serve_replicas(settings, replicas, ray_address))
+    sock = listener(settings)
+    print(f"loading {settings.model} ...", file=sys.stderr, flush=True)
+    code = run(settings, sock)
+    if code:
+        raise typer.Exit(code)
+
+
+def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...] | None:
+    """Keys of options and file; ``None`` where neither was given.
+
+    Raises:
+        ValueError: a file that cannot be read, or an empty key.
+    """
+    found = list(given or ())
+    if file is not None:
+        try:
+            found += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except OSError as error:
+            raise ValueError(f"cannot read --api-key-file {file}: {error.strerror}") from None
+    if any(not key for key in found) or (file is not None and not found):
+        raise ValueError("an API key must not be empty")
+    return tuple(found) or None
+
+
+def _check_extra() -> None:
+    """Refuse to start without what serving needs.
+
+    Raises:
+        ValueError: an extra is missing.
+    """
+    import importlib.util
+
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"serving needs {', '.join(missing)}: pip install 'foretoken[server]'")

@@ -1,0 +1,233 @@
+"""What completions and chat share while they answer: ids, choices, counting, logging, streams that end well."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from foretoken.engine.background import Ticket
+from foretoken.engine.errors import Draining, EngineDead, QueueFull
+from foretoken.engine.output import Piece
+from foretoken.engine.request import Request
+from foretoken.engine.stats import SpecStats
+from foretoken.engine.trace import RoundTrace
+from foretoken.server import usage
+from foretoken.server.errors import ApiError, api_error
+from foretoken.server.running import ClientGone, submit_all, while_connected
+from foretoken.server.schemas import Shared
+from foretoken.server.serving import Serving
+
+T = TypeVar("T")
+requests_log = logging.getLogger("foretoken.requests")
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+
+
+def finish_reason(reason: str | None) -> str | None:
+    """In OpenAI's words."""
+    return None if reason is None else REASONS.get(reason, reason)
+
+
+@dataclass
+class Answer:
+    """One HTTP request on its way.
+
+    Attributes:
+        serving: the server.
+        http: the request.
+        body: what it asks.
+        kind: of the objects that are sent.
+        prompts: how many prompts there are; each has ``body.n`` choices.
+    """
+
+    serving: Serving
+    http: HttpRequest
+    body: Shared
+    kind: str
+    prompts: int = 1
+    began_s: float = field(default_factory=time.monotonic)
+    created: int = field(default_factory=lambda: int(time.time()))
+    stats: dict[int, SpecStats] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        given = self.body.request_id
+        prefix = "chatcmpl" if self.kind.startswith("chat") else "cmpl"
+        self.id = f"{prefix}-{given or uuid.uuid4().hex}"
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What every object begins with."""
+        return {
+            "id": self.id,
+            "object": self.kind,
+            "created": self.created,
+            "model": self.serving.settings.name,
+            "system_fingerprint": fingerprint(self.serving),
+        }
+
+    def submit(self, requests: Sequence[Request]) -> list[Ticket]:
+        """Queue what it asks for.
+
+        Raises:
+            QueueFull, Draining, EngineDead: it is not taken.
+        """
+        try:
+            return submit_all(self.serving.engine, requests)
+        except (QueueFull, Draining, EngineDead) as error:
+            self.serving.metrics.rejected(api_error(error).code or "error")
+            raise
+
+    async def finished(self, work: Awaitable[T]) -> T:
+        """The result of the engine's work for an answer in one piece; counted and logged whatever comes of it.
+
+        Raises:
+            ApiError: it failed.
+        """
+        try:
+            result = await while_connected(self.http, work)
+        except ClientGone:
+            self.log(499)
+            raise ApiError(408, "the client went away") from None
+        except Exception as error:
+            failure = api_error(error)
+            self.note_failure(failure)
+            raise failure from error
+        return result
+
+    def note(self, index: int, stats: SpecStats, reason: str | None, why: str = "") -> None:
+        """A choice has ended."""
+        self.stats[index] = stats
+        self.reasons.append(finish_reason(reason) or "unknown")
+        self.why = why or self.why
+        drafter = self.serving.llm.drafter
+        name = "none" if drafter is None else drafter.name
+        self.serving.metrics.finished(stats, finish_reason(reason) or "unknown", time.monotonic() - self.began_s, name)
+
+    def note_failure(self, failure: ApiError) -> None:
+        """It has ended with an error."""
+        self.serving.metrics.failed(failure.code or "error")
+        self.log(failure.status)
+
+    @property
+    def all_stats(self) -> list[SpecStats]:
+        """Of the choices that have ended, in order."""
+        return [self.stats[index] for index in sorted(self.stats)]
+
+    @property
+    def prompt_stats(self) -> list[SpecStats]:
+        """One for each prompt."""
+        count = self.body.n or 1
+        return [stats for index, stats in sorted(self.stats.items()) if index % count == 0]
+
+    def tail(self, written: int | None = None) -> dict[str, Any]:
+        """Usage and measurements, for the end of an answer."""
+        whole = usage.merged(self.all_stats)
+        drafter = self.serving.llm.drafter
+        longest = 0 if drafter is None else drafter.max_depth
+        found: dict[str, Any] = {
+            "usage": usage.usage(self.prompt_stats, self.all_stats, written),
+            "metrics": usage.metrics(whole, time.monotonic() - self.began_s, longest),
+        }
+        if self.body.timings:
+            found["timings"] = usage.timings(whole)
+        return found
+
+    def log(self, status: int) -> None:
+        """One line about the request."""
+        whole = usage.merged(self.all_stats)
+        fields = {
+            "request_id": self.http.scope.get("state", {}).get("request_id", ""),
+            "route": self.http.url.path,
+            "status": status,
+            "prompt_tokens": whole.num_prompt_tokens,
+            "completion_tokens": whole.num_new_tokens,
+            "first_token_s": round(whole.first_token_s, 4),
+            "seconds": round(time.monotonic() - self.began_s, 4),
+            "mean_acceptance_length": round(whole.mean_acceptance_length, 3),
+            "finish_reason": ",".join(self.reasons),
+            "why": self.why,
+        }
+        if self.serving.settings.log_prompts:
+            fields["prompt"] = prompt_text(self.body)[: self.serving.settings.log_prompts]
+        requests_log.info("request", extra={"fields": fields})
+
+    async def logged(self, events: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """Events of a stream, with a line in the log however it ends."""
+        status = 499
+        try:
+            async for one in events:
+                yield one
+            status = 200
+        except Exception as error:
+            failure = api_error(error)
+            status = failure.status
+            self.serving.metrics.failed(failure.code or "error")
+            raise
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+            self.log(status)
+
+
+def prompt_text(body: Shared) -> str:
+    """What was asked, as it came."""
+    found = getattr(body, "prompt", None)
+    return str(found if found is not None else [m.content for m in getattr(body, "messages", ())])
+
+
+def fingerprint(serving: Serving) -> str:
+    """The same for answers that a seed would make again."""
+    drafter = serving.llm.drafter
+    return f"foretoken-{serving.settings.dtype}-{'none' if drafter is None else drafter.name}"
+
+
+def explained(rounds: Sequence[RoundTrace], serving: Serving) -> dict[str, Any]:
+    """Traces, with the texts of their tokens."""
+    tokenizer = serving.llm.tokenizer
+
+    def text(token: int) -> str:
+        return str(tokenizer.decode([token])) if tokenizer is not None else str(token)
+
+    return {
+        "rounds": [
+            {**one.as_dict(), "texts": [text(token) for token in one.tokens], "next_text": text(one.next_token)}
+            for one in rounds
+        ]
+    }
+
+
+class Gathered:
+    """Pieces of one choice that are sent together: at least so many tokens, or what is left at the end."""
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._held: list[Piece] = []
+
+    def push(self, piece: Piece) -> Piece | None:
+        """What can be sent now."""
+        self._held.append(piece)
+        if piece.finish_reason is None and sum(len(one.token_ids) for one in self._held) < self._least:
+            return None
+        held, self._held = self._held, []
+        if len(held) == 1:
+            return piece
+        return Piece(
+            "".join(one.text for one in held),
+            [token for one in held for token in one.token_ids],
+            [flag for one in held for flag in one.accepted],
+            [origin for one in held for origin in one.origins],
+            piece.finish_reason,
+            piece.stats,
+            piece.seed,
+            piece.stop_reason,
+            [found for one in held for found in one.logprobs],
+            [found for one in held for found in one.rounds],
+            held[0].prompt_logprobs,
+            piece.why,
+        )

@@ -1,0 +1,204 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from foretoken.engine.background import Ticket
+from foretoken.engine.logprobs import TokenLogprobs
+from foretoken.engine.output import Output, Piece
+from foretoken.server.answering import Answer, Gathered, explained, finish_reason
+from foretoken.server.errors import RESPONSES, api_error, bad
+from foretoken.server.inputs import check_fields, constraints_of, engine_requests
+from foretoken.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
+from foretoken.server.running import outputs_of, pieces_of
+from foretoken.server.schemas import MOST_PROMPTS, CompletionRequest
+from foretoken.server.serving import Serving
+from foretoken.server.sse import streamed
+
+router = APIRouter()
+DEFAULT_TOKENS = 16
+
+
+@router.post("/v1/completions", response_model=None, responses=RESPONSES)
+async def completions(body: CompletionRequest, http: Request) -> Response:
+    """Continue one or several prompts."""
+    serving: Serving = http.app.state.serving
+    headers = check_fields(body, serving)
+    try:
+        return await _Completions(serving, http, body).respond(headers)
+    except Exception as error:
+        raise api_error(error) from error
+
+
+class _Completions:
+    """One request.
+
+    Attributes:
+        prompts: token ids, one list per prompt.
+        unwritten: whether only the prompt's own values are wanted (``max_tokens: 0``).
+    """
+
+    def __init__(self, serving: Serving, http: Request, body: CompletionRequest) -> None:
+        self.serving, self.http, self.body = serving, http, body
+        self.engine = serving.engine
+        self.texts = TokenTexts(serving.llm.tokenizer, bool(body.return_tokens_as_token_ids))
+        self._check()
+        self.prompts = self._encoded()
+        self.unwritten = body.max_tokens == 0
+        self.answer = Answer(serving, http, body, "text_completion", len(self.prompts))
+
+    def _check(self) -> None:
+        body = self.body
+        if body.suffix:
+            raise bad("this model cannot fill in the middle: leave suffix out", "suffix")
+        if body.best_of is not None and body.best_of != (body.n or 1):
+            raise bad("best_of must be n: all choices are returned", "best_of")
+        if body.max_tokens == 0 and not body.echo:
+            raise bad("max_tokens 0 needs echo: there would be nothing to return", "max_tokens")
+        if body.stream and body.echo and body.logprobs is not None:
+            raise bad("logprobs of a prompt are not streamed: leave stream or echo out", "stream")
+
+    def _encoded(self) -> list[list[int]]:
+        """Token ids of all prompts.
+
+        Raises:
+            ApiError: none, too many, an empty one, or text for a model without a tokenizer.
+        """
+        given: Any = self.body.prompt
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        if not given:
+            raise bad("the prompt is empty: give at least one token", "prompt")
+        if len(given) > MOST_PROMPTS:
+            raise bad(f"at most {MOST_PROMPTS} prompts, not {len(given)}", "prompt")
+        special = self.body.add_special_tokens is not False
+        tokenizer = self.serving.llm.tokenizer
+        if tokenizer is None and any(isinstance(one, str) for one in given):
+            raise bad("this model has no tokenizer: give token ids", "prompt")
+        found = [
+            list(tokenizer(one, add_special_tokens=special)["input_ids"]) if isinstance(one, str) else list(one)  # type: ignore[misc]
+            for one in given
+        ]
+        wide = self.serving.llm.target.vocab_size
+        for ids in found:
+            if not ids:
+                raise bad("a prompt is empty: give at least one token", "prompt")
+            if max(ids) >= wide:
+                raise bad(f"token {max(ids)} is outside the vocabulary of {wide}", "prompt")
+        return found
+
+    async def respond(self, headers: dict[str, str]) -> Response:
+        """The answer, whole or streamed."""
+        body = self.body
+        constraints = await constraints_of(body, len(self.prompts) * (body.n or 1), self.serving)
+        wants_prompt = body.echo and body.logprobs is not None
+        tokens = DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+        requests = engine_requests(
+            self.prompts,
+            body,
+            self.serving,
+            constraints,
+            max_new_tokens=tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if wants_prompt else body.prompt_logprobs,
+            prediction=None if body.prediction is None else body.prediction.text,
+        )
+        tickets = self.answer.submit(requests)
+        if body.stream:
+            events = self.answer.logged(self._events(tickets))
+            return streamed(events, self.serving.settings.ping, self.serving.settings.stream_pad, headers)
+        outputs = await self.answer.finished(outputs_of(self.engine, tickets))
+        for index, output in enumerate(outputs):
+            self.answer.note(index, output.stats, output.finish_reason, output.why)
+        self.answer.log(200)
+        choices = [self._choice(index, output) for index, output in enumerate(outputs)]
+        return JSONResponse(
+            {**self.answer.head, "choices": choices, **self.answer.tail(self._written)}, headers=headers
+        )
+
+    @property
+    def _written(self) -> int | None:
+        return 0 if self.unwritten else None
+
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        body, prompt = self.body, self.prompts[index // (self.body.n or 1)]
+        ids = [] if self.unwritten else output.token_ids
+        found: dict[str, Any] = {
+            "index": index,
+            "text": (self._prompt_text(prompt) if body.echo else "") + ("" if self.unwritten else output.text),
+            "logprobs": self._logprobs(output, prompt, ids),
+            "finish_reason": "length" if self.unwritten else finish_reason(output.finish_reason),
+            "stop_reason": None if self.unwritten else output.stop_reason,
+        }
+        if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.texts)
+        if body.return_token_ids:
+            found |= {"token_ids": ids, "prompt_token_ids": prompt, "origins": output.origins[: len(ids)]}
+        if body.speculative is not None and body.speculative.explain:
+            found["speculative"] = {**explained(output.rounds, self.serving), "why": output.why}
+        return found
+
+    def _logprobs(self, output: Output, prompt: Sequence[int], ids: Sequence[int]) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        found: list[TokenLogprobs | None] = [*(output.logprobs or ())][: len(ids)]
+        if self.body.echo:
+            found = [*(output.prompt_logprobs or ()), *found]
+            ids = [*prompt, *ids]
+        return completion_logprobs(found, ids, self.texts, self.body.logprobs)
+
+    def _prompt_text(self, ids: Sequence[int]) -> str:
+        tokenizer = self.serving.llm.tokenizer
+        return str(tokenizer.decode(list(ids), skip_special_tokens=True)) if tokenizer is not None else ""
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    async def _events(self, tickets: Sequence[Ticket]) -> AsyncIterator[Any]:
+        options = self.body.stream_options
+        gathered = [Gathered(self.serving.settings.stream_interval) for _ in tickets]
+        offsets = [0] * len(tickets)
+        if self.body.echo:
+            for index in range(len(tickets)):
+                text = self._prompt_text(self.prompts[index // (self.body.n or 1)])
+                offsets[index] = len(text)
+                yield self._chunk({"index": index, "text": text, "logprobs": None, "finish_reason": None})
+        async for index, piece in pieces_of(self.engine, tickets):
+            if piece.stats is not None:
+                self.answer.note(index, piece.stats, piece.finish_reason, piece.why)
+            ready = gathered[index].push(piece)
+            if ready is not None:
+                chunk = self._chunk(self._delta(index, ready, offsets))
+                if options is not None and options.continuous_usage_stats:
+                    chunk["usage"] = self.answer.tail()["usage"]
+                yield chunk
+        if options is not None and options.include_usage:
+            yield {**self.answer.head, "choices": [], **self.answer.tail(self._written)}
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self.answer.head, "choices": [choice]}
+
+    def _delta(self, index: int, piece: Piece, offsets: list[int]) -> dict[str, Any]:
+        body = self.body
+        if self.unwritten:
+            return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason(piece.finish_reason)}
+        values = None
+        if body.logprobs is not None:
+            values = completion_logprobs(piece.logprobs, piece.token_ids, self.texts, body.logprobs, offsets[index])
+            offsets[index] += sum(map(len, values["tokens"]))
+        found: dict[str, Any] = {
+            "index": index,
+            "text": piece.text,
+            "logprobs": values,
+            "finish_reason": finish_reason(piece.finish_reason),
+            "stop_reason": piece.stop_reason,
+        }
+        if body.return_token_ids:
+            found |= {"token_ids": piece.token_ids, "origins": piece.origins}
+        if body.speculative is not None and body.speculative.explain:
+            found["speculative"] = {**explained(piece.rounds, self.serving), "why": piece.why}
+        return found

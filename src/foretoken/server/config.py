@@ -1,0 +1,188 @@
+"""How a server is set up: flags, then environment variables, then a YAML file, then these defaults."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+PREFIX = "FORETOKEN_"
+UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "kb": 10**3, "m": 2**20, "mib": 2**20, "mb": 10**6}
+UNITS |= {"g": 2**30, "gib": 2**30, "gb": 10**9, "t": 2**40, "tib": 2**40, "tb": 10**12}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server serves, and what it lets clients do.
+
+    Attributes:
+        model: as for :func:`foretoken.load`.
+        served_name: what clients call it; its last path part by default.
+        host, port: where it listens.
+        drafter, verifier, controller, dtype, device, quantize, profile: as for :func:`foretoken.load`.
+        max_running: requests that run together.
+        max_queued: requests that wait besides; more get 503.
+        kv_memory: bytes of keys and values, as "2GiB"; empty for no limit.
+        prefill_chunk: prompt tokens that are read between two rounds.
+        prefix_cache: whether finished texts are kept for others with the same beginning.
+        api_keys: any of them opens every route; none leaves all open.
+        insecure: allow an address that others can reach without a key.
+        max_body: bytes of a request.
+        request_timeout: seconds after which a request ends with 504.
+        body_timeout: seconds in which a request must have arrived.
+        shutdown_timeout: seconds that running requests have after SIGTERM.
+        watchdog: seconds without a sign of life after which the engine counts as hung.
+        ping: seconds between comments in a silent stream.
+        stream_interval: fewest tokens of a chunk but the last.
+        stream_pad: every chunk is filled up to a multiple of so many bytes, so that its size tells nothing.
+        metrics_compat: other prefix ("vllm") under which all metrics appear as well.
+        log_prompts: characters of a prompt in the log.
+        root_path: where a proxy has put the server.
+        chat_template: file with a chat template to use instead of the model's.
+        online: the draft model learns from what the target writes while it serves.
+    """
+
+    model: str = "builtin"
+    served_name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drafter: str = "auto"
+    verifier: str = "auto"
+    controller: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    quantize: str = ""
+    profile: str = ""
+    max_running: int = 16
+    max_queued: int = 256
+    kv_memory: str = ""
+    prefill_chunk: int = 256
+    prefix_cache: bool = True
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    insecure: bool = False
+    max_body: int = 2 * 2**20
+    request_timeout: float = 600.0
+    body_timeout: float = 20.0
+    shutdown_timeout: float = 30.0
+    watchdog: float = 60.0
+    ping: float = 15.0
+    stream_interval: int = 1
+    stream_pad: int = 0
+    metrics_compat: str = ""
+    log_prompts: int = 0
+    root_path: str = ""
+    chat_template: str = ""
+    online: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "prefill_chunk", "max_body", "stream_interval"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_queued", "stream_pad", "log_prompts", "shutdown_timeout"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        for name in ("request_timeout", "body_timeout", "watchdog", "ping"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be from 0 to 65535, not {self.port}")
+        if self.metrics_compat not in ("", "vllm"):
+            raise ValueError(f"metrics_compat must be empty or vllm, not {self.metrics_compat!r}")
+        parse_bytes(self.kv_memory)
+        if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_keys and not self.insecure:
+            raise ValueError(
+                f"--host {self.host} can be reached by others: give an --api-key, or say --insecure if that is meant"
+            )
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.served_name or Path(self.model).name or self.model
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """The limit of keys and values, if there is one."""
+        return parse_bytes(self.kv_memory)
+
+
+def parse_bytes(text: str) -> int | None:
+    """A size such as "2GiB" or "500MB" in bytes; ``None`` for nothing.
+
+    Raises:
+        ValueError: no such size.
+    """
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(text).strip())
+    if found is None or found[2].lower() not in UNITS:
+        raise ValueError(f"{text!r} is no size: write it as 2GiB, 500MB or a number of bytes")
+    size = int(float(found[1]) * UNITS[found[2].lower()])
+    if size < 1:
+        raise ValueError(f"{text!r} is no size: it must be at least one byte")
+    return size
+
+
+def settings_from(
+    flags: Mapping[str, Any], file: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> Settings:
+    """Settings of flags that were given (those that are ``None`` were not), the environment, and a file.
+
+    Raises:
+        ValueError: a file that cannot be read, an unknown name in it, or a value of the wrong kind.
+    """
+    known = {one.name: one for one in fields(Settings)}
+    found: dict[str, Any] = {}
+    for name, value in _read(file).items():
+        if name not in known:
+            raise ValueError(f"{file} has {name!r}, which is no setting: known are {', '.join(known)}")
+        found[name] = _value(name, value, str(file))
+    for name in known:
+        if PREFIX + name.upper() in environ:
+            found[name] = _value(name, environ[PREFIX + name.upper()], PREFIX + name.upper())
+    found |= {name: _value(name, value, f"--{name}") for name, value in flags.items() if value is not None}
+    return replace(Settings(insecure=True), **{"insecure": False} | found)
+
+
+def _read(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ValueError("--config needs PyYAML: pip install 'foretoken[server]'") from None
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must hold names and values, not a {type(found).__name__}")
+    return {str(name).replace("-", "_"): value for name, value in found.items()}
+
+
+def _value(name: str, value: Any, where: str) -> Any:
+    """A value of the field's type."""
+    default = getattr(Settings(insecure=True), name)
+    kind = type(default)
+    try:
+        if kind is tuple:
+            parts = value.split(",") if isinstance(value, str) else list(value)
+            return tuple(str(part).strip() for part in parts if str(part).strip())
+        if kind is bool:
+            text = str(value).lower()
+            if text not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
+                raise ValueError
+            return text in ("true", "1", "yes", "on")
+        if isinstance(value, bool) or value is None:
+            raise ValueError
+        return kind(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: {name} must be {_kinds(kind)}, not {value!r}") from None
+
+
+def _kinds(kind: type) -> str:
+    return {int: "a whole number", float: "a number", bool: "true or false", tuple: "a list"}.get(kind, "a text")

@@ -1,0 +1,186 @@
+"""What a server says of itself: health, models, tokens, counters, and how it drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import foretoken
+from foretoken.server.errors import RESPONSES, ApiError, bad
+from foretoken.server.schemas import DetokenizeRequest, TokenizeRequest
+from foretoken.server.serving import Serving
+from foretoken.server.templates import prompt_of
+
+router = APIRouter(responses=RESPONSES)
+PAGE = Path(__file__).with_name("page")
+KINDS = {"index.html": "text/html", "app.js": "text/javascript", "style.css": "text/css"}
+
+
+def _serving(http: Request) -> Serving:
+    serving: Serving = http.app.state.serving
+    return serving
+
+
+@router.get("/health")
+async def health(http: Request) -> dict[str, Any]:
+    """Whether the process should go on living."""
+    trouble = _serving(http).trouble
+    if trouble is not None:
+        raise ApiError(503, trouble, code="unhealthy")
+    return {"status": "ok"}
+
+
+@router.get("/ready")
+async def ready(http: Request) -> dict[str, Any]:
+    """Whether requests should be sent here."""
+    serving = _serving(http)
+    if serving.draining:
+        raise ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
+    if serving.trouble is not None:
+        raise ApiError(503, serving.trouble, code="unhealthy")
+    if not serving.is_loaded:
+        raise ApiError(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
+    return {"status": "ready", "model": serving.settings.name}
+
+
+@router.get("/version")
+async def version() -> dict[str, Any]:
+    """Which release this is."""
+    return {"version": foretoken.__version__}
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(http: Request) -> Response:
+    """Counters, for Prometheus."""
+    return Response(_serving(http).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/v1/models")
+async def models(http: Request) -> dict[str, Any]:
+    """The one model that is served."""
+    return {"object": "list", "data": [_model(_serving(http))]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, http: Request) -> dict[str, Any]:
+    """The one model that is served, by name."""
+    serving = _serving(http)
+    serving.check_model(name)
+    return _model(serving)
+
+
+def _model(serving: Serving) -> dict[str, Any]:
+    return {
+        "id": serving.settings.name,
+        "object": "model",
+        "created": serving.started_s,
+        "owned_by": "foretoken",
+        "root": serving.settings.name,
+        "max_model_len": serving.llm.target.context_length,
+    }
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, http: Request) -> JSONResponse:
+    """Token ids of a text, or of a conversation as the model sees it."""
+    serving = _serving(http)
+    serving.check_model(body.model)
+    headers = serving.note_ignored(body.ignored)
+    tokenizer = _tokenizer(serving)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad("give either prompt or messages", "prompt")
+    text = body.prompt if body.prompt is not None else await prompt_of(tokenizer, body.messages or ())
+    ids = list(tokenizer(text, add_special_tokens=body.add_special_tokens)["input_ids"])
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": serving.llm.target.context_length, "tokens": ids}
+    if body.return_token_strs:
+        found["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
+    return JSONResponse(found, headers=headers)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, http: Request) -> JSONResponse:
+    """The text of token ids."""
+    serving = _serving(http)
+    serving.check_model(body.model)
+    wide = serving.llm.target.vocab_size
+    if body.tokens and max(body.tokens) >= wide:
+        raise bad(f"token {max(body.tokens)} is outside the vocabulary of {wide}", "tokens")
+    text = _tokenizer(serving).decode(body.tokens)
+    return JSONResponse({"prompt": text}, headers=serving.note_ignored(body.ignored))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(http: Request) -> dict[str, Any]:
+    """What evaluation tools need to know of the tokenizer."""
+    serving = _serving(http)
+    tokenizer = _tokenizer(serving)
+    names = ("eos_token", "bos_token", "pad_token", "unk_token")
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": serving.llm.target.vocab_size,
+        "model_max_length": serving.llm.target.context_length,
+        "chat_template": getattr(tokenizer, "chat_template", None),
+        **{name: _text(getattr(tokenizer, name, None)) for name in names},
+    }
+
+
+def _text(token: Any) -> str | None:
+    return None if token is None else str(token)
+
+
+def _tokenizer(serving: Serving) -> Any:
+    tokenizer = serving.llm.tokenizer
+    if tokenizer is None:
+        raise bad("this model has no tokenizer")
+    return tokenizer
+
+
+@router.get("/v1/spec")
+async def spec(http: Request) -> dict[str, Any]:
+    """How the server drafts, and what the engine does just now."""
+    serving = _serving(http)
+    llm, status = serving.llm, serving.engine.status
+    drafter, controller = llm.drafter, llm.engine.controller
+    return {
+        "model": serving.settings.name,
+        "drafter": None if drafter is None else drafter.spec or drafter.name,
+        "members": [] if drafter is None else [limits.name for limits in drafter.limits.members],
+        "max_draft_tokens": 0 if drafter is None else drafter.max_depth,
+        "verifier": "auto" if llm.engine.verifier is None else llm.engine.verifier.name,
+        "controller": None if controller is None else controller.name,
+        "lossless": not llm.engine.allow_lossy,
+        "state": dataclasses.asdict(status),
+        "memory": llm.memory(),
+        "limits": {
+            "max_running": serving.settings.max_running,
+            "max_queued": serving.settings.max_queued,
+            "context_length": llm.target.context_length,
+        },
+    }
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> FileResponse:
+    """The page for people."""
+    return _file("index.html")
+
+
+@router.get("/app.js", include_in_schema=False)
+async def script() -> FileResponse:
+    """What it runs."""
+    return _file("app.js")
+
+
+@router.get("/style.css", include_in_schema=False)
+async def style() -> FileResponse:
+    """How it looks."""
+    return _file("style.css")
+
+
+def _file(name: str) -> FileResponse:
+    return FileResponse(PAGE / name, media_type=KINDS[name], headers={"Cache-Control": "no-cache"})

@@ -1,0 +1,148 @@
+"""From start to end of a server's process: an early check of what can go wrong, signals, and the exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from foretoken.server.config import Settings
+
+DEAD = 70
+"""Exit code when the engine has stopped by itself."""
+HEADERS_S = 15.0
+"""Seconds in which a connection must have sent the headers of its first request."""
+MOST_HEADER_BYTES = 32 * 1024
+
+
+def listener(settings: Settings) -> socket.socket:
+    """The bound socket; before anything heavy is imported or loaded.
+
+    Raises:
+        ValueError: somebody else has it, or there is no such address.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((settings.host, settings.port))
+        found.listen(2048)
+    except OSError as error:
+        found.close()
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ValueError(
+            f"cannot listen on {settings.host}:{settings.port}: {reason}; choose another --port or --host"
+        ) from None
+    found.set_inheritable(True)
+    return found
+
+
+def check_model(settings: Settings) -> None:
+    """Find a path that is not there before seconds are spent on imports.
+
+    Raises:
+        ValueError: there is nothing at the path.
+    """
+    model = settings.model
+    looks_like_path = model.startswith((".", "/", "~")) or model.endswith(".gguf")
+    if looks_like_path and not Path(model).expanduser().exists():
+        raise ValueError(f"there is no model at {model}: give a folder, a GGUF file, a hub id or builtin")
+
+
+def run(settings: Settings, sock: socket.socket) -> int:
+    """Serve until a signal comes or the engine stops; returns the exit code."""
+    import uvicorn
+
+    from foretoken.server import logs
+    from foretoken.server.app import create_app
+    from foretoken.server.protocol import GuardedProtocol
+    from foretoken.server.serving import Serving
+
+    logs.install()
+    serving = Serving(settings)
+    config = uvicorn.Config(
+        create_app(settings, serving),
+        http=GuardedProtocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+    )
+    return asyncio.run(_serve(uvicorn.Server(config), serving, sock))
+
+
+async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    server.capture_signals = _no_signals  # ours drain first
+
+    def stop() -> None:
+        if asked.is_set():  # the second one is meant
+            os._exit(1)
+        asked.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    task = asyncio.create_task(server.serve(sockets=[sock]))
+    code = await _watched(serving, asked, task)
+    server.should_exit = True
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(task), 5.0)
+    server.force_exit = True
+    await asyncio.wait({task}, timeout=2.0)
+    if code:
+        print(f"error: {serving.trouble}", file=sys.stderr)
+    return code
+
+
+async def _watched(serving: Any, asked: asyncio.Event, task: asyncio.Task[None]) -> int:
+    """Until it is asked to stop and has drained, or something has failed."""
+    said = False
+    while not task.done():
+        if serving.failed is not None:
+            return 2
+        if serving.trouble is not None:
+            await asyncio.sleep(0.5)  # open streams are told
+            return DEAD
+        if asked.is_set():
+            await _drained(serving, serving.settings.shutdown_timeout)
+            return 0
+        if serving.is_loaded and not said:
+            said = True
+            print(greeting(serving.settings), file=sys.stderr, flush=True)
+        await asyncio.sleep(0.05)
+    return 1
+
+
+async def _drained(serving: Any, timeout_s: float) -> None:
+    """Refuse new requests, and wait for those that run."""
+    serving.drain()
+    end = asyncio.get_running_loop().time() + timeout_s
+    while serving.num_open and asyncio.get_running_loop().time() < end:
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)  # the last answers are on their way
+
+
+@contextlib.contextmanager
+def _no_signals() -> Iterator[None]:
+    yield
+
+
+def greeting(settings: Settings) -> str:
+    """Where the server is, and how it is asked."""
+    url = f"http://{settings.host}:{settings.port}{settings.root_path}"
+    key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
+    return (
+        f"serving {settings.name} at {url} (page at {url}/)\n"
+        f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
+        f'-d \'{{"model": "{settings.name}", "prompt": "def fib(n):", "max_tokens": 64, "temperature": 0}}\''
+    )

@@ -1,0 +1,111 @@
+"""Counters for Prometheus, in vLLM's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from foretoken.engine.background import EngineStatus
+from foretoken.engine.stats import SpecStats
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+PHASES = ("draft", "target", "verify", "overhead")
+
+
+class Metrics:
+    """All counters of a server, once per prefix.
+
+    Args:
+        prefixes: what the names begin with.
+        model: the label of all of them.
+        status: asked for what the engine does just now, whenever somebody reads.
+    """
+
+    def __init__(self, prefixes: Sequence[str], model: str, status: Callable[[], EngineStatus | None]) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._sets = [self._made(prefix) for prefix in prefixes]
+        for prefix in prefixes:
+            for name, what, value in (
+                ("num_requests_running", "Requests in the batch.", lambda s: s.running),
+                ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
+                ("kv_cache_bytes", "Memory of keys and values of running requests.", lambda s: s.kv_bytes),
+                ("kv_cache_usage_perc", "The same as a share of its limit (0 without one).", _usage),
+            ):
+                gauge = Gauge(f"{prefix}:{name}", what, ["model_name"], registry=self.registry)
+                gauge.labels(model).set_function(lambda value=value: value(found) if (found := status()) else 0.0)  # type: ignore[misc]
+
+    def _made(self, prefix: str) -> dict[str, Any]:
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"{prefix}:{name}", what, ["model_name", *labels], registry=self.registry)
+
+        def histogram(name: str, what: str) -> Histogram:
+            return Histogram(f"{prefix}:{name}", what, ["model_name"], registry=self.registry, buckets=SECONDS)
+
+        return {
+            "success": counter("request_success", "Finished requests.", "finished_reason"),
+            "failures": counter("request_failure", "Requests that ended with an error.", "reason"),
+            "rejections": counter("admission_rejections", "Requests that were not taken.", "reason"),
+            "prompt": counter("prompt_tokens", "Tokens of prompts."),
+            "cached": counter("prompt_tokens_cached", "Tokens of prompts that did not have to be read."),
+            "generation": counter("generation_tokens", "Tokens of answers."),
+            "drafts": counter("spec_decode_num_drafts", "Rounds with drafts."),
+            "draft_tokens": counter("spec_decode_num_draft_tokens", "Draft tokens."),
+            "accepted": counter("spec_decode_num_accepted_tokens", "Accepted draft tokens."),
+            "accepted_at": counter("spec_decode_num_accepted_tokens_per_pos", "Accepted, by position.", "position"),
+            "phase": counter("spec_step_seconds", "Seconds of rounds by what took them.", "phase"),
+            "plain": counter("spec_disabled", "Requests that were decoded plainly.", "reason"),
+            "share": counter("spec_drafter_share", "Requests by drafter.", "drafter"),
+            "first": histogram("time_to_first_token_seconds", "From arrival to the first token."),
+            "per_token": histogram("request_time_per_output_token_seconds", "Between tokens, per request."),
+            "between": histogram("inter_token_latency_seconds", "Between blocks, divided by their tokens."),
+            "whole": histogram("e2e_request_latency_seconds", "From arrival to the end."),
+            "queue": histogram("request_queue_time_seconds", "From arrival to admission."),
+        }
+
+    def finished(self, stats: SpecStats, reason: str, whole_s: float, drafter: str) -> None:
+        """Count a request that ended well."""
+        m = self._model
+        for one in self._sets:
+            one["success"].labels(m, reason).inc()
+            one["prompt"].labels(m).inc(stats.num_prompt_tokens)
+            one["cached"].labels(m).inc(max(0, stats.num_prompt_tokens - stats.num_prompt_tokens_computed))
+            one["generation"].labels(m).inc(stats.num_new_tokens)
+            one["draft_tokens"].labels(m).inc(stats.num_draft_tokens)
+            one["accepted"].labels(m).inc(stats.num_accepted_tokens)
+            for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+                one["accepted_at"].labels(m, str(position)).inc(count)
+            for phase in PHASES:
+                one["phase"].labels(m, phase).inc(max(0.0, getattr(stats, f"{phase}_s")))
+            if stats.num_draft_tokens:
+                one["drafts"].labels(m).inc(stats.num_drafts)
+                one["share"].labels(m, drafter).inc()
+            else:
+                one["plain"].labels(m, "plain_is_faster" if drafter != "none" else "no_drafter").inc()
+            one["first"].labels(m).observe(stats.first_token_s)
+            one["queue"].labels(m).observe(stats.queue_s)
+            one["whole"].labels(m).observe(whole_s)
+            rest = max(0.0, whole_s - stats.first_token_s)
+            if stats.num_new_tokens > 1:
+                one["per_token"].labels(m).observe(rest / (stats.num_new_tokens - 1))
+                one["between"].labels(m).observe(rest / (stats.num_new_tokens - 1))
+
+    def failed(self, reason: str) -> None:
+        """Count a request that ended with an error."""
+        for one in self._sets:
+            one["failures"].labels(self._model, reason).inc()
+
+    def rejected(self, reason: str) -> None:
+        """Count a request that was not taken."""
+        for one in self._sets:
+            one["rejections"].labels(self._model, reason).inc()
+
+    def text(self) -> bytes:
+        """What Prometheus reads."""
+        return generate_latest(self.registry)
+
+
+def _usage(status: EngineStatus) -> float:
+    return status.kv_bytes / status.kv_budget_bytes if status.kv_budget_bytes else 0.0

@@ -1,0 +1,260 @@
+"""What clients may send.  Every number has its bounds; what is not known is ignored, and said in a header."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+MOST_PROMPTS, MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 64, 8, 16, 256
+MOST_LOGPROBS, MOST_BIASES, MOST_WORDS, MOST_IDS = 20, 300, 128, 4096
+LONGEST_TEXT = 2_000_000
+BIG = 2**31 - 1
+
+
+def _encodable(text: Any) -> Any:
+    """A text that is no UTF-8 cannot be tokenised, and cannot be sent back."""
+    if isinstance(text, str):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("the text holds half a surrogate pair, which is no character") from None
+    return text
+
+
+def _number(value: Any) -> Any:
+    """A number, not a text that looks like one or a truth value."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("the value must be a number")
+    return value
+
+
+Text = Annotated[StrictStr, Field(max_length=LONGEST_TEXT), BeforeValidator(_encodable)]
+Short = Annotated[StrictStr, Field(max_length=256), BeforeValidator(_encodable)]
+Stop = Annotated[StrictStr, Field(min_length=1, max_length=LONGEST_STOP), BeforeValidator(_encodable)]
+Id = Annotated[StrictInt, Field(ge=0, le=BIG)]
+Ids = Annotated[list[Id], Field(max_length=LONGEST_TEXT)]
+
+
+def number(low: float, high: float, above: bool = False) -> Any:
+    """A finite number from ``low`` (itself not, where it must be above it) to ``high``."""
+    at_least = Gt(low) if above else Ge(low)
+    return Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False), at_least, Le(high)]
+
+
+def count(low: int, high: int) -> Any:
+    """A whole number."""
+    return Annotated[StrictInt, Field(ge=low, le=high)]
+
+
+class Body(BaseModel):
+    """A JSON object; other names than these are kept apart."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names that mean nothing here."""
+        return sorted(self.model_extra or {})
+
+
+class StreamOptions(Body):
+    """What a stream says besides the text."""
+
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+
+
+class Speculative(Body):
+    """How one request is drafted for."""
+
+    enabled: StrictBool = True
+    method: Short | None = None
+    num_speculative_tokens: count(0, 256) | None = None  # type: ignore[valid-type]
+    tree: Short | None = None
+    explain: StrictBool = False
+
+
+class JsonSchema(Body):
+    """OpenAI's wrapper around a schema."""
+
+    name: Short = "answer"
+    description: Text | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Body):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """The same in vLLM's words; one of them."""
+
+    json_: dict[str, Any] | Text | None = Field(default=None, alias="json")
+    regex: Text | None = None
+    grammar: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=MOST_WORDS)] | None = None
+    json_object: StrictBool | None = None
+
+
+class Shared(Body):
+    """What completions and chat have in common."""
+
+    model: Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(_encodable)]
+    temperature: number(0, 2) | None = None  # type: ignore[valid-type]
+    top_p: number(0, 1, above=True) | None = None  # type: ignore[valid-type]
+    top_k: count(-1, BIG) | None = None  # type: ignore[valid-type]
+    min_p: number(0, 1) | None = None  # type: ignore[valid-type]
+    n: count(1, MOST_CHOICES) | None = None  # type: ignore[valid-type]
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    presence_penalty: number(-2, 2) | None = None  # type: ignore[valid-type]
+    frequency_penalty: number(-2, 2) | None = None  # type: ignore[valid-type]
+    repetition_penalty: number(0, 10, above=True) | None = None  # type: ignore[valid-type]
+    logit_bias: (
+        Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], number(-100, 100)], Field(max_length=MOST_BIASES)]  # type: ignore[valid-type]
+        | None
+    ) = None
+    seed: count(-(2**63), 2**63 - 1) | None = None  # type: ignore[valid-type]
+    user: Short | None = None
+    min_tokens: count(0, BIG) | None = None  # type: ignore[valid-type]
+    ignore_eos: StrictBool | None = None
+    stop_token_ids: Annotated[list[Id], Field(max_length=MOST_WORDS)] | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    allowed_token_ids: Annotated[list[Id], Field(min_length=1, max_length=MOST_IDS)] | None = None
+    bad_words: Annotated[list[Stop], Field(max_length=MOST_WORDS)] | None = None
+    return_token_ids: StrictBool | None = None
+    return_tokens_as_token_ids: StrictBool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    request_id: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
+    cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=256), BeforeValidator(_encodable)] | None = None
+    priority: count(-(2**31), BIG) | None = None  # type: ignore[valid-type]
+    speculative: Speculative | None = None
+    timings: StrictBool | None = None
+
+
+class Prediction(Body):
+    """What the answer will probably say."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(max_length=MOST_PROMPTS)]
+
+    @property
+    def text(self) -> str:
+        """As one text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class TextPart(Body):
+    """A part of a message; others than text are refused."""
+
+    type: Annotated[StrictStr, Field(max_length=64)]
+    text: Text = ""
+
+
+class CompletionRequest(Shared):
+    """``POST /v1/completions``."""
+
+    prompt: Text | Ids | Annotated[list[Text], Field(max_length=MOST_PROMPTS)] | list[Ids]
+    max_tokens: count(0, BIG) | None = None  # type: ignore[valid-type]
+    logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
+    prompt_logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
+    echo: StrictBool | None = None
+    suffix: Text | None = None
+    best_of: count(1, MOST_CHOICES) | None = None  # type: ignore[valid-type]
+    add_special_tokens: StrictBool | None = None
+    prediction: Prediction | None = None
+
+
+class ToolCall(Body):
+    """A call that the model has made."""
+
+    id: Short = ""
+    type: Literal["function"] = "function"
+    function: dict[str, Any]
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | Annotated[list[TextPart], Field(max_length=256)] | None = None
+    name: Short | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: Short | None = None
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(Shared):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=2048)]
+    max_completion_tokens: count(1, BIG) | None = None  # type: ignore[valid-type]
+    max_tokens: count(1, BIG) | None = None  # type: ignore[valid-type]
+    logprobs: StrictBool | None = None
+    top_logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: StrictBool | None = None
+    prediction: Prediction | None = None
+    reasoning_effort: Short | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    add_generation_prompt: StrictBool | None = None
+    modalities: Annotated[list[Short], Field(max_length=8)] | None = None
+
+
+class TokenizeRequest(Body):
+    """``POST /tokenize``: a text or a conversation."""
+
+    model: Short | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=2048)] | None = None
+    add_special_tokens: StrictBool = True
+    return_token_strs: StrictBool = False
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``."""
+
+    model: Short | None = None
+    tokens: Ids
+
+
+Prediction.model_rebuild()
+REFUSED = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "guided_json": "use structured_outputs or response_format",
+    "guided_regex": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "audio": "only text is served",
+    "web_search_options": "there is no search",
+    "prompt_embeds": "only text and token ids are served",
+    "lora_request": "one model is served",
+    "use_beam_search": "beams are not sampled",
+    "length_penalty": "beams are not sampled",
+}
+"""Fields that mean something elsewhere: a request that relies on them must not get another answer instead."""

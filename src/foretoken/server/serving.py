@@ -1,0 +1,167 @@
+"""What all routes of a server share: the engine once it is there, its settings and its counters."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from foretoken.engine.background import AsyncLlm, EngineStatus
+from foretoken.engine.errors import EngineDead
+from foretoken.llm import Llm, load
+from foretoken.server.config import Settings
+from foretoken.server.errors import ApiError
+from foretoken.server.metrics import Metrics
+
+log = logging.getLogger("foretoken.server")
+
+
+def load_llm(settings: Settings) -> Llm:
+    """The model that is served, with everything around it.
+
+    Raises:
+        ValueError: whatever is wrong with it.
+    """
+    drafter = None if settings.drafter == "none" else settings.drafter
+    if settings.online:
+        drafter = "online"
+    return load(
+        settings.model,
+        drafter,
+        settings.verifier,
+        settings.controller,
+        dtype=None if settings.dtype == "auto" else settings.dtype,
+        device=settings.device,
+        profile=settings.profile or None,
+        quantize=settings.quantize or None,
+    )
+
+
+@dataclass
+class Serving:
+    """A server's state.
+
+    Attributes:
+        settings: how it is set up.
+        metrics: its counters.
+        started_s: when the model was ready, in seconds since 1970.
+        failed: why the model could not be loaded.
+    """
+
+    settings: Settings
+    make: Callable[[Settings], Llm] = load_llm
+    metrics: Metrics = field(init=False)
+    started_s: int = 0
+    failed: Exception | None = None
+    draining: bool = False
+    unknown: set[str] = field(default_factory=set)
+    _engine: AsyncLlm | None = None
+
+    def __post_init__(self) -> None:
+        prefixes = ("foretoken", *([self.settings.metrics_compat] if self.settings.metrics_compat else []))
+        self.metrics = Metrics(prefixes, self.settings.name, self._status)
+
+    def _status(self) -> EngineStatus | None:
+        return None if self._engine is None else self._engine.status
+
+    async def start(self) -> None:
+        """Load the model in a thread of its own, and let the engine serve it."""
+        try:
+            llm = await asyncio.to_thread(self.make, self.settings)
+            if self.settings.chat_template and llm.tokenizer is not None:
+                llm.tokenizer.chat_template = Path(self.settings.chat_template).read_text(encoding="utf-8")
+            settings = self.settings
+            engine = AsyncLlm(
+                llm,
+                max_running=settings.max_running,
+                max_queued=settings.max_queued,
+                kv_memory=settings.kv_bytes,
+                prefill_chunk=settings.prefill_chunk,
+                prefix_cache=settings.prefix_cache,
+            )
+            await engine.start()
+            self._engine, self.started_s = engine, int(time.time())
+        except Exception as error:  # told to whoever starts the server
+            self.failed = error
+
+    async def stop(self, drain_s: float) -> None:
+        """Refuse new requests, finish the others, end the engine."""
+        self.drain()
+        if self._engine is not None:
+            await self._engine.close(drain_s)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self.draining = True
+        if self._engine is not None:
+            self._engine.drain()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return 0 if self._engine is None else self._engine.num_open
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model is there."""
+        return self._engine is not None
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong with the engine."""
+        if self.failed is not None:
+            return f"the model could not be loaded: {self.failed}"
+        if self._engine is None:
+            return None
+        status = self._engine.status
+        if status.dead is not None:
+            return status.dead
+        if status.heartbeat_age_s > self.settings.watchdog:
+            return f"the engine has shown no sign of life for {status.heartbeat_age_s:.0f} s"
+        return None
+
+    @property
+    def engine(self) -> AsyncLlm:
+        """The engine.
+
+        Raises:
+            ApiError: 503, as long as the model is loaded, or when the server is about to stop.
+            EngineDead: there is none any more.
+        """
+        if self.failed is not None:
+            raise EngineDead(str(self.failed))
+        if self._engine is None:
+            raise ApiError(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
+        return self._engine
+
+    @property
+    def llm(self) -> Llm:
+        """What the engine serves."""
+        return self.engine.llm
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse the name of another model.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name is not None and name not in (self.settings.name, self.settings.model):
+            raise ApiError(
+                404,
+                f"there is no such model here: {self.settings.name} is served",
+                param="model",
+                code="model_not_found",
+            )
+
+    def note_ignored(self, names: list[str]) -> dict[str, str]:
+        """A header that lists fields that were ignored; each is logged once."""
+        safe = [name for name in names if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)][:20]
+        new = set(safe) - self.unknown
+        if new and len(self.unknown) < 1000:
+            self.unknown |= new
+            log.warning("ignored unknown fields: %s", ", ".join(sorted(new)))
+        return {"X-Ignored-Fields": ", ".join(safe) or str(len(names))} if names else {}
