@@ -11,6 +11,7 @@ import torch
 
 from foretoken.controllers.base import Controller
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.known import KnownDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.output import Output as Output
 from foretoken.engine.output import Piece as Piece
@@ -229,6 +230,7 @@ def load(
     quantize: str | None = None,
     graphs: bool | str = "auto",
     prefix_cache: bool = True,
+    known: bool = False,
 ) -> Llm:
     """Load a target and everything around it.
 
@@ -261,6 +263,8 @@ def load(
             they are on a CUDA device and a check at load passes, ``True`` (an error where that cannot be), ``False``.
         prefix_cache: keep finished texts (their keys and values, at most 64 MiB), so that the next turn of a
             conversation reads only what is new.
+        known: draft what a grammar forces and what a caller predicts, whatever the drafter is
+            (``docs/methods/known.md``); a server does.
 
     Warns:
         ProfileWarning: the profile was measured with another target or on another machine.
@@ -282,6 +286,8 @@ def load(
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
     beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be
     built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside)
+    if known and built is not None and not isinstance(built, KnownDrafter):
+        built = KnownDrafter(built)
     kept = PREFIX_BYTES if prefix_cache else 0
     llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=kept)
     if profile is not None:

@@ -28,6 +28,7 @@ from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.hydra import HydraDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.kangaroo import KangarooDrafter
+from foretoken.drafters.known import KnownDrafter
 from foretoken.drafters.layer_skip import LayerSkipDrafter
 from foretoken.drafters.lookahead import LookaheadDrafter
 from foretoken.drafters.medusa import MedusaDrafter
@@ -69,6 +70,12 @@ from foretoken.models.stacked import StackedModel, StackedModules
 from foretoken.training.recipes import RECIPES
 from foretoken.trees.operations import first_nodes, from_paths
 from foretoken.verifiers.pairing import inner_rule
+
+
+def predicting(drafter: KnownDrafter) -> KnownDrafter:
+    """With a prediction for every request."""
+    drafter.prediction.default = [0, 1, 2, 3, 1, 1, 0, 2]
+    return drafter
 
 
 def random_weights(net: Any, scale: float = 0.4) -> Any:
@@ -256,6 +263,10 @@ CASES: dict[str, list[Case]] = {
         Case("static", lambda target, draft: SamDrafter(k=3, bias=0, corpus=[[0, 1, 2, 3, 1, 2, 0], [3, 3, 0, 1]])),
     ],
     "recycling": [Case("tree", lambda target, draft: RecyclingDrafter(nodes=6, share=False))],
+    "known": [
+        Case("predicted", lambda target, draft: predicting(KnownDrafter(ModelDrafter(draft, k=2), k=3))),
+        Case("tree", lambda target, draft: predicting(KnownDrafter(ModelDrafter(draft, tree="2x2"), k=2))),
+    ],
     "prediction": [Case("text", lambda target, draft: PredictionDrafter(k=3, default=[0, 1, 2, 3, 1, 1, 0, 2]))],
     "retrieval": [
         Case(

@@ -25,7 +25,6 @@ class Drafter(ABC):
         prefers_noise: whether its drafts for sampled requests are accepted more often when they are coupled than under
             any other rule; requests without a seed are then coupled, too.  So it is, as measured, where the best tokens
             of a distribution are proposed as they are (heads), and not where tokens are drawn from it.
-        counts_predictions: whether its draft tokens are the caller's prediction (for the statistics).
         rewinds: whether its per-request state survives that the text is cut back; only such a drafter can work inside
             another one, where rejected drafts take text away again.
         spec: the spec string that it was built from, "" for one that was made by hand.
@@ -39,7 +38,6 @@ class Drafter(ABC):
     max_nodes: int = 64
     shares_state: bool = False
     prefers_noise: bool = False
-    counts_predictions: ClassVar[bool] = False
     rewinds: ClassVar[bool] = False
     runs_target: bool = False
     only_for: ClassVar[str] = ""
@@ -82,6 +80,14 @@ class Drafter(ABC):
     def states(self) -> Any:
         """Fingerprint of the draft model whose hidden states it tells a :class:`~foretoken.types.PathStop`, or None."""
         return None
+
+    def at_least(self, context: Context, budget: Budget) -> Budget:
+        """The budget, or a larger one where the drafter knows what follows and so needs no guess."""
+        return budget
+
+    def from_prediction(self, context: Context) -> bool:
+        """Whether the last draft was taken from the caller's prediction (for the statistics)."""
+        return False
 
     def start(self, context: Context) -> None:  # noqa: B027
         """A request joined: do what should count as prefill (``context.hidden`` holds the prompt's taps)."""

@@ -114,7 +114,6 @@ class PredictionDrafter(SourceDrafter):
 
     name = "prediction"
     rewinds: ClassVar[bool] = True
-    counts_predictions: ClassVar[bool] = True
     only_for: ClassVar[str] = "requests with prediction=..."
 
     def __init__(self, k: int = 16, default: Sequence[int] = ()) -> None:
@@ -133,6 +132,10 @@ class PredictionDrafter(SourceDrafter):
         drafter = cls(**options)
         drafter.vocab_size = target.vocab_size
         return drafter
+
+    def from_prediction(self, context: Context) -> bool:
+        """Always."""
+        return True
 
     def open(self, context: Context) -> NgramSource:
         """Index the request's prediction."""

@@ -172,7 +172,9 @@ class Engine(Requests):
         chosen, budgets = [], []
         wanted = self.controller.budgets([turn.run.context for turn in turns])
         for turn, budget in zip(turns, wanted, strict=True):
-            budget = self._fit(turn.run, budget) if budget.max_depth > 0 else budget
+            wider = self.drafter.at_least(turn.run.context, budget)
+            turn.planned = wider is budget
+            budget = self._fit(turn.run, wider) if wider.max_depth > 0 else wider
             if budget.max_depth > 0 and budget.max_nodes > 0:
                 chosen.append(turn)
                 budgets.append(budget)
@@ -278,10 +280,10 @@ class Engine(Requests):
         if run.request.explain:
             run.rounds[-1] = run.rounds[-1].timed(*times)
             turn.emission = replace(turn.emission, rounds=run.rounds[-1:])
-        if self.drafter is not None and self.drafter.counts_predictions:
+        if self.drafter is not None and tree.num_drafts and self.drafter.from_prediction(run.context):
             run.stats.num_prediction_tokens += tree.num_drafts
             run.stats.num_accepted_prediction_tokens += accepted
-        if self.controller is not None and self.controller.watches:
+        if self.controller is not None and self.controller.watches and turn.planned:
             batch, nodes = counts
             member = tree.drafters[-1] if tree.drafters else -1
             record = StepRecord(

@@ -30,9 +30,14 @@ from foretoken.verifiers.base import Verifier
 
 @dataclass
 class Turn:
-    """One request's part in a round."""
+    """One request's part in a round.
+
+    Attributes:
+        planned: whether its draft is what the controller has decided.
+    """
 
     run: Running
+    planned: bool = True
     tree: TokenTree = field(init=False)
     scores: Scores = field(init=False)
     verdict: Verdict = field(init=False)

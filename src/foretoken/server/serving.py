@@ -38,6 +38,7 @@ def load_llm(settings: Settings) -> Llm:
         device=settings.device,
         profile=settings.profile or None,
         quantize=settings.quantize or None,
+        known=True,
     )
 
 

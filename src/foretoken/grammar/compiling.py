@@ -1,0 +1,127 @@
+"""From a schema, a regular expression or a grammar to a constraint, within limits."""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.hf import from_tokenizer
+
+from foretoken.grammar.constraint import GrammarConstraint
+
+KINDS = ("json_object", "json_schema", "regex", "grammar")
+LONGEST = 64 * 1024
+"""Characters of a schema, an expression or a grammar."""
+DEEPEST = 64
+"""Levels of a schema."""
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+)
+"""What compiling and every step may cost, in llguidance's units: hostile grammars end in an error soon."""
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as ``json.dumps`` writes it: with free white space a small model may write nothing else, and less is forced."""
+
+_tokenizers: weakref.WeakKeyDictionary[Any, dict[int, LLTokenizer]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def compile_constraint(kind: str, spec: Any, tokenizer: Any, vocab_size: int) -> GrammarConstraint:
+    """A constraint for one request.
+
+    Args:
+        kind: ``json_object``, ``json_schema``, ``regex`` or ``grammar`` (Lark's syntax, as llguidance reads it).
+        spec: the schema (an object or its JSON), the expression, the grammar; nothing for ``json_object``.
+        tokenizer: the target's, a fast one of Transformers.
+        vocab_size: width of the logits, which may be more than the tokenizer has.
+
+    Raises:
+        ValueError: another kind, something that cannot be compiled or is too large, or a tokenizer of another sort.
+    """
+    grammar = _grammar(kind, spec)
+    matcher = LLMatcher(_tokenizer(tokenizer, vocab_size), grammar, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise ValueError(f"the {kind} cannot be compiled: {_first_line(matcher.get_error())}")
+    return GrammarConstraint(matcher, vocab_size, frozenset(_ends(tokenizer)))
+
+
+def _grammar(kind: str, spec: Any) -> str:
+    """llguidance's own text of it."""
+    if kind not in KINDS:
+        raise ValueError(f"a constraint is one of {', '.join(KINDS)}, not {kind!r}")
+    try:
+        if kind == "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=SPACING)
+        if kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(json.dumps(_schema(spec)), overrides=SPACING)
+        if not isinstance(spec, str) or not spec:
+            raise ValueError(f"a {kind} is a text that is not empty")
+        if len(spec) > LONGEST:
+            raise ValueError(f"the {kind} has {len(spec)} characters, and {LONGEST} are allowed")
+        return LLMatcher.grammar_from_regex(spec) if kind == "regex" else LLMatcher.grammar_from_lark(spec)
+    except (TypeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"the {kind} cannot be compiled: {_first_line(str(error))}") from None
+
+
+def _schema(spec: Any) -> Any:
+    """A checked schema."""
+    if isinstance(spec, str):
+        if len(spec) > LONGEST:
+            raise ValueError(f"the schema has {len(spec)} characters, and {LONGEST} are allowed")
+        try:
+            spec = json.loads(spec)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the schema is no JSON: {error}") from None
+    if not isinstance(spec, dict | bool):
+        raise ValueError(f"a schema is an object, not a {type(spec).__name__}")
+    if _depth(spec) > DEEPEST:
+        raise ValueError(f"the schema is nested more than {DEEPEST} levels deep")
+    if len(json.dumps(spec)) > LONGEST:
+        raise ValueError(f"the schema has more than {LONGEST} characters")
+    return spec
+
+
+def _depth(spec: Any) -> int:
+    """Levels of a document, counted without recursion and no further than needed."""
+    level, depth = [spec], 0
+    while level and depth <= DEEPEST:
+        level = [
+            part
+            for one in level
+            if isinstance(one, dict | list)
+            for part in (one.values() if isinstance(one, dict) else one)
+        ]
+        depth += 1
+    return depth
+
+
+def _tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
+    """llguidance's view of a tokenizer, made once: that takes a second for a large vocabulary."""
+    with _lock:
+        try:
+            known = _tokenizers.setdefault(tokenizer, {})
+        except TypeError:
+            known = {}
+        if vocab_size not in known:
+            try:
+                known[vocab_size] = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=_ends(tokenizer) or None)
+            except (ValueError, AttributeError, RuntimeError) as error:
+                raise ValueError(
+                    f"structured output needs a fast tokenizer of Transformers: {_first_line(str(error))}"
+                ) from None
+        return known[vocab_size]
+
+
+def _ends(tokenizer: Any) -> list[int]:
+    end = getattr(tokenizer, "eos_token_id", None)
+    return [] if end is None else [int(end)]
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.strip().splitlines()), "unknown reason")[:300]

@@ -1,0 +1,102 @@
+"""One request's grammar: a matcher that follows whatever prefix it is asked about.
+
+The nodes of a tree are asked about in any order, by the draft model and by the target.  The matcher stands at one
+place of the text; for another one it goes back to the common beginning and forward again, which costs microseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from torch import Tensor
+
+
+class GrammarConstraint:
+    """See :class:`foretoken.constraints.Constraint`.
+
+    Args:
+        matcher: a compiled grammar, at its beginning.
+        vocab_size: width of the logits.
+        ends: ids that end a text.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: frozenset[int]) -> None:
+        self._matcher, self._vocab_size, self._ends = matcher, vocab_size, ends
+        self._text: list[int] = []
+        self._begin = 0
+        self._lock = threading.Lock()
+
+    @property
+    def processor(self) -> GrammarConstraint:
+        """The constraint itself."""
+        return self
+
+    def starts_at(self, prompt_length: int) -> None:
+        """The output begins behind so many tokens."""
+        self._begin = prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [1, V] in which tokens that may not follow are impossible.
+
+        A prefix that breaks the grammar itself (a node below a draft that was refused) gets the end of the text: its
+        distribution is never drawn from, but it must be one.
+        """
+        with self._lock:
+            allowed = self._allowed(input_ids[0, self._begin :].tolist())
+        mask = torch.from_numpy(allowed).to(scores.device)
+        width = min(scores.shape[-1], len(allowed))
+        kept = torch.full_like(scores, -torch.inf)
+        kept[:, :width] = torch.where(mask[:width], scores[:, :width], -torch.inf)
+        if not bool(torch.isfinite(kept).any()):
+            kept[:, self._last(scores.shape[-1])] = 0.0
+        return kept
+
+    def forced(self, output: Sequence[int]) -> list[int]:
+        """Tokens that must follow, in the tokenizer's own spelling; none where there is a choice."""
+        with self._lock:
+            if not self._go_to(list(output)) or self._matcher.is_stopped():
+                return []
+            return [int(token) for token in self._matcher.compute_ff_tokens()]
+
+    def refuses(self, output: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many of the drafts may follow one after the other; from there on the grammar refuses them."""
+        with self._lock:
+            if not self._go_to(list(output)):
+                return 0
+            return int(self._matcher.validate_tokens(list(drafts)))
+
+    # -- the matcher's place -----------------------------------------------------------------------------------------
+
+    def _allowed(self, output: list[int]) -> np.ndarray:
+        """[vocab_size] whether each token may follow."""
+        if not self._go_to(output):
+            return np.zeros(self._vocab_size, dtype=bool)
+        if self._matcher.is_stopped():
+            found = np.zeros(self._vocab_size, dtype=bool)
+            found[[end for end in self._ends if end < self._vocab_size]] = True
+            return found
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+
+    def _go_to(self, output: list[int]) -> bool:
+        """Move to the end of the output; false where the grammar does not allow it."""
+        same = 0
+        for mine, wanted in zip(self._text, output, strict=False):
+            if mine != wanted:
+                break
+            same += 1
+        if same < len(self._text):
+            if not self._matcher.rollback(len(self._text) - same):
+                raise RuntimeError(f"the grammar cannot be followed: {self._matcher.get_error()[:200]}")
+            del self._text[same:]
+        new = output[same:]
+        taken = self._matcher.try_consume_tokens(new) if new else 0
+        self._text.extend(new[:taken])
+        return taken == len(new)
+
+    def _last(self, width: int) -> int:
+        return min((end for end in self._ends if end < width), default=0)
