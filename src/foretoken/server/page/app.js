@@ -47,7 +47,7 @@ function wilson(hits, tries) {
 // -- the server -------------------------------------------------------------------------------------------------------
 
 const state = {
-  model: null, rounds: [], chosen: -1, asked: {}, text: "", turns: [], running: null, due: 0, pulses: [], lanes: {},
+  model: null, rounds: [], chosen: -1, drawn: null, text: "", turns: [], running: null, due: 0, pulses: [], lanes: {},
 };
 
 function headers() {
@@ -165,13 +165,19 @@ function complain(error) {
   $("problem").textContent = hidden ? "" : error.message;
 }
 
+/** Buttons that cannot be used now say so, but keep the focus, which a disabled button would lose. */
+function enable(isFree) {
+  for (const id of ["run", "race"]) $(id).setAttribute("aria-disabled", String(!isFree));
+  $("stop").setAttribute("aria-disabled", String(isFree));
+  $("replay").setAttribute("aria-disabled", String(!isFree || !state.lanes.spec?.took));
+}
+
 /** Run some work of which there is one at a time; the button stops it. */
 async function busy(work) {
   if (state.running || !$("form").reportValidity()) return;
   state.running = new AbortController();
   complain(null);
-  for (const id of ["run", "race"]) $(id).disabled = true;
-  $("stop").disabled = false;
+  enable(false);
   try {
     if (!state.model) await poll();
     await work(state.running.signal);
@@ -183,8 +189,7 @@ async function busy(work) {
     }
   } finally {
     state.running = null;
-    for (const id of ["run", "race"]) $(id).disabled = false;
-    $("stop").disabled = true;
+    enable(true);
     draw();
   }
 }
@@ -192,7 +197,6 @@ async function busy(work) {
 async function write(signal) {
   clear();
   const [path, body] = request({ enabled: $("enabled").checked, explain: true });
-  state.asked = body;
   say("Waiting for the first token …");
   const began = performance.now();
   let [first, finish, why] = [0, "", ""];
@@ -412,6 +416,8 @@ function nextWords(round) {
 
 function drawTree() {
   const round = state.rounds[state.chosen];
+  if (state.drawn === round) return;
+  state.drawn = round;
   $("why").textContent = "\u00a0";
   if (!round || !round.tokens.length) {
     $("tree").replaceChildren();
@@ -618,7 +624,7 @@ function judge(plain, spec) {
 
 async function race(signal) {
   const salt = `race-${Date.now()}-`;
-  $("replay").disabled = true;
+  state.lanes = {};
   $("verdict").className = "";
   $("verdict").textContent = "Plain runs first …";
   for (const name of ["plain", "spec"]) show(name, { text: "", count: 0, at: 0 }, 1);
@@ -632,17 +638,17 @@ async function race(signal) {
     throw error;
   }
   judge(state.lanes.plain, state.lanes.spec);
-  $("replay").disabled = false;
   say("The race is over.");
 }
 
 /** Both lanes again at their recorded pace, stretched to be seen; at once where motion is not wanted. */
 function replay() {
+  if (state.running || $("replay").getAttribute("aria-disabled") === "true") return;
   const { plain, spec } = state.lanes;
+  $("replay").setAttribute("aria-disabled", "true");
   const longest = Math.max(plain.took, spec.took);
   const stretch = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : Math.max(1, 3000 / longest);
   const began = performance.now();
-  $("replay").disabled = true;
   const tick = () => {
     if (state.running) return;
     const now = stretch ? (performance.now() - began) / stretch : longest;
@@ -651,7 +657,7 @@ function replay() {
       show(name, { ...step, at: Math.min(now, found.took) }, found.most);
     }
     if (now < longest) requestAnimationFrame(tick);
-    else $("replay").disabled = false;
+    else enable(true);
   };
   tick();
 }
@@ -781,6 +787,7 @@ function begin() {
   $("forget").addEventListener("click", forget);
   $("ribbon").addEventListener("keydown", steer);
   new ResizeObserver(() => drawSoon()).observe(document.querySelector("main"));
+  enable(true);
   draw();
   drawPulse();
   watch();
