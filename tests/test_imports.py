@@ -16,7 +16,20 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LAWS = {"noise", "types", "sampling"}
 AXES = {*LAWS, "registry", "trees", "verifiers", "models", "drafters", "controllers"}
-LIBRARY = {*AXES, "engine", "loading", "llm", "hub", "analysis", "training", "formats", "bench", "config"}
+LIBRARY = {
+    *AXES,
+    "constraints",
+    "options",
+    "engine",
+    "loading",
+    "llm",
+    "hub",
+    "analysis",
+    "training",
+    "formats",
+    "bench",
+    "config",
+}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": LIBRARY,
@@ -30,7 +43,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {*LAWS, "trees"},
     "controllers": {*LAWS, "trees"},
     "drafters": {*LAWS, "trees", "models"},
-    "engine": AXES,
+    "constraints": {"sampling"},
+    "options": {"constraints", "sampling", "engine"},
+    "grammar": {"constraints"},
+    "engine": {*AXES, "constraints"},
     "loading": {*AXES, "config"},
     "llm": LIBRARY - {"bench", "hub"},
     "hub": LIBRARY - {"bench"},
@@ -38,8 +54,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": LIBRARY - {"hub"},
     "formats": {*LAWS, "trees", "models", "drafters", "loading", "registry"},
     "bench": LIBRARY,
-    "server": LIBRARY,
-    "cli": {*LIBRARY, "server"},
+    "server": {*LIBRARY, "grammar"},
+    "cli": {*LIBRARY, "server", "grammar"},
     "__main__": {"cli"},
 }
 """Package -> what it may import besides itself."""

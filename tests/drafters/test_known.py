@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from toys import engine, tables
 
 from foretoken.controllers.constant import ConstantController
 from foretoken.drafters.known import KnownDrafter
@@ -15,6 +14,7 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.request import Request, Running
 from foretoken.sampling import SamplingParams
 from foretoken.types import Budget, Context
+from toys import engine, tables
 
 PROMPT = [0, 1, 0]
 T1 = SamplingParams(temperature=1.0)
