@@ -30,7 +30,7 @@ const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"}`;
 /** A token so that its blanks can be seen, in one line. */
 function visible(text, longest = 60) {
   if (text === "") return "∅";
-  const shown = text.replace(/\n/g, "↵").replace(/\t/g, "→").replace(/ /g, "·");
+  const shown = text.replace(/\n/g, "↵").replace(/\t/g, "→").replace(/ /g, "␣");
   return shown.length > longest ? `${shown.slice(0, longest - 1)}…` : shown;
 }
 
@@ -225,7 +225,9 @@ function finished(took, finish, why) {
   const each = rounds ? (count / rounds).toFixed(2) : "0";
   say(`${plural(count, "token")} in ${(took / 1e3).toFixed(2)} s, ${((1e3 * count) / took).toFixed(0)} per second; ` +
     `${plural(rounds, "round")}, ${each} tokens per round; ended by ${finish || "nothing"}.`);
-  if (why) $("reason").textContent = `Last request: ${why}`;
+  const drafted = state.rounds.filter((round) => round.tokens.length > 1).length;
+  const reason = why ? ` The controller says: ${why}` : "";
+  $("reason").textContent = `Last request: drafts in ${drafted} of ${plural(rounds, "round")}.${reason}`;
 }
 
 function clear() {
@@ -319,12 +321,19 @@ function steer(event) {
 
 // -- the tree ---------------------------------------------------------------------------------------------------------
 
+const WORDS = { unreached: "never reached" };
+
+/** The accepted sibling, if it was tried before this node. */
+const siblingBefore = (round, node) =>
+  round.accepted.find((other) => other < node && round.parents[other] === round.parents[node]);
+
 /** What became of a node: root, accepted, rejected, or never reached. */
 function fate(round, node) {
   if (node === 0) return "root";
   if (round.accepted.includes(node)) return "accepted";
   const above = round.parents[node];
-  return above === 0 || round.accepted.includes(above) ? "rejected" : "unreached";
+  if (above !== 0 && !round.accepted.includes(above)) return "unreached";
+  return round.q[node] !== null && siblingBefore(round, node) !== undefined ? "unreached" : "rejected";
 }
 
 const nextFate = (round) => (round.tokens.length < 2 ? "plain" : round.next_is_bonus ? "bonus" : "recovered");
@@ -335,7 +344,11 @@ function because(round, node) {
   const kind = fate(round, node);
   const isPoint = q === null || q === undefined;
   if (kind === "root") return "the last token of the text so far";
-  if (kind === "unreached") return `its parent “${visible(round.texts[above])}” was not accepted`;
+  if (kind === "unreached") {
+    const sibling = isPoint ? undefined : siblingBefore(round, node);
+    if (sibling !== undefined) return `“${visible(round.texts[sibling])}” was accepted before it was tried`;
+    return `its parent “${visible(round.texts[above])}” was not accepted`;
+  }
   const ratio = isPoint || !q || p === null ? "" : `p/q = ${(p / q).toFixed(2)}`;
   if (kind === "accepted") {
     if (isPoint) return `it is the target's own choice (p = ${probability(p)})`;
@@ -343,12 +356,13 @@ function because(round, node) {
   }
   const chosen = round.accepted.find((other) => round.parents[other] === above);
   const wanted = visible(chosen === undefined ? round.next_text : round.texts[chosen]);
-  if (!isPoint && chosen !== undefined && chosen < node) return `“${wanted}” was accepted before it was tried`;
   if (isPoint) return `the target chose “${wanted}” here (p of this one: ${probability(p)})`;
   return `${ratio} was its chance${isFirst(round, node) ? "" : ", or less after its siblings were tried"}, and the draw refused it`;
 }
 
 const isFirst = (round, node) => round.parents.indexOf(round.parents[node]) === node;
+
+const figures = (one) => `p ${probability(one.p)} q ${probability(one.q)}`;
 
 /** Places of all nodes: a column for each depth, a row for each leaf. */
 function placed(round) {
@@ -361,7 +375,7 @@ function placed(round) {
     one.q = round.q[one.node] ?? null;
     one.r = one.q === null ? 6 : 3 + 9 * Math.sqrt(one.q);
     one.label = visible(one.text, 16);
-    one.width = Math.max(7.4 * one.label.length, one.p === null ? 0 : 92);
+    one.width = Math.max(7.4 * one.label.length, one.p === null ? 0 : 6 * figures(one).length);
   }
   const widths = [];
   for (const one of nodes) widths[one.depth] = Math.max(widths[one.depth] ?? 0, one.width);
@@ -379,7 +393,7 @@ function placed(round) {
 }
 
 function edge(one, above) {
-  const from = above.x + above.r + 8 + above.width + 4;
+  const from = above.x + above.r + 9 + above.width + 8;
   const to = one.x - one.r - 5;
   const middle = (from + to) / 2;
   const kind = one.kind === "accepted" ? "accepted" : ["bonus", "recovered", "plain"].includes(one.kind) ? "next" : "";
@@ -391,19 +405,20 @@ function drawnNode(round, one) {
   const isDraft = one.node > 0 && one.node < round.tokens.length;
   const why = isDraft || one.node === 0 ? because(round, one.node) : nextWords(round);
   const group = svg("g", { class: `node ${one.kind}`, transform: `translate(${one.x},${one.y})` },
-    svg("title", {}, `${visible(one.text)}: ${one.kind}; ${why}`),
+    svg("title", {}, `${visible(one.text)}: ${WORDS[one.kind] ?? one.kind}; ${why}`),
     svg("circle", { class: "disc", r: one.r }),
     ...(isDraft ? [
       svg("circle", { class: "halo", r: one.r + 3.5 }),
       svg("circle", { class: "ring", r: one.r + 3.5, transform: "rotate(-90)", "stroke-dasharray": `${(one.p ?? 0) * around} ${around}` }),
     ] : []),
     svg("text", { class: "token", x: one.r + 9, y: isDraft ? 0 : 4 }, one.label),
-    ...(isDraft ? [svg("text", { class: "axis", x: one.r + 9, y: 13 }, `p ${probability(one.p)}  q ${probability(one.q)}`)] : []),
+    ...(isDraft ? [svg("text", { class: "axis", x: one.r + 9, y: 13 }, figures(one))] : []),
+    ...(one.kind === "rejected" ? [svg("path", { class: "cross", d: "M-4,-4L4,4M-4,4L4,-4" })] : []),
   );
   group.addEventListener("click", () => {
     document.querySelector(".node.chosen")?.classList.remove("chosen");
     group.classList.add("chosen");
-    $("why").textContent = `“${visible(one.text)}”: ${one.kind}; ${why}.`;
+    $("why").textContent = `“${visible(one.text)}”: ${WORDS[one.kind] ?? one.kind}; ${why}.`;
   });
   return group;
 }
@@ -428,14 +443,15 @@ function drawTree() {
   const { nodes, width, height } = placed(round);
   const drafts = nodes.length - 2;
   const isPoint = drafts > 0 && round.q.every((value) => value === null);
-  $("tree-which").textContent = `of round ${state.chosen + 1}, by ${round.drafter}` + (isPoint ? "; its guesses are single tokens, so they have no q" : "");
+  const note = isPoint ? "; its guesses are single tokens, so they have no q" : "";
+  $("tree-which").textContent = `of round ${state.chosen + 1}` + (drafts ? `, by ${round.drafter}${note}` : ": nothing was drafted");
   const label = `Round ${state.chosen + 1}: ${plural(drafts, "draft")}, ${round.accepted.length} accepted`;
   $("tree").replaceChildren(svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label },
     ...nodes.slice(1).map((one) => edge(one, nodes[one.above])),
     ...nodes.map((one) => drawnNode(round, one))));
   const rows = nodes.map((one) => [
     one.node < round.tokens.length ? one.node : "next", code(one.text), one.above < 0 ? "" : one.above,
-    probability(one.q), probability(one.p), one.kind, one.node < round.tokens.length ? because(round, one.node) : nextWords(round),
+    probability(one.q), probability(one.p), WORDS[one.kind] ?? one.kind, one.node < round.tokens.length ? because(round, one.node) : nextWords(round),
   ]);
   table("tree-table", label, ["Node", "Token", "Parent", "q", "p", "Outcome", "Why"], rows);
 }
@@ -607,7 +623,7 @@ async function lane(name, enabled, salt, signal) {
 function show(name, step, most) {
   $(`${name}-text`).textContent = step.text;
   $(`${name}-text`).scrollTop = $(`${name}-text`).scrollHeight;
-  $(`${name}-bar`).style.width = percent(Math.min(1, step.count / most));
+  $(`${name}-bar`).style.width = `${100 * Math.min(1, step.count / most)}%`;
   $(`${name}-time`).textContent = `${plural(step.count, "token")}, ${(step.at / 1e3).toFixed(2)} s`;
 }
 
@@ -628,6 +644,7 @@ async function race(signal) {
   $("verdict").className = "";
   $("verdict").textContent = "Plain runs first …";
   for (const name of ["plain", "spec"]) show(name, { text: "", count: 0, at: 0 }, 1);
+  $("race-title").scrollIntoView({ block: "start" });
   say($("seed").value === "" ? "Racing with seed 0: without a seed two texts may differ." : "Racing …");
   try {
     await lane("plain", false, `${salt}plain`, signal);
@@ -638,7 +655,7 @@ async function race(signal) {
     throw error;
   }
   judge(state.lanes.plain, state.lanes.spec);
-  say("The race is over.");
+  say(`Race: ${$("verdict").textContent}`);
 }
 
 /** Both lanes again at their recorded pace, stretched to be seen; at once where motion is not wanted. */
@@ -691,7 +708,7 @@ function rate(name, seconds, end = state.pulses.length - 1) {
 
 function showEngine(spec, pulse) {
   const { state: engine } = spec;
-  $("model").textContent = spec.drafter ? `${spec.model}, drafted for by ${spec.drafter}` : `${spec.model}, no drafter`;
+  $("model").textContent = spec.drafter ? `${spec.model} · drafter ${spec.drafter}` : `${spec.model} · no drafter`;
   $("live-state").textContent = engine.dead ? "stopped" : engine.draining ? "shutting down" : engine.running ? "busy" : "idle";
   $("live-running").textContent = pulse.running;
   $("live-waiting").textContent = pulse.waiting;

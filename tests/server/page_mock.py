@@ -1,0 +1,183 @@
+"""A small server for the page's tests: it streams rounds that the real engine has written down.
+
+What a prompt says decides how it behaves: REFUSE is answered with an error, BREAK ends in the middle of a stream, FAIL
+sends an error within it, and DIFFER makes plain decoding write another last token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import foretoken.server
+
+PAGE = Path(foretoken.server.__file__).with_name("page")
+RECORDED: list[dict[str, Any]] = json.loads(Path(__file__).with_name("page_recorded.json").read_text(encoding="utf-8"))
+POLICY = "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' data:"
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+REASON = "plain decoding is faster here: a round of 4 drafts costs 3.1 plain rounds"
+
+
+class Mock(ThreadingHTTPServer):
+    """Where it listens, and what it was asked.
+
+    Attributes:
+        asked: paths and bodies of all requests that write text.
+        key: the only key that is let in; empty for none.
+        pause_s: between two chunks.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.key = ""
+        self.pause_s = 0.01
+        self.rounds = 0
+
+    @property
+    def url(self) -> str:
+        """Of the page."""
+        return f"http://127.0.0.1:{self.server_address[1]}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that closes a stream is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Mock
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", POLICY)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _json(self, status: int, found: Any) -> None:
+        self._send(status, "application/json", json.dumps(found).encode())
+
+    def _is_allowed(self) -> bool:
+        given = self.headers.get("Authorization", "")
+        if not self.server.key or given == f"Bearer {self.server.key}":
+            return True
+        self._json(401, {"error": {"message": "give a valid key", "type": "authentication_error"}})
+        return False
+
+    def do_GET(self) -> None:
+        """The page, and what it asks for every second."""
+        name = self.path.strip("/") or "index.html"
+        file = PAGE / name
+        if file.parent == PAGE and file.is_file():
+            self._send(200, KINDS[file.suffix], file.read_bytes())
+        elif name in ("v1/spec", "metrics") and self._is_allowed():
+            found = json.dumps(_spec(self.server.rounds)) if name == "v1/spec" else _metrics(self.server.rounds)
+            self._send(200, "application/json", found.encode())
+        elif name not in ("v1/spec", "metrics"):
+            self._json(404, {"error": {"message": "there is no such page", "type": "not_found_error"}})
+
+    def do_POST(self) -> None:
+        """A stream."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if not self._is_allowed():
+            return
+        self.server.asked.append((self.path, body))
+        said = json.dumps(body)
+        if "REFUSE" in said:
+            error = {"message": "max_new_tokens=9000 goes past the model's context", "type": "invalid_request_error"}
+            self._json(400, {"error": error})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for index, chunk in enumerate(answer(self.path, body, said)):
+            if index == 3 and "BREAK" in said:
+                return
+            if index == 3 and "FAIL" in said:
+                chunk = {"error": {"message": "out of memory: try again", "type": "overloaded_error"}}
+            self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            self.wfile.flush()
+            if "error" in chunk:
+                return
+            self.server.rounds += 1
+            time.sleep(self.server.pause_s)
+        self.wfile.write(b"data: [DONE]\n\n")
+
+
+def answer(path: str, body: dict[str, Any], said: str = "") -> Iterator[dict[str, Any]]:
+    """Chunks as the server sends them."""
+    chunks = copy.deepcopy(RECORDED) if body["speculative"]["enabled"] else list(_plain("DIFFER" in said))
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if not body["speculative"].get("explain"):
+                choice.pop("speculative", None)
+            elif choice["finish_reason"]:
+                choice["speculative"]["why"] = REASON
+            if "chat" in path:
+                choice["delta"] = {"content": choice.pop("text")}
+        yield chunk
+
+
+def _plain(differs: bool) -> Iterator[dict[str, Any]]:
+    """The recorded tokens one by one."""
+    tokens = [
+        (token, text)
+        for chunk in RECORDED
+        for choice in chunk["choices"]
+        for one in choice["speculative"]["rounds"]
+        for token, text in zip(choice["token_ids"], [one["texts"][n] for n in one["accepted"]] + [one["next_text"]])  # noqa: B905 (a limit cuts the last round)
+    ]
+    if differs:
+        tokens[-1] = (tokens[-1][0] + 1, "?")
+    root = 199
+    for index, (token, text) in enumerate(tokens):
+        round_ = {"index": index, "tokens": [root], "parents": [-1], "p": [None], "q": [None], "accepted": []}
+        round_ |= {"next_token": token, "next_is_bonus": True, "drafter": "none", "texts": ["?"], "next_text": text}
+        round_ |= {"draft_s": 0.0, "target_s": 0.004, "verify_s": 0.0002, "overhead_s": 0.0003}
+        reason = "length" if index == len(tokens) - 1 else None
+        choice = {"index": 0, "text": text, "finish_reason": reason, "token_ids": [token], "origins": ["plain"]}
+        yield {"choices": [choice | {"speculative": {"rounds": [round_], "why": ""}}]}
+        root = token
+
+
+def _spec(rounds: int) -> dict[str, Any]:
+    state = {"running": 1, "waiting": 2, "kv_bytes": 5_242_880, "kv_budget_bytes": None, "dead": None}
+    return {
+        "model": "builtin",
+        "drafter": "model,tree=3x2x1x1",
+        "verifier": "auto",
+        "controller": "auto",
+        "lossless": True,
+        "state": state | {"draining": False, "rounds": rounds, "controller": {"costs": {"plain_ms": 4.25}}},
+        "limits": {"max_running": 16, "max_queued": 256, "context_length": 1024},
+    }
+
+
+def _metrics(rounds: int) -> str:
+    name = "foretoken:generation_tokens_total"
+    return f'# TYPE {name} counter\n{name}{{model_name="b"}} {rounds}.0\n'
+
+
+@contextlib.contextmanager
+def mock() -> Iterator[Mock]:
+    """One that runs, and stops in the end."""
+    with Mock() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(timeout=10)
