@@ -1,0 +1,268 @@
+"""``/v1/completions`` and ``/v1/chat/completions`` against a real server: what clients rely on."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from conftest import Running
+
+openai = pytest.importorskip("openai", reason="the openai client is not installed")
+
+PROMPT = "def fib(n):"
+
+
+@pytest.fixture
+def client(server: Running) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="anything", max_retries=0)
+
+
+def events(text: str) -> list[Any]:
+    """Data of a stream, the end as it is."""
+    found = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    return [one if one == "[DONE]" else json.loads(one) for one in found]
+
+
+def test_a_completion_is_what_the_library_writes(server: Running, client: Any) -> None:
+    wanted = server.serving.llm.plain.generate(PROMPT, max_new_tokens=20)
+    found = client.completions.create(model="builtin", prompt=PROMPT, max_tokens=20, temperature=0)
+    assert found.choices[0].text == wanted.text
+    assert found.choices[0].finish_reason == "length"
+    assert found.usage.completion_tokens == 20
+    assert found.usage.prompt_tokens == len(server.serving.llm.encode(PROMPT))
+    assert found.id.startswith("cmpl-") and found.object == "text_completion" and found.model == "builtin"
+
+
+def test_a_stream_says_the_same_as_one_piece(server: Running, client: Any) -> None:
+    whole = server.complete(max_tokens=40)["choices"][0]["text"]
+    chunks = list(
+        client.completions.create(
+            model="builtin",
+            prompt=PROMPT,
+            max_tokens=40,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == whole
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 40
+    assert len(chunks) < 40  # a chunk is a verified block, not a token
+
+
+def test_a_stream_ends_with_done_and_a_comment_is_no_event(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt=PROMPT, max_tokens=4, temperature=0, stream=True)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.headers["cache-control"] == "no-cache" and answer.headers["x-accel-buffering"] == "no"
+    found = events(answer.text)
+    assert found[-1] == "[DONE]" and all(one["id"] == found[0]["id"] for one in found[:-1])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_seed_fixes_the_text_in_any_company(server: Running, stream: bool) -> None:
+    alone = [server.complete(temperature=1.0, seed=seed, max_tokens=12)["choices"][0]["text"] for seed in (1, 2, 1)]
+    assert alone[0] == alone[2] != alone[1]
+    many = server.complete(temperature=1.0, seed=1, n=4, max_tokens=12)["choices"]
+    assert [choice["index"] for choice in many] == [0, 1, 2, 3]
+    assert [many[0]["text"], many[1]["text"]] == alone[:2]
+    plain = server.complete(temperature=1.0, seed=1, max_tokens=12, speculative={"enabled": False})
+    assert plain["choices"][0]["text"] == alone[0]
+    assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+
+
+def test_several_prompts_as_text_and_as_ids(server: Running) -> None:
+    ids = [server.serving.llm.encode(text) for text in (PROMPT, "class A:")]
+    by_ids = server.complete(ids)["choices"]
+    by_text = server.complete([PROMPT, "class A:"])["choices"]
+    assert [one["text"] for one in by_ids] == [one["text"] for one in by_text]
+    assert server.complete(ids[0])["choices"][0]["text"] == by_ids[0]["text"]
+
+
+def test_what_lm_eval_asks_for(server: Running) -> None:
+    """Log-probabilities of a given continuation: the greedy token has one value, in both lists."""
+    ids = server.serving.llm.encode(PROMPT)
+    found = server.complete([ids, ids[:3]], max_tokens=0, echo=True, logprobs=1, seed=1234)
+    values = found["choices"][0]["logprobs"]
+    assert len(values["tokens"]) == len(values["token_logprobs"]) == len(values["top_logprobs"]) == len(ids)
+    assert values["token_logprobs"][0] is None and values["top_logprobs"][0] is None
+    assert found["usage"]["completion_tokens"] == 0
+    assert "".join(values["tokens"]) == found["choices"][0]["text"] == PROMPT
+    assert values["text_offset"] == [sum(map(len, values["tokens"][:i])) for i in range(len(ids))]
+    more = server.complete([ids], max_tokens=1, echo=True, logprobs=1)["choices"][0]["logprobs"]
+    assert len(more["tokens"]) == len(ids) + 1
+    assert more["token_logprobs"][-1] == max(more["top_logprobs"][-1].values())  # greedy: the very same number
+    assert more["token_logprobs"][1:-1] == values["token_logprobs"][1:]
+    import torch
+
+    from foretoken.models.base import Feed
+
+    target = server.serving.llm.target.sibling()  # type: ignore[attr-defined]
+    logits = target.forward([Feed(target.open(), ids)])[0].logits
+    for i, token in enumerate(ids[1:]):
+        assert math.isclose(
+            values["token_logprobs"][i + 1], float(torch.log_softmax(logits[i], -1)[token]), abs_tol=1e-4
+        )
+
+
+def test_limits_of_the_text(server: Running) -> None:
+    whole = server.complete(max_tokens=30)["choices"][0]["text"]
+    stop = whole[10:14]
+    cut = server.complete(max_tokens=30, stop=[stop])["choices"][0]
+    assert cut["text"] == whole[: whole.index(stop)] and cut["finish_reason"] == "stop" and cut["stop_reason"] == stop
+    kept = server.complete(max_tokens=30, stop=stop, include_stop_str_in_output=True)["choices"][0]
+    assert kept["text"] == cut["text"] + stop
+    token = server.complete(max_tokens=30, return_token_ids=True)["choices"][0]["token_ids"][3]
+    ended = server.complete(max_tokens=30, stop_token_ids=[token], return_token_ids=True)["choices"][0]
+    assert ended["token_ids"][-1] == token and ended["finish_reason"] == "stop" and len(ended["token_ids"]) <= 4
+    longer = server.complete(max_tokens=30, stop_token_ids=[token], min_tokens=10, return_token_ids=True)["choices"][0]
+    assert len(longer["token_ids"]) >= 10
+
+
+def test_what_may_be_written(server: Running) -> None:
+    ids = server.complete(allowed_token_ids=[5, 6], max_tokens=12, return_token_ids=True, temperature=1.0)
+    assert set(ids["choices"][0]["token_ids"]) <= {5, 6} | server.serving.llm.target.eos_token_ids
+    usual = server.complete(max_tokens=12, return_token_ids=True)["choices"][0]
+    word = server.serving.llm.tokenizer.decode([usual["token_ids"][1]]).strip()  # type: ignore[union-attr]
+    without = server.complete(max_tokens=12, bad_words=[word])["choices"][0]["text"]
+    assert word in usual["text"] and word not in without
+    biased = server.complete(max_tokens=3, logit_bias={"7": 100}, return_token_ids=True)["choices"][0]["token_ids"]
+    assert biased == [7, 7, 7]
+
+
+def test_predicted_outputs(server: Running) -> None:
+    text = server.complete(max_tokens=40)["choices"][0]["text"]
+    found = server.complete(max_tokens=40, prediction={"type": "content", "content": text})
+    details = found["usage"]["completion_tokens_details"]
+    assert found["choices"][0]["text"] == text
+    assert details["accepted_prediction_tokens"] >= 25
+    parts = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
+    again = server.complete(max_tokens=40, prediction={"type": "content", "content": parts})
+    assert again["usage"]["completion_tokens_details"] == details
+    wrong = server.complete(max_tokens=40, prediction={"type": "content", "content": "nothing of this is true " * 4})
+    assert wrong["choices"][0]["text"] == text
+    assert wrong["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
+
+
+def test_speculation_is_measured_in_shapes_that_add_up(server: Running) -> None:
+    found = server.complete(max_tokens=40)["metrics"]["speculative_decoding"]
+    histogram = found["acceptance_histogram"]
+    assert sum(histogram) == found["num_spec_steps"]
+    assert sum(j * count for j, count in enumerate(histogram)) == found["num_accepted_draft_tokens"]
+    assert found["num_accepted_draft_tokens"] <= found["num_draft_tokens"]
+    assert found["num_accepted_draft_tokens"] + found["num_spec_steps"] >= 40
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_explained_rounds_spell_the_answer(server: Running, stream: bool) -> None:
+    body: dict[str, Any] = {
+        "max_tokens": 24,
+        "temperature": 0,
+        "speculative": {"explain": True},
+        "return_token_ids": True,
+    }
+    if stream:
+        answer = server.post("/v1/completions", prompt=PROMPT, stream=True, **body)
+        choices = [one["choices"][0] for one in events(answer.text)[:-1]]
+        assert all(len(choice["speculative"]["rounds"]) == 1 for choice in choices)
+    else:
+        choices = server.complete(**body)["choices"]
+    rounds = [one for choice in choices for one in choice["speculative"]["rounds"]]
+    ids = [token for choice in choices for token in choice["token_ids"]]
+    spelled = [token for one in rounds for token in (*(one["tokens"][i] for i in one["accepted"]), one["next_token"])]
+    assert spelled[: len(ids)] == ids
+    assert any(one["accepted"] for one in rounds)
+    assert all(len(one["p"]) == len(one["q"]) == len(one["texts"]) == len(one["tokens"]) for one in rounds)
+
+
+def test_a_conversation(server: Running, client: Any) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    found = client.chat.completions.create(
+        model="builtin", messages=messages, max_tokens=10, temperature=1, seed=3, logprobs=True, top_logprobs=2
+    )
+    choice = found.choices[0]
+    assert choice.message.role == "assistant" and choice.message.content
+    assert len(choice.logprobs.content) == found.usage.completion_tokens
+    assert all(len(one.top_logprobs) == 2 and one.bytes is not None for one in choice.logprobs.content)
+    stream = client.chat.completions.create(
+        model="builtin", messages=messages, max_tokens=10, temperature=1, seed=3, stream=True
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+
+
+def test_the_second_turn_computes_what_is_new(server: Running) -> None:
+    first = [{"role": "user", "content": "Tell me about the sea. " * 60}]
+    said = server.post("/v1/chat/completions", messages=first, max_tokens=8, temperature=0).json()
+    turns = [
+        *first,
+        {"role": "assistant", "content": said["choices"][0]["message"]["content"]},
+        {"role": "user", "content": "On."},
+    ]
+    again = server.post("/v1/chat/completions", messages=turns, max_tokens=4, temperature=0).json()["usage"]
+    computed = again["prompt_tokens"] - again["prompt_tokens_details"]["cached_tokens"]
+    assert computed <= 0.1 * again["prompt_tokens"]
+    salted = server.post(
+        "/v1/chat/completions", messages=turns, max_tokens=4, temperature=0, cache_salt="another"
+    ).json()
+    assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_structured_output(server: Running, client: Any) -> None:
+    pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    found = client.chat.completions.create(
+        model="builtin",
+        messages=[{"role": "user", "content": "Answer."}],
+        max_tokens=20,
+        temperature=1,
+        seed=1,
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+    )
+    assert set(json.loads(found.choices[0].message.content)) == {"ok"}
+    one = server.complete(structured_outputs={"choice": ["red", "green"]}, temperature=1.0, seed=2)
+    assert one["choices"][0]["text"] in ("red", "green")
+    bad = server.post("/v1/completions", prompt="x", structured_outputs={"regex": "(unclosed"})
+    assert bad.status_code == 400 and bad.json()["error"]["param"] == "structured_outputs"
+
+
+def test_tokens_and_models(server: Running, client: Any) -> None:
+    found = server.client.post("/tokenize", json={"prompt": PROMPT}).json()
+    assert found["tokens"] == server.serving.llm.encode(PROMPT) and found["count"] == len(found["tokens"])
+    assert server.client.post("/detokenize", json={"tokens": found["tokens"]}).json()["prompt"] == PROMPT
+    assert [model.id for model in client.models.list()] == ["builtin"]
+    assert client.models.retrieve("builtin").id == "builtin"
+    assert server.client.get("/tokenizer_info").json()["eos_token"]
+    assert server.client.get("/version").json()["version"]
+
+
+def test_counters_match_the_requests(server: Running) -> None:
+    def read(name: str) -> float:
+        lines = server.client.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+    names = (
+        "foretoken:request_success_total",
+        "foretoken:generation_tokens_total",
+        "vllm:spec_decode_num_draft_tokens_total",
+    )
+    before = [read(name) for name in names]
+    stats = [server.complete(max_tokens=20) for _ in range(3)]
+    after = [read(name) for name in names]
+    drafted = sum(one["metrics"]["speculative_decoding"]["num_draft_tokens"] for one in stats)
+    assert [b - a for a, b in zip(before, after, strict=True)] == [3, 60, drafted]
+
+
+def test_what_the_server_says_of_its_speculation(server: Running) -> None:
+    found = server.client.get("/v1/spec").json()
+    assert found["drafter"] == "ngram" and found["lossless"] is True
+    assert found["state"]["dead"] is None and found["memory"]["kv_bytes_per_token"] > 0

@@ -1,0 +1,297 @@
+"""Bad input: the right status, OpenAI's error object, the name of the field, and nothing lost."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from conftest import Running, served
+from foretoken.server.limits import deeper_than
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """The error object of an answer with this status."""
+    assert answer.status_code == status, (answer.status_code, answer.text[:500])
+    found = answer.json()
+    assert set(found) == {"error"} and set(found["error"]) == {"message", "type", "param", "code"}
+    assert 0 < len(found["error"]["message"]) <= 1000
+    return dict(found["error"])
+
+
+BOUNDS: list[tuple[str, Any, Any]] = [
+    ("temperature", 2, 2.01),
+    ("temperature", 0, -0.01),
+    ("top_p", 1, 1.01),
+    ("top_p", 0.01, 0),
+    ("top_k", -1, -2),
+    ("min_p", 1, 1.1),
+    ("presence_penalty", 2, 2.1),
+    ("presence_penalty", -2, -2.1),
+    ("frequency_penalty", 2, 2.1),
+    ("repetition_penalty", 10, 10.1),
+    ("repetition_penalty", 0.1, 0),
+    ("n", 8, 9),
+    ("n", 1, 0),
+    ("logprobs", 20, 21),
+    ("logprobs", 0, -1),
+    ("max_tokens", 2, -1),
+    ("seed", 2**63 - 1, 2**63),
+    ("seed", -(2**63), -(2**63) - 1),
+    ("stop", ["x"] * 16, ["x"] * 17),
+    ("stop", ["x" * 256], ["x" * 257]),
+    ("stop", "x", ""),
+    ("logit_bias", {str(i): 1 for i in range(300)}, {str(i): 1 for i in range(301)}),
+    ("logit_bias", {"5": 100}, {"5": 101}),
+    ("logit_bias", {"8191": 1}, {"8192": 1}),
+    ("bad_words", ["x"] * 128, ["x"] * 129),
+    ("allowed_token_ids", [8191], [8192]),
+    ("stop_token_ids", [8191], [8192]),
+    ("min_tokens", 2, 3),
+    ("priority", 2**31 - 1, 2**31),
+    ("cache_salt", "x" * 256, "x" * 257),
+    ("request_id", "a" * 64, "a" * 65),
+    ("request_id", "a.b-c_d", "a b"),
+    ("prompt", ["x"] * 64, ["x"] * 65),
+    ("prompt", [8191], [8192]),
+    ("prompt", "x", ""),
+    ("prompt", [1], []),
+    ("best_of", 1, 2),
+]
+
+
+@pytest.mark.parametrize(("name", "good", "bad"), BOUNDS, ids=[f"{i}-{b[0]}" for i, b in enumerate(BOUNDS)])
+def test_every_bound_at_its_value_and_behind_it(server: Running, name: str, good: Any, bad: Any) -> None:
+    base: dict[str, Any] = {"prompt": "x", "max_tokens": 2, "temperature": 1, "seed": 1}
+    assert server.post("/v1/completions", **{**base, name: good}).status_code == 200
+    error = error_of(server.post("/v1/completions", **{**base, name: bad}), 400)
+    assert error["type"] == "invalid_request_error"
+    assert (
+        error["param"] == name or name in error["message"] or "token" in error["message"] or "empty" in error["message"]
+    )
+
+
+WRONG: list[Any] = [None, True, "abc", [], {}, [[]], {"a": 1}, -1, 1.5, 10**30, "\ud800", [None], ["x", 1], [1, "x"]]
+FIELDS = ["model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stream", "stream_options", "logprobs", "echo", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "suffix", "best_of", "user", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "allowed_token_ids", "bad_words", "add_special_tokens", "return_token_ids", "prompt_logprobs", "response_format", "structured_outputs", "request_id", "cache_salt", "priority", "speculative", "prediction", "timings"]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_wrong_types_in_every_field(server: Running, name: str) -> None:
+    for value in WRONG:
+        body = {"model": "builtin", "prompt": "x", "max_tokens": 1, "seed": 1, name: value}
+        answer = server.client.post(
+            "/v1/completions", content=json.dumps(body), headers={"Content-Type": "application/json"}
+        )
+        assert answer.status_code in (200, 400, 404), (name, value, answer.text[:300])
+        if answer.status_code != 200:
+            error_of(answer, answer.status_code)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b'{"model": "builtin", "prompt": "x", "temperature": NaN}',
+        b'{"model": "builtin", "prompt": "x", "temperature": Infinity}',
+        b'{"model": "builtin", "prompt": "x", "top_p": 1e999}',
+        b"\xff\xfe\x00",
+        b'{"model": "builtin", "prompt": "' + b"\\u0000" * 3 + b'", "max_tokens": "1"}',
+        b"[" * 1000 + b"]" * 1000,
+        b'{"a":' * 1000 + b"1" + b"}" * 1000,
+    ],
+)
+def test_bodies_that_are_no_request(server: Running, body: bytes) -> None:
+    answer = server.client.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    error = error_of(answer, 400)
+    assert body.decode(errors="ignore")[:40] not in error["message"] or len(body) < 3
+
+
+def test_text_with_zeros_and_unpaired_surrogates(server: Running) -> None:
+    assert server.post("/v1/completions", prompt="a\x00b", max_tokens=1).status_code == 200
+    error_of(
+        server.client.post("/tokenize", content=b'{"prompt": "\\ud800"}', headers={"Content-Type": "application/json"}),
+        400,
+    )
+
+
+def test_depth_is_counted_outside_of_texts() -> None:
+    assert not deeper_than(json.dumps({"a": "[" * 500 + '\\"' + "{" * 500}).encode(), 64)
+    assert not deeper_than(b"[" * 64 + b"]" * 64, 64)
+    assert deeper_than(b"[" * 65 + b"]" * 65, 64)
+    assert deeper_than(b'{"a": "\\"", "b": ' + b"[" * 64 + b"]" * 64 + b"}", 64)
+    assert not deeper_than(b"[]" * 500, 64)
+
+
+def test_a_body_that_is_too_large(server: Running) -> None:
+    error_of(server.client.post("/v1/completions", content=b"x" * (2 * 2**20 + 1)), 413)
+
+    def endless() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b"x" * 2**20
+
+    try:
+        error_of(server.client.post("/v1/completions", content=endless()), 413)
+    except httpx.WriteError:
+        pass  # the server has answered and closed before all was sent
+    assert server.complete(max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/models/other", 404),
+        ("DELETE", "/v1/models", 405),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/health", 405),
+    ],
+)
+def test_routes_that_are_not_there(server: Running, method: str, path: str, status: int) -> None:
+    error_of(server.client.request(method, path), status)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"suffix": "end"}, "suffix"),
+        ({"guided_json": {}, "guided_regex": "a+"}, "guided_regex"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"speculative": {"method": "eagle9"}}, "speculative"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(server: Running, body: dict[str, Any], param: str) -> None:
+    assert error_of(server.post("/v1/completions", **{"prompt": "x", "max_tokens": 1, **body}), 400)["param"] == param
+
+
+def test_what_chat_refuses(server: Running) -> None:
+    def refused(**body: Any) -> dict[str, Any]:
+        messages = body.pop("messages", [{"role": "user", "content": "x"}])
+        return error_of(server.post("/v1/chat/completions", **{"messages": messages, "max_tokens": 1, **body}), 400)
+
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}]}]
+    assert refused(messages=image)["param"] == "messages"
+    assert refused(messages=[])["param"] == "messages"
+    assert refused(messages=[{"role": "king", "content": "x"}])["param"] == "messages"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert refused(tools=[tool])["param"] == "tools"  # no template, no tools
+    assert refused(tool_choice="required")["param"] == "tool_choice"
+    assert refused(top_logprobs=2)["param"] == "top_logprobs"
+    assert refused(chat_template_kwargs={"tokenize": True})["param"] == "chat_template_kwargs"
+    assert refused(reasoning_effort="high")["param"] == "reasoning_effort"
+    assert refused(messages=[{"role": "user", "content": "word " * 2000}])["code"] == "context_length_exceeded"
+
+
+def test_the_context_is_a_limit(server: Running) -> None:
+    ids = [5] * 1000
+    assert server.complete(ids, max_tokens=24)["usage"]["completion_tokens"] == 24
+    assert "context" in error_of(server.post("/v1/completions", prompt=ids, max_tokens=25), 400)["message"]
+    assert "context" in error_of(server.post("/v1/completions", prompt=[5] * 1024, max_tokens=1), 400)["message"]
+
+
+def test_unknown_fields_are_named_in_a_header(server: Running) -> None:
+    answer = server.post("/v1/completions", prompt="x", max_tokens=1, wibble=1, **{"odd name\n": 2})
+    assert answer.status_code == 200 and answer.headers["x-ignored-fields"] == "wibble"
+
+
+def test_ids_of_requests(server: Running) -> None:
+    assert server.client.get("/health", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    replaced = server.client.get("/health", headers={"X-Request-Id": "x" * 65}).headers["x-request-id"]
+    assert len(replaced) == 32
+    answer = server.post("/v1/completions", prompt="x", max_tokens=1, request_id="abc")
+    assert answer.json()["id"] == "cmpl-abc"
+
+
+def test_keys() -> None:
+    with served(api_keys=("one", "two")) as running:
+        for path in (
+            "/v1/models",
+            "/v1/spec",
+            "/metrics",
+            "/version",
+            "/",
+            "/tokenizer_info",
+            "/openapi.json",
+            "/nothing",
+        ):
+            assert error_of(running.client.get(path), 401)["code"] == "invalid_api_key"
+            wrong = running.client.get(path, headers={"Authorization": "Bearer three"})
+            error_of(wrong, 401)
+        error_of(running.client.post("/tokenize", json={"prompt": "x"}), 401)
+        assert running.client.get("/health").status_code == running.client.get("/ready").status_code == 200
+        for key in ("one", "two"):
+            assert running.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert running.client.get("/", auth=("anyone", "two")).status_code == 200
+        assert "Basic" in running.client.get("/").headers["www-authenticate"]
+
+
+def test_overload_takes_exactly_what_fits() -> None:
+    """R3: as many as run and wait are served, all others get 503 and are told when to come again."""
+    with served(max_running=2, max_queued=4) as running:
+        answers: list[httpx.Response] = []
+        held = threading.Event()
+        step = running.serving.llm.engine.step
+
+        def waiting_step() -> Any:
+            held.wait(60)
+            return step()
+
+        running.serving.llm.engine.step = waiting_step  # type: ignore[method-assign]
+        body = {"model": "builtin", "prompt": "x", "max_tokens": 2, "temperature": 0}
+
+        def ask() -> None:
+            answers.append(httpx.post(f"{running.url}/v1/completions", json=body, timeout=60))
+
+        threads = [threading.Thread(target=ask) for _ in range(20)]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 60
+        while len(answers) < 14 and time.monotonic() < end:
+            time.sleep(0.02)
+        refused = list(answers)
+        held.set()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(answer.status_code for answer in answers) == [200] * 6 + [503] * 14
+        assert all(answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1 for answer in refused)
+        assert error_of(refused[0], 503)["code"] == "queue_full"
+
+
+def raw(url: str, data: bytes, then: float = 0.0) -> bytes:
+    """What a server answers to these bytes on a connection of their own."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as sock:
+        sock.sendall(data)
+        time.sleep(then)
+        sock.settimeout(30)
+        found = b""
+        try:
+            while part := sock.recv(65536):
+                found += part
+        except (TimeoutError, ConnectionResetError):
+            pass
+        return found
+
+
+def test_slow_and_endless_headers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.server.protocol.HEADERS_S", 0.3)
+    with served(body_timeout=0.5) as running:
+        assert raw(running.url, b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ") == b""
+        assert b" 400 " in raw(running.url, b"GET /health HTTP/1.1\r\n" + b"X-A: b\r\n" * 20_000).split(b"\r\n")[0]
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+        )
+        assert b" 408 " in raw(running.url, head).split(b"\r\n")[0]
+        assert running.complete(max_tokens=1)
