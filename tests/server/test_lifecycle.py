@@ -1,0 +1,283 @@
+"""A server's process: starting, failing early, draining, dying; and requests whose client goes away."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from conftest import Running, served
+
+QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def process(*flags: str, env: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """``foretoken serve builtin`` in a process of its own, ready."""
+    port = free_port()
+    command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--dtype", "float32", "--port", str(port), *flags]
+    found = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**QUIET, **(env or {})})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            try:
+                if httpx.get(f"{url}/ready").status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            assert found.poll() is None, found.stderr.read() if found.stderr else ""
+            time.sleep(0.1)
+        yield found, url
+    finally:
+        found.kill()
+        found.wait(30)
+
+
+def test_a_signal_drains() -> None:
+    """R5: not ready at once, what runs is finished, exit code 0, nothing left behind."""
+    with process("--drafter", "ngram", env={"FORETOKEN_SERVED_NAME": "mine"}) as (running, url):
+        lines: list[str] = []
+        begun = threading.Event()
+
+        def read() -> None:
+            body = {
+                "model": "mine",
+                "prompt": "def f(x):",
+                "max_tokens": 300,
+                "temperature": 1,
+                "seed": 2,
+                "ignore_eos": True,
+            }
+            with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}, timeout=120) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    begun.set()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert begun.wait(60)
+        running.send_signal(signal.SIGTERM)
+        time.sleep(1.0)
+        if running.poll() is None and reader.is_alive():
+            answer = httpx.get(f"{url}/ready")
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "draining"
+            refused = httpx.post(f"{url}/v1/completions", json={"model": "mine", "prompt": "x"})
+            assert refused.status_code == 503 and "retry-after" in refused.headers
+        reader.join(120)
+        assert running.wait(30) == 0
+        data = [line[6:] for line in lines if line.startswith("data: ")]
+        assert data[-1] == "[DONE]"
+        assert json.loads(data[-2])["choices"][0]["finish_reason"] == "length"
+        logged = [json.loads(line) for line in (running.stderr or []) if line.startswith("{")]
+        assert any(one.get("route") == "/v1/completions" and one["status"] == 200 for one in logged)
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with process("--drafter", "none") as (running, url):
+        body = {"model": "builtin", "prompt": "x", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+        asking = threading.Thread(target=lambda: _ignored(f"{url}/v1/completions", body))
+        asking.start()
+        time.sleep(0.5)
+        running.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(5) is not None
+        asking.join(30)
+
+
+def _ignored(url: str, body: dict[str, Any]) -> None:
+    try:
+        httpx.post(url, json=body, timeout=60)
+    except httpx.TransportError:
+        pass
+
+
+def refused(*flags: str) -> str:
+    """The one line that a start with these flags ends with."""
+    found = subprocess.run(
+        [sys.executable, "-m", "foretoken", "serve", *flags], capture_output=True, text=True, env=QUIET, timeout=120
+    )
+    assert found.returncode == 2, (found.returncode, found.stderr)
+    lines = [line for line in found.stderr.splitlines() if line and not line.startswith("loading")]
+    assert len(lines) == 1, found.stderr
+    return lines[0]
+
+
+def test_what_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
+    """R14."""
+    assert "there is no model at" in refused("/nowhere/at/all")
+    assert "can be reached by others" in refused("builtin", "--host", "0.0.0.0")
+    assert "no size" in refused("builtin", "--kv-memory", "many")
+    config = tmp_path / "serve.yaml"
+    config.write_text("max_runing: 3\n")
+    assert "max_runing" in refused("builtin", "--config", str(config))
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        assert "cannot listen" in refused("builtin", "--port", str(sock.getsockname()[1]))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text('{"model_type": "llama"}')
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    assert "error" in refused(str(broken), "--port", str(free_port())).lower()
+
+
+def test_settings_come_from_flags_then_environment_then_file(tmp_path: Path) -> None:
+    from foretoken.server.config import settings_from
+
+    file = tmp_path / "serve.yaml"
+    file.write_text("max-running: 3\nmax_queued: 4\nport: 5\napi_keys: [a, b]\n")
+    found = settings_from(
+        {"max_running": 1, "port": None}, file, {"FORETOKEN_MAX_QUEUED": "2", "FORETOKEN_ONLINE": "yes"}
+    )
+    assert (found.max_running, found.max_queued, found.port, found.api_keys, found.online) == (
+        1,
+        2,
+        5,
+        ("a", "b"),
+        True,
+    )
+    for environ in ({"FORETOKEN_PORT": "x"}, {"FORETOKEN_PREFIX_CACHE": "maybe"}, {"FORETOKEN_KV_MEMORY": "-1"}):
+        with pytest.raises(ValueError, match=r"PORT|PREFIX_CACHE|size"):
+            settings_from({}, None, environ)
+
+
+def test_the_example_file_is_what_the_defaults_are() -> None:
+    from foretoken.server.config import Settings, settings_from
+
+    example = Path(__file__).parents[2] / "examples" / "serve.yaml"
+    assert settings_from({}, example, {}) == Settings()
+
+
+def idle(running: Running) -> bool:
+    engine = running.serving.llm.engine
+    return not engine.busy and engine.target.kv_bytes == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_place(server: Running, stream: bool) -> None:
+    """R4: within one round."""
+    body = {
+        "model": "builtin",
+        "prompt": "x",
+        "max_tokens": 1000,
+        "temperature": 1,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    before = server.serving.llm.engine.rounds
+    with httpx.Client(timeout=0.7) as client, pytest.raises(httpx.TransportError):
+        if stream:
+            with client.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+                for _ in answer.iter_lines():
+                    raise httpx.ReadError("enough")
+        client.post(f"{server.url}/v1/completions", json=body)
+    end = time.monotonic() + 20
+    while not idle(server) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert idle(server)
+    assert server.serving.llm.engine.rounds - before < 900
+    assert server.complete(max_tokens=2)
+
+
+def test_an_engine_that_dies_is_noticed() -> None:
+    """R6: health says so, and who listens is told by an error, not by an end."""
+    with served() as running:
+        engine = running.serving.llm.engine
+        step, rounds = engine.step, iter(range(100))
+
+        def dying() -> Any:
+            if next(rounds) == 3:
+                raise SystemExit("the device is lost")
+            return step()
+
+        engine.step = dying  # type: ignore[method-assign]
+        body = {
+            "model": "builtin",
+            "prompt": "x",
+            "max_tokens": 500,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        text = running.client.post("/v1/completions", json=body).text
+        assert "[DONE]" not in text
+        last = json.loads([line[6:] for line in text.splitlines() if line.startswith("data: ")][-1])
+        assert last["error"]["code"] == "engine_dead"
+        answer = running.client.get("/health")
+        assert answer.status_code == 503 and "device is lost" in answer.json()["error"]["message"]
+        assert running.client.get("/ready").status_code == 503
+        assert running.post("/v1/completions", prompt="x").status_code == 503
+
+
+def test_one_poisoned_request_leaves_the_others_alone(server: Running) -> None:
+    """R2, through HTTP: the others' texts are those of a run without it."""
+    prompts = [f"def f{i}(x):" for i in range(7)]
+    clean = [
+        server.complete(prompt, max_tokens=12, seed=i, temperature=1)["choices"][0]["text"]
+        for i, prompt in enumerate(prompts)
+    ]
+    engine = server.serving.llm.engine
+    propose = engine.drafter.propose_batch  # type: ignore[union-attr]
+
+    def poisoned(contexts: Any, budgets: Any) -> Any:
+        if any(context.tokens[:2] == [7, 7] for context in contexts):
+            raise RuntimeError("poison")
+        return propose(contexts, budgets)
+
+    engine.drafter.propose_batch = poisoned  # type: ignore[union-attr, method-assign]
+    answers: dict[int, httpx.Response] = {}
+
+    def ask(index: int) -> None:
+        prompt: Any = prompts[index] if index < 7 else [7, 7]
+        body = {"model": "builtin", "prompt": prompt, "max_tokens": 12, "seed": index, "temperature": 1}
+        answers[index] = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+
+    try:
+        threads = [threading.Thread(target=ask, args=(index,)) for index in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        engine.drafter.propose_batch = propose  # type: ignore[union-attr, method-assign]
+    assert answers[7].status_code == 500 and answers[7].json()["error"]["code"] == "internal_error"
+    assert "poison" not in answers[7].text
+    assert [answers[i].json()["choices"][0]["text"] for i in range(7)] == clean
+    assert server.complete([7, 7], max_tokens=2)
+
+
+def test_out_of_memory_is_a_503_and_the_next_request_is_served(server: Running) -> None:
+    """R7."""
+    target = server.serving.llm.target
+    forward = target.forward
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError
+
+    target.forward = full  # type: ignore[method-assign]
+    try:
+        answer = server.post("/v1/completions", prompt="x", max_tokens=2)
+    finally:
+        target.forward = forward  # type: ignore[method-assign]
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "out_of_memory"
+    assert server.complete(max_tokens=2) and idle(server)
