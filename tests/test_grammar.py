@@ -15,8 +15,13 @@ from foretoken.llm import Llm
 pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
 jsonschema = pytest.importorskip("jsonschema")
 
+from foretoken.drafters.base import Drafter  # noqa: E402
+from foretoken.drafters.known import KnownDrafter  # noqa: E402
 from foretoken.grammar import compile_constraint  # noqa: E402
+from foretoken.grammar.compiling import TRIAL  # noqa: E402
 from foretoken.grammar.constraint import GrammarConstraint  # noqa: E402
+from foretoken.sampling import Sampler, SamplingParams  # noqa: E402
+from foretoken.types import Budget, Context, Rng, Scores, TokenTree, Verdict  # noqa: E402
 
 SCHEMA = {
     "type": "object",
@@ -143,7 +148,85 @@ HOSTILE: list[tuple[str, Any]] = [
     ("grammar", "start: nothing"),
     ("grammar", "this is no grammar"),
     ("xml", "<a/>"),
+    ("json_schema", {"$ref": "#"}),
+    ("json_schema", "[" * 60_000),
+    ("json_schema", '{"const": NaN}'),
+    ("json_schema", {"const": "\ud800"}),
+    ("json_schema", {"type": "integer", "multipleOf": 999_983}),
+    ("json_schema", {"type": "integer", "minimum": 10**300}),
+    ("json_schema", {"allOf": [{"oneOf": [{"const": i} for i in range(4)]} for _ in range(12)]}),
+    ("regex", ".*" * 20_000),
+    ("regex", "(" * 30_000 + ")" * 30_000),
+    ("regex", "(?=x)y"),
+    ("regex", "\ud800"),
+    ("grammar", "start: a\na: b\nb: a"),
+    ("grammar", "start: " + "(" * 20_000 + '"a"' + ")" * 20_000),
 ]
+
+
+def test_a_grammar_that_ended_the_trial_leaves_it_working(plain: Llm) -> None:
+    with pytest.raises(ValueError, match="too much time or memory"):
+        constraint(plain, "regex", ".*" * 19_000)
+    assert TRIAL._process is None  # it was ended, and the next grammar gets another one
+    made = constraint(plain, "regex", "[0-9]{3}")
+    assert made.fits([], spelled(plain, "123")) > 0
+
+
+ENDLESS = ["a{1000000000}", "(ab){1000000000}"]
+
+
+@pytest.mark.parametrize("drafter", [None, "known,inner=ngram"])
+@pytest.mark.parametrize("spec", ENDLESS)
+def test_a_grammar_that_cannot_be_followed_is_an_error_and_no_end(plain: Llm, spec: str, drafter: str | None) -> None:
+    """llguidance stops at its limits as it does at the end of a text: half an output must not pass for a whole one."""
+    llm = plain if drafter is None else speculative(plain, drafter)
+    with pytest.raises(ValueError, match="cannot be followed"):
+        llm.generate(PROMPT, constraint=constraint(plain, "regex", spec), max_new_tokens=64, seed=1)
+
+
+def spelled(llm: Llm, text: str) -> list[int]:
+    return list(llm.tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[misc]
+
+
+def test_how_many_drafts_fit(plain: Llm) -> None:
+    made = constraint(plain, "regex", "abc (yes|no)")
+    good, bad = spelled(plain, "abc yes"), spelled(plain, "abc maybe")
+    end = plain.tokenizer.eos_token_id  # type: ignore[union-attr]
+    assert made.fits([], [*good, end]) == len(good) + 1
+    assert 0 < made.fits([], bad) < len(bad)
+    assert made.fits(bad, good) == 0
+    assert made.fits(good, [end]) == 1
+
+
+class Guessing(Drafter):
+    """The same tree in every round: one branch that may fit, with a probe, and one that never does."""
+
+    name = "guessing"
+    max_nodes = 8
+
+    def __init__(self, good: list[int], bad: list[int]) -> None:
+        self.good, self.bad, self.seen = good, bad, []
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        a, b = self.good[:2], self.bad[:2]
+        return TokenTree([context.root, *a, *b, 5, 6], [-1, 0, 1, 0, 3, 1, 3], probes=[False] * 5 + [True] * 2)
+
+    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
+        self.seen.append(list(tree.tokens[1:]))
+
+
+def test_guesses_that_the_grammar_refuses_are_cut(plain: Llm) -> None:
+    good, bad = spelled(plain, "hello, world"), spelled(plain, "[1, 2]")
+    made = constraint(plain, "regex", "(hello, world|hello, moon|x)")
+    inner = Guessing(good, bad)
+    known = KnownDrafter(inner)
+    made.starts_at(1)
+    sampler = Sampler(SamplingParams(processors=(made.processor,)), 1)
+    context = Context(0, [7], 1, sampler, Rng(0), forced=made.forced)
+    tree = known.propose(context, Budget(max_depth=2, max_nodes=8))
+    assert list(tree.tokens[1:]) == [*good[:2], 5] and list(tree.probes) == [False, False, False, True]
+    free = Context(1, [7], 1, Sampler(SamplingParams(), 1), Rng(0))
+    assert len(known.propose(free, Budget(max_depth=2, max_nodes=8))) == 7
 
 
 @pytest.mark.parametrize(("kind", "spec"), HOSTILE, ids=range(len(HOSTILE)))

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.drafters.prediction import PredictionDrafter
 from foretoken.models.base import LanguageModel
+from foretoken.trees.operations import select
 from foretoken.types import Budget, Context, Kind, Limits, TokenTree
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """A processor of logits that knows which tokens it lets through."""
+
+    def fits(self, output: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many of the drafts may follow the output one after the other."""
 
 
 class KnownDrafter(GroupDrafter):
@@ -113,6 +122,7 @@ class KnownDrafter(GroupDrafter):
         if self.inner is not None and rest:
             found_trees = ask(self.inner, [contexts[i] for i in rest], [budgets[i] for i in rest])
             for i, tree in zip(rest, found_trees, strict=True):
+                tree = _allowed(tree, contexts[i])
                 if len(tree) > 1 and self._looking:
                     contexts[i].state[self] = Proposal(tree, {1: Part(tree, range(len(tree)))})
                 trees[i] = tree
@@ -134,3 +144,38 @@ class KnownDrafter(GroupDrafter):
         super().finish(context)
         for name in ("known", "predicted"):
             context.state.pop((self, name), None)
+
+
+def _allowed(tree: TokenTree, context: Context) -> TokenTree:
+    """A tree of points without what a grammar refuses: scoring it would be wasted.
+
+    Points are guesses that depend on the text alone, so any of them may be left out.  Draws may not be chosen among,
+    and need no cut: they were made through the same grammar.
+    """
+    if tree.kind is not Kind.POINT or len(tree) == 1 or context.forced is None:
+        return tree
+    rules = [one for one in context.maker.params.processors if isinstance(one, Rule)]
+    output = context.tokens[context.prompt_length :]
+    for rule in rules:
+        tree = _fitting(tree, rule, output)
+    return tree
+
+
+def _fitting(tree: TokenTree, rule: Rule, output: Sequence[int]) -> TokenTree:
+    """The nodes whose whole path a rule lets through, and the probes below them."""
+    kept = {0}
+    for node in range(1, len(tree)):
+        if not tree.children[node]:
+            path = tree.path(node)[1:]
+            kept.update(path[: rule.fits(output, [tree.tokens[one] for one in path])])
+    if tree.probes:
+        real = [node for node in kept if not tree.probes[node]]
+        kept = {*real, *(node for node in range(len(tree)) if tree.probes[node] and _hangs(tree, node, set(real)))}
+    return select(tree, sorted(kept))
+
+
+def _hangs(tree: TokenTree, probe: int, real: set[int]) -> bool:
+    """Whether a probe's nearest node that is none stays."""
+    while tree.probes[probe]:
+        probe = tree.parents[probe]
+    return probe in real

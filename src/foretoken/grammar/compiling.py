@@ -11,21 +11,23 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from foretoken.grammar.constraint import GrammarConstraint
+from foretoken.grammar.trial import Trial
 
 KINDS = ("json_object", "json_schema", "regex", "grammar")
 LONGEST = 64 * 1024
 """Characters of a schema, an expression or a grammar."""
 DEEPEST = 64
 """Levels of a schema."""
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=100_000,
-    step_max_items=20_000,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
-)
-"""What compiling and every step may cost, in llguidance's units: hostile grammars end in an error soon."""
-SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
+"""What compiling and every step may cost, in llguidance's units (:mod:`foretoken.grammar.trial` limits time)."""
+TRIAL = Trial()
+SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it: with free white space a small model may write nothing else, and less is forced."""
 
 _tokenizers: weakref.WeakKeyDictionary[Any, dict[int, LLTokenizer]] = weakref.WeakKeyDictionary()
@@ -45,10 +47,18 @@ def compile_constraint(kind: str, spec: Any, tokenizer: Any, vocab_size: int) ->
         ValueError: another kind, something that cannot be compiled or is too large, or a tokenizer of another sort.
     """
     grammar = _grammar(kind, spec)
-    matcher = LLMatcher(_tokenizer(tokenizer, vocab_size), grammar, log_level=0, limits=LIMITS)
-    if matcher.is_error():
-        raise ValueError(f"the {kind} cannot be compiled: {_first_line(matcher.get_error())}")
+    known = _tokenizer(tokenizer, vocab_size)
+    _check(kind, TRIAL.error(grammar, LIMITS))
+    matcher = LLMatcher(known, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+    _check(kind, matcher.get_error())
     return GrammarConstraint(matcher, vocab_size, frozenset(_ends(tokenizer)))
+
+
+def _check(kind: str, error: str) -> None:
+    if error.startswith("NoExtension"):
+        error = "no text fits it"
+    if error:
+        raise ValueError(f"the {kind} cannot be compiled: {_one_line(error)}")
 
 
 def _grammar(kind: str, spec: Any) -> str:
@@ -65,8 +75,8 @@ def _grammar(kind: str, spec: Any) -> str:
         if len(spec) > LONGEST:
             raise ValueError(f"the {kind} has {len(spec)} characters, and {LONGEST} are allowed")
         return LLMatcher.grammar_from_regex(spec) if kind == "regex" else LLMatcher.grammar_from_lark(spec)
-    except (TypeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"the {kind} cannot be compiled: {_first_line(str(error))}") from None
+    except (TypeError, RecursionError, OverflowError, UnicodeError) as error:
+        raise ValueError(f"the {kind} cannot be compiled: {_one_line(str(error))}") from None
 
 
 def _schema(spec: Any) -> Any:
@@ -113,7 +123,7 @@ def _tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
                 known[vocab_size] = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=_ends(tokenizer) or None)
             except (ValueError, AttributeError, RuntimeError) as error:
                 raise ValueError(
-                    f"structured output needs a fast tokenizer of Transformers: {_first_line(str(error))}"
+                    f"structured output needs a fast tokenizer of Transformers: {_one_line(str(error))}"
                 ) from None
         return known[vocab_size]
 
@@ -123,5 +133,5 @@ def _ends(tokenizer: Any) -> list[int]:
     return [] if end is None else [int(end)]
 
 
-def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "unknown reason")[:300]
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300] or "unknown reason"

@@ -44,6 +44,9 @@ class GrammarConstraint:
 
         A prefix that breaks the grammar itself (a node below a draft that was refused) gets the end of the text: its
         distribution is never drawn from, but it must be one.
+
+        Raises:
+            ValueError: following the grammar costs more than is allowed; the text so far says nothing about it.
         """
         with self._lock:
             allowed = self._allowed(input_ids[0, self._begin :].tolist())
@@ -62,11 +65,13 @@ class GrammarConstraint:
                 return []
             return [int(token) for token in self._matcher.compute_ff_tokens()]
 
-    def refuses(self, output: Sequence[int], drafts: Sequence[int]) -> int:
+    def fits(self, output: Sequence[int], drafts: Sequence[int]) -> int:
         """How many of the drafts may follow one after the other; from there on the grammar refuses them."""
         with self._lock:
             if not self._go_to(list(output)):
                 return 0
+            if self._matcher.is_stopped():
+                return int(bool(drafts) and drafts[0] in self._ends)
             return int(self._matcher.validate_tokens(list(drafts)))
 
     # -- the matcher's place -----------------------------------------------------------------------------------------
@@ -79,24 +84,37 @@ class GrammarConstraint:
             found = np.zeros(self._vocab_size, dtype=bool)
             found[[end for end in self._ends if end < self._vocab_size]] = True
             return found
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        return np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+        bits = self._matcher.compute_bitmask()
+        self._check()
+        return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little")[: self._vocab_size].astype(bool)
 
     def _go_to(self, output: list[int]) -> bool:
         """Move to the end of the output; false where the grammar does not allow it."""
-        same = 0
-        for mine, wanted in zip(self._text, output, strict=False):
-            if mine != wanted:
-                break
-            same += 1
+        same = common_length(self._text, output)
+        self._check()
         if same < len(self._text):
             if not self._matcher.rollback(len(self._text) - same):
-                raise RuntimeError(f"the grammar cannot be followed: {self._matcher.get_error()[:200]}")
+                raise RuntimeError(f"the grammar cannot be followed back: {self._matcher.get_error()[:200]}")
             del self._text[same:]
         new = output[same:]
         taken = self._matcher.try_consume_tokens(new) if new else 0
+        self._check()
         self._text.extend(new[:taken])
         return taken == len(new)
 
+    def _check(self) -> None:
+        """An error of the matcher looks like the end of the text: an output that breaks off must not pass for one."""
+        if self._matcher.is_error():
+            reason = " ".join(self._matcher.get_error().split())[:200]
+            raise ValueError(f"the grammar cannot be followed any further: {reason}")
+
     def _last(self, width: int) -> int:
         return min((end for end in self._ends if end < width), default=0)
+
+
+def common_length(first: list[int], second: list[int]) -> int:
+    """Length of the common beginning; nearly always all of the shorter one, which is quick to see."""
+    shorter = min(len(first), len(second))
+    if first[:shorter] == second[:shorter]:
+        return shorter
+    return next(i for i in range(shorter) if first[i] != second[i])

@@ -1,0 +1,93 @@
+"""Grammars are compiled on trial first: some of a few characters take minutes and gigabytes.
+
+llguidance's own limits count steps and not what a step costs: ``.*`` twenty thousand times took 179 seconds and 6.7 GB
+until they ended it, and ``{"type": "integer", "multipleOf": 999983}`` 15 seconds.  A thread that compiles cannot be
+stopped; a process can.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+CPU_S = 0.7
+"""Processor time for one grammar."""
+WALL_S = 1.6
+"""The same by the clock, for a busy machine."""
+MEMORY = 512 * 1024 * 1024
+"""Bytes that the process may use."""
+REMEMBERED = 256
+"""Grammars whose answer is kept."""
+TOO_COSTLY = "it takes too much time or memory: make it smaller"
+
+
+class Trial:
+    """A process that compiles grammars, started when it is needed and again when one has ended it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: OrderedDict[tuple[str, str], str] = OrderedDict()
+        atexit.register(self.close)
+
+    def error(self, grammar: str, limits: dict[str, int]) -> str:
+        """Why the grammar cannot be compiled, or an empty text."""
+        key = (grammar, json.dumps(limits))
+        with self._lock:
+            if key not in self._answers:
+                self._answers[key] = self._ask(json.dumps([grammar, limits]))
+            self._answers.move_to_end(key)
+            if len(self._answers) > REMEMBERED:
+                self._answers.popitem(last=False)
+            return self._answers[key]
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _ask(self, line: str) -> str:
+        process = self._started()
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("the process that tries grammars has no pipes")
+        watch = threading.Timer(WALL_S, process.kill)
+        watch.daemon = True
+        watch.start()
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        finally:
+            watch.cancel()
+        if not answer:
+            self.close()
+            return TOO_COSTLY
+        return str(json.loads(answer))
+
+    def _started(self) -> subprocess.Popen[str]:
+        """The process, ready for a line."""
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self.close()
+        worker = str(Path(__file__).with_name("trial_worker.py"))
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", worker, str(MEMORY), str(CPU_S)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+        )
+        if self._process.stdout is None or not self._process.stdout.readline():
+            self.close()
+            raise RuntimeError("the process that tries grammars does not start")
+        return self._process
