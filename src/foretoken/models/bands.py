@@ -66,14 +66,17 @@ class Bands:
             self._give_back(cache)
 
     def make_room(self, sequence: SequenceState, need: int) -> None:
-        """See to it that the sequence's row has ``need`` slots, in this rectangle or in another one."""
+        """See to it that the sequence's row has ``need`` slots, in this rectangle or in another one.
+
+        Nodes that are fed next may be in its scratch already: nothing is stored of them yet.
+        """
         cache = sequence.cache
         if need <= cache.num_slots or not self._movable:
             return
         longer = [one for one in self.caches if need <= one.num_slots <= SLACK * need]
         alone = len(cache.texts) == 1
         held = need + sum(max(text.num_slots, CHUNK) for text in cache.texts if text is not sequence)
-        if longer and (alone or sequence.num_slots == 0):
+        if longer and (alone or not sequence.tokens):
             self._move(sequence, min(longer, key=lambda one: one.num_slots))
         elif len(cache.texts) * need > SLACK * held:
             self._move(sequence, min(longer, key=lambda one: one.num_slots) if longer else self._another())
@@ -100,8 +103,9 @@ class Bands:
         cache.reserve(len(cache.texts), 1)
 
     def _move(self, sequence: SequenceState, cache: TreeCache) -> None:
-        source, row, slots = sequence.cache, sequence.row, sequence.num_slots
-        cache.take_row(source, row, len(cache.texts), slots)
+        source, row = sequence.cache, sequence.row
+        # What is fed next has no slots yet: no more is stored than there is room for.
+        cache.take_row(source, row, len(cache.texts), min(sequence.num_slots, source.num_slots))
         self.release(sequence)
         self._append(cache, sequence)
 
