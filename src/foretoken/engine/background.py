@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from foretoken.engine.errors import DeadlineExceeded, Draining, EngineDead, QueueFull, RequestFailed, failure_of
+from foretoken.engine.errors import Draining, EngineDead, QueueFull, RequestFailed, failure_of
 from foretoken.engine.output import Output, Piece, Pieces, output_of
-from foretoken.engine.request import Emission, Request, Running
+from foretoken.engine.request import Request
+from foretoken.engine.tickets import Ticket as Ticket
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
     from foretoken.options import Options, Prompt
 
 T = TypeVar("T")
-Gain = tuple[Running, Emission] | Exception
 
 IDLE_S = 0.2
 """How often an idle engine shows that it lives."""
@@ -56,42 +57,6 @@ class EngineStatus:
     draining: bool
     rounds: int
     controller: dict[str, Any] = field(default_factory=dict)
-
-
-class Ticket:
-    """A request on its way, as its sender sees it; made by :meth:`AsyncLlm.submit`."""
-
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.request = request
-        self.id: int | None = None
-        self.arrived_s = monotonic()
-        self._loop = loop
-        self._gains: asyncio.Queue[Gain] = asyncio.Queue()
-
-    def put(self, gain: Gain) -> None:
-        """Hand over what was gained; called by the engine's thread."""
-        if self._loop is None:
-            self._gains.put_nowait(gain)
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._gains.put_nowait, gain)
-
-    async def next(self) -> tuple[Running, Emission]:
-        """The next gain.
-
-        Raises:
-            RequestFailed: the request ended with an error.
-            DeadlineExceeded: it ended without a token because its time was up.
-            EngineDead: the engine's thread has ended.
-        """
-        gain = await self._gains.get()
-        if isinstance(gain, Exception):
-            raise gain
-        run, emission = gain
-        if emission.error is not None:
-            raise failure_of(emission.error) from emission.error
-        if emission.finish_reason == "deadline" and not run.output:
-            raise DeadlineExceeded(f"nothing was written within {self.request.deadline_s} s")
-        return run, emission
 
 
 class AsyncLlm:
@@ -195,22 +160,23 @@ class AsyncLlm:
             EngineDead: there is nobody to serve it.
             ValueError: it cannot be served.
         """
-        if self._dead is not None:
-            raise EngineDead(self._dead)
-        if self._draining or self._stopping:
-            raise Draining("the server is shutting down")
-        self.llm.engine.check(request)
-        try:
-            loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            loop = None
-        ticket = Ticket(request, loop)
+        if self._dead is None and not self._draining:
+            self.llm.engine.check(request)
+        ticket = Ticket(request)
         with self._lock:
+            self._check_life()
+            if self._draining or self._stopping:
+                raise Draining("the server is shutting down")
             if len(self._new) + len(self._tickets) >= self.max_running + self.max_queued:
                 raise QueueFull(f"{self.max_running} requests run and {self.max_queued} wait already", 1.0)
             self._new.append(ticket)
         self._wake.set()
         return ticket
+
+    def _check_life(self) -> None:
+        """Under the lock, so that nothing is queued behind the engine's last look."""
+        if self._dead is not None:
+            raise EngineDead(self._dead)
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request before the next round."""
@@ -235,12 +201,13 @@ class AsyncLlm:
         finally:
             self.cancel(ticket)
 
-    async def pieces(self, request: Request) -> AsyncIterator[Piece]:
+    async def pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
         """The output of a request, round by round; who stops listening cancels it."""
-        async for piece in self.follow(self.submit(request)):
-            yield piece
+        async with aclosing(self.follow(self.submit(request))) as pieces:
+            async for piece in pieces:
+                yield piece
 
-    async def follow(self, ticket: Ticket) -> AsyncIterator[Piece]:
+    async def follow(self, ticket: Ticket) -> AsyncGenerator[Piece, None]:
         """:meth:`pieces` of a request that is queued already."""
         pieces = Pieces(self.llm.tokenizer)
         try:
@@ -256,10 +223,11 @@ class AsyncLlm:
         """Generate for one prompt; see :class:`foretoken.options.Options`."""
         return await self.run(self.llm.request(prompt, **options))
 
-    async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncIterator[Piece]:
+    async def stream(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Piece, None]:
         """Generate for one prompt, a piece per round."""
-        async for piece in self.pieces(self.llm.request(prompt, **options)):
-            yield piece
+        async with aclosing(self.pieces(self.llm.request(prompt, **options))) as pieces:
+            async for piece in pieces:
+                yield piece
 
     async def call(self, function: Callable[[Llm], T]) -> T:
         """What a function of the :class:`Llm` gives, run between two rounds in the engine's thread.
@@ -267,10 +235,9 @@ class AsyncLlm:
         Raises:
             EngineDead: there is nobody to run it.
         """
-        if self._dead is not None:
-            raise EngineDead(self._dead)
         future: Future[T] = Future()
         with self._lock:
+            self._check_life()
             self._calls.append((function, future))
         self._wake.set()
         return await asyncio.wrap_future(future)
@@ -290,10 +257,11 @@ class AsyncLlm:
                 try:
                     self._hand_out()
                     mishaps = 0
-                except Exception:
+                except Exception as error:
                     mishaps += 1
                     if mishaps == MISHAPS:
                         raise
+                    self._fail_lost(error)
             self._finish("the server is shutting down")
         except BaseException as error:
             self._finish(f"the engine has stopped: {type(error).__name__}: {error}")
@@ -313,6 +281,8 @@ class AsyncLlm:
             if ticket.id is not None and self._tickets.pop(ticket.id, None) is not None:
                 self.llm.engine.cancel(ticket.id)
         for function, future in calls:
+            if not future.set_running_or_notify_cancel():
+                continue  # who asked has gone
             try:
                 future.set_result(function(self.llm))
             except Exception as error:  # the caller's own
@@ -336,14 +306,23 @@ class AsyncLlm:
                     del self._tickets[run.id]
             ticket.put((run, emission))
 
-    def _finish(self, reason: str) -> None:
-        self._dead = reason
+    def _fail_lost(self, error: Exception) -> None:
+        """Tell those whose requests were dropped when a round failed as a whole."""
         with self._lock:
+            lost = [key for key in self._tickets if not self.llm.engine.holds(key)]
+            tickets = [self._tickets.pop(key) for key in lost]
+        for ticket in tickets:
+            ticket.put(failure_of(error))
+
+    def _finish(self, reason: str) -> None:
+        with self._lock:
+            self._dead = reason
             open_ = [*self._new, *self._tickets.values()]
             self._new, self._tickets = [], {}
             calls, self._calls = self._calls, []
         for ticket in open_:
             ticket.put(EngineDead(reason))
         for _, future in calls:
-            future.set_exception(EngineDead(reason))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineDead(reason))
         self.llm.engine.close()

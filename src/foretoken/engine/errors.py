@@ -43,6 +43,7 @@ class RequestFailed(RuntimeError):
 
 def failure_of(error: Exception) -> RequestFailed:
     """What a sender is told of what was raised while its request was served."""
-    full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    # PyTorch's allocator for the CPU raises a plain RuntimeError.
+    full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     reason = "out_of_memory" if full else "error"
     return RequestFailed(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, reason)

@@ -159,10 +159,14 @@ class Engine(Requests):
         self._bookkeeping_s = now(self._device) - taken
         if self.on_round is not None:
             self.on_round([t.run for t in turns], [t.tree for t in turns], [t.verdict for t in turns], times)
+        turns = self._each(self._part, turns)
+        return [(turn.run, turn.emission) for turn in turns]
+
+    def _part(self, turns: Sequence[Turn]) -> None:
+        """Let requests leave that have all their tokens."""
         for turn in turns:
             if turn.emission.finish_reason is not None:
                 self._leave(turn.run)
-        return [(turn.run, turn.emission) for turn in turns]
 
     def _propose(self, turns: Sequence[Turn]) -> None:
         for turn in turns:

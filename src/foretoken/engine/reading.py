@@ -12,6 +12,8 @@ from foretoken.engine.request import Running
 from foretoken.models.base import Feed, LanguageModel
 
 ALL = 1 << 60
+PIECE = 512
+"""Tokens of a prompt whose logits are made at once, where its log-probabilities were asked for."""
 
 
 def shares(runs: Sequence[Running], most: int) -> list[tuple[Running, int]]:
@@ -43,10 +45,12 @@ def read(target: LanguageModel, parts: Sequence[tuple[Running, int]], taps: Sequ
     try:
         texts = []
         for run, size in parts:
+            if run.sequence is None:
+                run.sequence = run.context.sequence = target.open()
             begin = len(run.text.tokens)
             tokens = run.context.tokens[begin : begin + min(size, run.unread)]
             if run.request.prompt_logprobs is not None:
-                _append(run, _read_with_logprobs(target, run, tokens, taps))
+                _read_with_logprobs(target, run, tokens, taps)
             elif tokens:
                 texts.append((run, tokens))
         found = target.prefill_batch([(run.text, tokens) for run, tokens in texts], taps) if texts else []
@@ -59,9 +63,10 @@ def read(target: LanguageModel, parts: Sequence[tuple[Running, int]], taps: Sequ
 
 
 def _begin_anew(target: LanguageModel, run: Running) -> None:
-    """A prompt that was read in part, nobody knows how far: from the start."""
-    target.release(run.text)
-    run.sequence = run.context.sequence = target.open()
+    """A prompt that was read in part, nobody knows how far: from the start, in a text that the next try opens."""
+    if run.sequence is not None:
+        target.release(run.sequence)
+    run.sequence = run.context.sequence = None
     run.states, run.prompt_logprobs = {}, []
     run.stats.num_prompt_tokens_computed = run.stats.num_prompt_tokens
 
@@ -71,18 +76,17 @@ def _append(run: Running, hidden: dict[str, Tensor]) -> None:
         run.states.setdefault(name, []).append(rows)
 
 
-def _read_with_logprobs(
-    target: LanguageModel, run: Running, tokens: Sequence[int], taps: Sequence[str]
-) -> dict[str, Tensor]:
+def _read_with_logprobs(target: LanguageModel, run: Running, tokens: Sequence[int], taps: Sequence[str]) -> None:
     """Read a piece of a prompt and note how likely its tokens are."""
     count = run.request.prompt_logprobs or 0
     if not run.prompt_logprobs:
         run.prompt_logprobs.append(None)
-    if not tokens:
-        return {}
-    begin = len(run.text.tokens)
-    rows = target.forward([Feed(run.text, tokens)], taps)[0]
-    target.commit(run.text, range(len(tokens)))
-    following = run.context.tokens[begin + 1 : begin + 1 + len(tokens)]
-    run.prompt_logprobs.extend(logprobs_of(rows.logits, following, count))
-    return rows.taps
+    size = PIECE if target.capabilities.rollback else 1  # what cannot roll back scores one token at a time
+    for start in range(0, len(tokens), size):
+        piece = tokens[start : start + size]
+        rows = target.forward([Feed(run.text, piece)], taps)[0]
+        target.commit(run.text, range(len(piece)))
+        end = len(run.text.tokens)
+        following = run.context.tokens[end - len(piece) + 1 : end + 1]
+        run.prompt_logprobs.extend(logprobs_of(rows.logits, following, count))
+        _append(run, rows.taps)

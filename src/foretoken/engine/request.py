@@ -124,7 +124,8 @@ class Running:
     @property
     def unread(self) -> int:
         """Tokens of the prompt that the target has still to read (the last one is the first root)."""
-        return self.context.prompt_length - 1 - len(self.text.tokens)
+        have = 0 if self.sequence is None else len(self.sequence.tokens)
+        return self.context.prompt_length - 1 - have
 
     @property
     def is_late(self) -> bool:

@@ -6,8 +6,10 @@ and those for which it raises alone end.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -26,6 +28,8 @@ from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.clock import now
 from foretoken.types import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
+
+log = logging.getLogger("foretoken.engine")
 
 
 @dataclass
@@ -143,7 +147,7 @@ class Requests(ABC):
         """Drop a request, waiting or running."""
         self.waiting = [run for run in self.waiting if run.id != request_id]
         for run in [r for r in self.running if r.id == request_id]:
-            self._leave(run)
+            self._drop(run)
 
     @property
     def busy(self) -> bool:
@@ -160,27 +164,45 @@ class Requests(ABC):
         self.waiting.clear()
         self._ended.clear()
         for run in list(self.running):
-            self._leave(run)
+            self._drop(run)
 
     def _end(self, run: Running, reason: FinishReason, error: Exception | None = None) -> None:
         """End a request before its time; the caller of :meth:`step` is told."""
         run.finish_reason, run.error = reason, error
         if run in self.running:
-            self._leave(run)
+            try:
+                self._leave(run)
+            except Exception as later:  # it ends in any case: with what came first
+                run.error = later if error is None else error
+                run.finish_reason = "error"
         self.waiting = [other for other in self.waiting if other is not run]
-        self._ended.append((run, Emission(run.id, finish_reason=reason, error=error)))
+        self._ended.append((run, Emission(run.id, finish_reason=run.finish_reason, error=run.error)))
 
     def _leave(self, run: Running) -> None:
+        """Free all that a request holds, also where a part of that raises."""
         self.running.remove(run)
-        self.budget.free(run)
-        if run.error is None and run.started:
-            self.texts.keep(run)
-        self.target.release(run.text)
-        if self.drafter is not None and run.started:
-            self.drafter.finish(run.context)
-        if self.controller is not None:
-            run.why = self.controller.explain(run.context)
-            self.controller.finish(run.context)
+        with ExitStack() as last_first:
+            if self.controller is not None:
+                last_first.callback(self.controller.finish, run.context)
+                last_first.callback(self._ask_why, run, self.controller)
+            if self.drafter is not None and run.started:
+                last_first.callback(self.drafter.finish, run.context)
+            if run.sequence is not None:
+                last_first.callback(self.target.release, run.sequence)
+            if run.error is None and run.started:
+                last_first.callback(self.texts.keep, run)
+            last_first.callback(self.budget.free, run)
+
+    @staticmethod
+    def _ask_why(run: Running, controller: Controller) -> None:
+        run.why = controller.explain(run.context)
+
+    def _drop(self, run: Running) -> None:
+        """Let a request leave that nobody waits for."""
+        try:
+            self._leave(run)
+        except Exception:
+            log.exception("request %d was dropped, and freeing what it held failed", run.id)
 
     # -- between two rounds ------------------------------------------------------------------------------------------
 
@@ -190,11 +212,16 @@ class Requests(ABC):
         while self.waiting and len(self.running) < self.max_batch and self.budget.admits(self.waiting[0]):
             run = self.waiting.pop(0)
             run.stats.queue_s = monotonic() - run.arrived_s
-            run.sequence = run.context.sequence = self.target.open()
             self.running.append(run)
-            self._guard(lambda turns: self.texts.take_over(turns[0].run, self.running), [Turn(run)])
+            self._guard(self._open, [Turn(run)])
         if self.budget.left is not None:
             self.texts.prefixes.shrink(self.budget.left)
+
+    def _open(self, turns: Sequence[Turn]) -> None:
+        """Give requests their texts, and those what an earlier text has of the same beginning."""
+        for run in (turn.run for turn in turns):
+            run.sequence = run.context.sequence = self.target.open()
+            self.texts.take_over(run, self.running)
 
     def _read(self) -> None:
         """Let the target read prompts, all of them or a piece, and the drafter those that are whole."""
@@ -234,17 +261,17 @@ class Requests(ABC):
         """Bring every request back to the state between two rounds, or drop it."""
         for run in list(self.running):
             if run.sequence is None or not run.started:
-                self._leave(run)
+                self._drop(run)
                 continue
             try:
                 if run.text.scratch_tokens:
                     self.target.commit(run.text, ())
             except CapabilityError:  # a cache that cannot be rolled back
-                self._leave(run)
+                self._drop(run)
                 continue
             have = len(run.context.tokens)
             if len(run.text.tokens) != have - 1 or before.get(run.id, have) != have:
-                self._leave(run)
+                self._drop(run)
 
     def _guard(self, stage: Callable[[Sequence[Turn]], None], turns: Sequence[Turn]) -> list[Turn]:
         """Run a stage for all, or, where that raises, for each; returns those for which it did not."""

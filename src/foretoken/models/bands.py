@@ -98,14 +98,19 @@ class Bands:
 
     @staticmethod
     def _append(cache: TreeCache, sequence: SequenceState) -> None:
+        cache.reserve(len(cache.texts) + 1, 1)  # which fails when memory is full, so it comes first
         sequence.cache, sequence.row = cache, len(cache.texts)
         cache.texts.append(sequence)
-        cache.reserve(len(cache.texts), 1)
 
     def _move(self, sequence: SequenceState, cache: TreeCache) -> None:
         source, row = sequence.cache, sequence.row
         # What is fed next has no slots yet: no more is stored than there is room for.
-        cache.take_row(source, row, len(cache.texts), min(sequence.num_slots, source.num_slots))
+        try:
+            cache.take_row(source, row, len(cache.texts), min(sequence.num_slots, source.num_slots))
+        except BaseException:  # memory is full: the text stays where it is
+            if not cache.texts:
+                self._give_back(cache)
+            raise
         self.release(sequence)
         self._append(cache, sequence)
 

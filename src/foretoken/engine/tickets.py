@@ -1,0 +1,64 @@
+"""How what a request gains gets from the engine's thread to whoever asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from time import monotonic
+
+from foretoken.engine.errors import DeadlineExceeded, failure_of
+from foretoken.engine.request import Emission, Request, Running
+
+Gain = tuple[Running, Emission] | Exception
+
+
+class Ticket:
+    """A request on its way, as its sender sees it; made by :meth:`AsyncLlm.submit`.
+
+    One task at a time may wait for it, in the event loop of any thread.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.id: int | None = None
+        self.arrived_s = monotonic()
+        self._gains: deque[Gain] = deque()
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def put(self, gain: Gain) -> None:
+        """Hand over what was gained; called by the engine's thread."""
+        self._gains.append(gain)
+        waiting = self._waiting
+        if waiting is not None:
+            loop, event = waiting
+            try:
+                loop.call_soon_threadsafe(event.set)
+            except RuntimeError:  # the loop was closed: nobody waits any more
+                self._waiting = None
+
+    async def _gain(self) -> Gain:
+        while not self._gains:
+            event = asyncio.Event()
+            self._waiting = (asyncio.get_running_loop(), event)
+            if not self._gains:  # else it came before anybody was told whom to wake
+                await event.wait()
+            self._waiting = None
+        return self._gains.popleft()
+
+    async def next(self) -> tuple[Running, Emission]:
+        """The next gain.
+
+        Raises:
+            RequestFailed: the request ended with an error.
+            DeadlineExceeded: it ended without a token because its time was up.
+            EngineDead: the engine's thread has ended.
+        """
+        gain = await self._gain()
+        if isinstance(gain, Exception):
+            raise gain
+        run, emission = gain
+        if emission.error is not None:
+            raise failure_of(emission.error) from emission.error
+        if emission.finish_reason == "deadline" and not run.output:
+            raise DeadlineExceeded(f"nothing was written within {self.request.deadline_s} s")
+        return run, emission
