@@ -1,0 +1,431 @@
+"""What goes wrong ends the request that it concerns: the others' tokens stay the same, memory is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.controllers.base import Controller
+from foretoken.controllers.constant import ConstantController
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.engine import loop
+from foretoken.engine.errors import failure_of
+from foretoken.engine.loop import Engine
+from foretoken.engine.request import Request, Running
+from foretoken.models.base import LanguageModel
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.sampling import SamplingParams
+from foretoken.types import Budget, Context
+from toys import engine, llama, llamas
+
+POISON = 31
+"""The first token of the poisoned request's prompt: what marks it wherever it goes."""
+PLACE = 3
+PREFIX_BYTES = 2**20
+T1 = SamplingParams(temperature=1.0)
+
+
+class Planted(RuntimeError):
+    """What the tests raise."""
+
+
+def requests(processor: Callable[[Tensor, Tensor], Tensor] | None = None) -> list[Request]:
+    """Eight: greedy and sampled ones, with prompts of different lengths; the fourth is the poisoned one."""
+    found = []
+    for i in range(8):
+        first = POISON if i == PLACE else i
+        prompt = [first, *((5 * i + 3 * j) % 29 for j in range(1 + 5 * i))]
+        processors = (processor,) if processor is not None and i == PLACE else ()
+        found.append(Request(prompt, SamplingParams(temperature=float(i % 2), processors=processors), 24, seed=i))
+    return found
+
+
+def is_poisoned(context: Context) -> bool:
+    return context.tokens[0] == POISON
+
+
+class Counter:
+    """Raises from the k-th time on that a marked request comes by."""
+
+    def __init__(self, after: int = 2, error: type[Exception] = Planted) -> None:
+        self.left, self.error = after, error
+
+    def see(self, marked: bool) -> None:
+        self.left -= marked
+        if marked and self.left < 0:
+            raise self.error("planted")
+
+
+def in_forward(model: LanguageModel, counter: Counter) -> None:
+    run = model.forward
+
+    def forward(feeds: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        counter.see(any([*feed.sequence.tokens, *feed.tokens][0] == POISON for feed in feeds))
+        return run(feeds, *args, **kwargs)
+
+    model.forward = forward  # type: ignore[method-assign]
+
+
+def in_method(thing: Any, name: str, counter: Counter, marked: Callable[..., bool]) -> None:
+    run = getattr(thing, name)
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        counter.see(marked(*args, **kwargs))
+        return run(*args, **kwargs)
+
+    setattr(thing, name, method)
+
+
+def of_contexts(contexts: Sequence[Context], *more: Any) -> bool:
+    return any(map(is_poisoned, contexts))
+
+
+def of_context(context: Context, *more: Any) -> bool:
+    return is_poisoned(context)
+
+
+def of_text(sequence: Any, *more: Any) -> bool:
+    return bool(sequence.tokens) and sequence.tokens[0] == POISON
+
+
+def of_run(run: Running, *more: Any) -> bool:
+    return is_poisoned(run.context)
+
+
+Plant = Callable[[Engine, Counter, pytest.MonkeyPatch], None]
+
+
+def plant_verify(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
+    together = loop.verify_together
+
+    def verify(verifiers: Any, scores: Any, rngs: Any) -> Any:
+        counter.see(any(one.prefix[0] == POISON for one in scores))
+        return together(verifiers, scores, rngs)
+
+    patch.setattr(loop, "verify_together", verify)
+
+
+def plant_stopper(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
+    (run,) = (one for one in serving.waiting if is_poisoned(one.context))
+    in_method(run.stopper, "push", counter, lambda tokens: True)
+
+
+def plant_prompt(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
+    counter.left = 0
+    in_method(
+        serving.target, "prefill_batch", counter, lambda texts, taps: any(tokens[0] == POISON for _, tokens in texts)
+    )
+
+
+def plant_open(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
+    counter.left = PLACE
+    in_method(serving.target, "open", counter, lambda: True)
+    run = serving.target.open
+
+    def once() -> Any:
+        try:
+            return run()
+        finally:
+            if counter.left < 0:
+                counter.left = 10_000
+
+    serving.target.open = once  # type: ignore[method-assign]
+
+
+def on(part: str, name: str, marked: Callable[..., bool], after: int = 2) -> Plant:
+    def plant(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
+        counter.left = after
+        in_method(getattr(serving, part), name, counter, marked)
+
+    return plant
+
+
+PLANTS: dict[str, Plant] = {
+    "start": on("drafter", "start", of_context, 0),
+    "budget": on("controller", "budgets", of_contexts),
+    "propose_batch": on("drafter", "propose_batch", of_contexts),
+    "target forward": lambda serving, counter, patch: in_forward(serving.target, counter),
+    "verify": plant_verify,
+    "commit": on("target", "commit", of_text, 3),
+    "stopper": plant_stopper,
+    "observe": on("drafter", "observe", of_context),
+    "controller observe": on("controller", "observe", of_context),
+    "prompt": plant_prompt,
+    "open": plant_open,
+    "take over": on("texts", "take_over", lambda run, others: is_poisoned(run.context), 0),
+    "finish": on("drafter", "finish", of_context, 0),
+    "keep": on("texts", "keep", of_run, 0),
+    "explain": on("controller", "explain", of_context, 0),
+    "controller finish": on("controller", "finish", of_context, 0),
+}
+
+
+class Watching(ConstantController):
+    """A constant controller that is told of every round."""
+
+    watches = True
+
+    def observe(self, context: Context, record: Any) -> None:
+        """Nothing to learn."""
+
+
+def model_drafter(draft: HuggingFaceModel) -> Drafter:
+    return ModelDrafter(draft, tree="2x2x1")
+
+
+def ngram_drafter(draft: HuggingFaceModel) -> Drafter:
+    return NgramDrafter(n=2, k=3)
+
+
+each_drafter = pytest.mark.parametrize("make", [model_drafter, ngram_drafter], ids=["model", "ngram"])
+
+
+def serving(make: Callable[[HuggingFaceModel], Drafter], controller: Controller | None = None, **more: Any) -> Engine:
+    target, draft = llamas()
+    return engine(target, make(draft), controller=controller or Watching(), prefix_bytes=PREFIX_BYTES, **more)
+
+
+def finished(busy: Engine, most: int = 2_000) -> dict[int, Running]:
+    """Everything that ends, by its first prompt token."""
+    done: dict[int, Running] = {}
+    written: dict[int, list[int]] = {}
+    for _ in range(most):
+        if not busy.busy:
+            break
+        for run, emission in busy.step():
+            written.setdefault(run.id, []).extend(emission.token_ids)
+            if emission.finish_reason is not None:
+                assert run.id not in {one.id for one in done.values()}, "told twice that it ended"
+                assert emission.finish_reason == run.finish_reason and emission.error is run.error
+                done[run.context.tokens[0]] = run
+    assert not busy.busy, "it never ends"
+    assert all(run.error is not None or written[run.id] == run.output for run in done.values()), "tokens were lost"
+    return done
+
+
+def check_free(busy: Engine) -> None:
+    """Nothing is held for anybody."""
+    assert not busy.running and not busy.waiting and not busy.budget.reserved
+    target: Any = busy.target
+    assert target.kv_bytes == 0 and not target.bands.texts
+    model: Any = getattr(busy.drafter, "model", None)
+    assert model is None or (model.kv_bytes == 0 and not model.bands.texts)
+
+
+def check_others(busy: Engine, clean: dict[int, list[int]], reason: str = "error") -> Exception:
+    """The poisoned request ended with its error, the other seven wrote what they write without it."""
+    done = finished(busy)
+    poisoned = done.pop(POISON)
+    assert poisoned.finish_reason == reason and poisoned.error is not None
+    assert {first: run.output for first, run in done.items()} == {k: v for k, v in clean.items() if k != POISON}
+    assert all(run.finish_reason == "length" and len(run.output) == 24 for run in done.values())
+    return poisoned.error
+
+
+def clean_outputs(make: Callable[[HuggingFaceModel], Drafter], **more: Any) -> dict[int, list[int]]:
+    busy = serving(make, **more)
+    for request in requests():
+        busy.add(request)
+    return {first: run.output for first, run in finished(busy).items()}
+
+
+@each_drafter
+@pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "chunks"])
+@pytest.mark.parametrize("name", list(PLANTS))
+def test_a_poisoned_request_ends_alone(
+    make: Callable[[HuggingFaceModel], Drafter], name: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean = clean_outputs(make, prefill_chunk=chunk)
+    busy = serving(make, prefill_chunk=chunk)
+    for request in requests():
+        busy.add(request)
+    counter = Counter()
+    PLANTS[name](busy, counter, monkeypatch)
+    assert isinstance(check_others(busy, clean), Planted)
+    assert counter.left < 0 or name == "open", "the plant was never reached"
+    if name != "finish" or make is ngram_drafter:  # a draft model's row is freed by what was made to fail
+        check_free(busy)
+    busy.add(Request([7, 8, 9], max_new_tokens=5))
+    (after,) = finished(busy).values()
+    assert after.finish_reason == "length" and len(after.output) == 5
+
+
+@each_drafter
+def test_a_poisoned_sampling_processor_ends_its_request_alone(make: Callable[[HuggingFaceModel], Drafter]) -> None:
+    """In the draft's laws as in the target's: a request's processor runs wherever tokens are drawn."""
+
+    def processor(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[-1] > 1 + 1 + 5 * PLACE + 4:
+            raise Planted("in a processor")
+        return scores
+
+    clean, busy = clean_outputs(make), serving(make)
+    for request in requests(processor):
+        busy.add(request)
+    assert isinstance(check_others(busy, clean), Planted)
+    check_free(busy)
+
+
+@each_drafter
+def test_a_processor_that_leaves_nothing_ends_its_request_alone(make: Callable[[HuggingFaceModel], Drafter]) -> None:
+    clean, busy = clean_outputs(make), serving(make)
+    for request in requests(lambda ids, scores: torch.full_like(scores, -torch.inf)):
+        busy.add(request)
+    check_others(busy, clean)
+    check_free(busy)
+
+
+def test_a_poisoned_tokenizer_ends_its_request_alone() -> None:
+    """Stop strings are looked for in decoded text."""
+
+    class Tokenizer:
+        def decode(self, ids: Sequence[int], **more: Any) -> str:
+            if POISON in ids or len(ids) > 6:
+                raise Planted("in the tokenizer")
+            return "".join(chr(97 + token % 26) for token in ids)
+
+    target, draft = llamas()
+    busy = engine(target, ModelDrafter(draft), tokenizer=Tokenizer())
+    busy.add(Request([5, 6, 7], max_new_tokens=20, stop=["never"]))
+    busy.add(Request([6, 7, 8], max_new_tokens=20))
+    done = finished(busy)
+    assert isinstance(done[5].error, Planted) and done[6].finish_reason == "length"
+    check_free(busy)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@each_drafter
+@pytest.mark.parametrize("step", [0, 1, 2, 5, 9])
+def test_memory_that_is_full_in_a_forward_costs_one_request(
+    make: Callable[[HuggingFaceModel], Drafter], step: int
+) -> None:
+    clean, busy = clean_outputs(make), serving(make)
+    for request in requests():
+        busy.add(request)
+    counter = Counter(step, MemoryError)
+    in_forward(busy.target, counter)
+    error = check_others(busy, clean)
+    assert isinstance(error, MemoryError) and failure_of(error).reason == "out_of_memory"
+    check_free(busy)
+    for request in requests()[:PLACE]:
+        busy.add(request)
+    again = {first: run.output for first, run in finished(busy).items()}
+    assert again == {first: clean[first] for first in again} and len(again) == PLACE
+    check_free(busy)
+
+
+@pytest.mark.parametrize("step", range(0, 12, 3))
+def test_memory_that_is_full_for_a_moment_costs_nobody_anything(step: int) -> None:
+    """A forward of all that fails is tried again request by request."""
+    clean, busy = clean_outputs(model_drafter), serving(model_drafter)
+    for request in requests():
+        busy.add(request)
+    run, calls = busy.target.forward, iter(range(10_000))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == step:
+            raise torch.OutOfMemoryError("planted")
+        return run(*args, **kwargs)
+
+    busy.target.forward = forward  # type: ignore[method-assign]
+    assert {first: one.output for first, one in finished(busy).items()} == clean
+    check_free(busy)
+
+
+@pytest.mark.parametrize("reserve", range(12))
+def test_memory_that_is_full_while_a_cache_grows_leaves_the_others_right(
+    reserve: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts of different lengths move between bands; each move and each growth may be one of the two that fail."""
+
+    def prompts() -> list[Request]:
+        return [Request([i, *([i + 1, 3] * (90 * (i % 3)))], max_new_tokens=70) for i in range(6)]
+
+    def make() -> Engine:
+        return engine(HuggingFaceModel(llama(context=1024)), prefill_chunk=64)
+
+    clean, busy = make(), make()
+    for request in prompts():
+        clean.add(request)
+        busy.add(request)
+    right = {first: run.output for first, run in finished(clean).items()}
+    cache: Any = type(busy.target.cache)  # type: ignore[attr-defined]
+    resize, calls = cache._resize, iter(range(10_000))
+
+    def failing(self: Any, *args: Any) -> None:
+        if next(calls) in (reserve, reserve + 1):
+            raise MemoryError("planted")
+        resize(self, *args)
+
+    monkeypatch.setattr(cache, "_resize", failing)
+    done = finished(busy)
+    assert len(done) == 6
+    failed = [run for run in done.values() if run.finish_reason == "error"]
+    assert len(failed) <= 2 and all(isinstance(run.error, MemoryError) for run in failed)
+    others = {first: run.output for first, run in done.items() if run.error is None}
+    assert others == {first: right[first] for first in others}
+    check_free(busy)
+
+
+def test_pytorchs_own_report_of_full_memory_is_known() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    assert failure_of(raised.value).reason == "out_of_memory"  # type: ignore[arg-type]
+    assert failure_of(RuntimeError("else")).reason == "error"
+    assert failure_of(MemoryError()).reason == "out_of_memory"
+
+
+# -- a request that is dropped ---------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_that_cannot_be_freed_is_logged_and_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    busy = serving(ngram_drafter)
+    ids = [busy.add(request) for request in requests()]
+    busy._admit()
+    busy._read()
+    in_method(busy.drafter, "finish", Counter(0), of_context)
+    busy.cancel(ids[PLACE])
+    assert "was dropped" in caplog.text and "planted" in caplog.text
+    assert not busy.holds(ids[PLACE])
+    finished(busy)
+    check_free(busy)
+
+
+def test_a_deadline_that_cannot_be_kept_in_peace_is_an_error() -> None:
+    busy = serving(ngram_drafter)
+    busy.add(Request([POISON, 1, 2], max_new_tokens=5, deadline_s=1e-9))
+    in_method(busy.texts, "keep", Counter(0), of_run)
+    (run,) = finished(busy).values()
+    assert run.finish_reason == "deadline" and run.output == []
+    busy.add(Request([POISON, 1, 2], max_new_tokens=50, deadline_s=3600.0))
+    busy.step()
+    (run,) = busy.running
+    run.arrived_s -= 7200.0
+    (run,) = finished(busy).values()
+    assert run.finish_reason == "error" and isinstance(run.error, Planted)
+    check_free(busy)
+
+
+class Refusing(NgramDrafter):
+    """Raises whenever it is asked."""
+
+    def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> Any:
+        """Nobody gets a draft."""
+        raise Planted("nobody")
+
+
+def test_a_drafter_that_always_fails_ends_everybody_and_the_engine_stays() -> None:
+    target, _ = llamas()
+    busy = engine(target, Refusing())
+    for request in requests():
+        busy.add(request)
+    assert all(isinstance(run.error, Planted) for run in finished(busy).values())
+    check_free(busy)
