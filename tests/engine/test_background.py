@@ -1,0 +1,498 @@
+"""The engine in its own thread: same tokens as alone, exact limits, cancelling, draining, and what happens when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+from foretoken import AsyncLlm, registry
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.ensemble import EnsembleDrafter
+from foretoken.drafters.jacobi import JacobiDrafter
+from foretoken.drafters.lookahead import LookaheadDrafter
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.drafters.recycling import RecyclingDrafter
+from foretoken.drafters.router import RouterDrafter
+from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.engine.errors import DeadlineExceeded, Draining, EngineDead, QueueFull, RequestFailed
+from foretoken.engine.request import Request
+from foretoken.llm import Llm, assemble
+from foretoken.models.base import LanguageModel
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.sampling import SamplingParams
+from toys import llamas, tables
+
+T = TypeVar("T")
+PROMPT = [0, 1, 2, 3, 0, 1]
+LIMIT_S = 60.0
+"""A scenario that takes longer hangs."""
+
+
+def toy(drafter: Drafter | None = None, **more: Any) -> Llm:
+    target, _ = tables(**more)
+    return Llm(target, drafter, None, registry.make("controller", "constant"), None)
+
+
+def during(llm: Llm, scenario: Callable[[AsyncLlm], Awaitable[T]], **options: Any) -> T:
+    """What a scenario gives that plays while the engine runs."""
+
+    async def play() -> T:
+        engine = AsyncLlm(llm, **options)
+        await engine.start()
+        try:
+            return await asyncio.wait_for(scenario(engine), LIMIT_S)
+        finally:
+            await engine.close(0.0)
+
+    return asyncio.run(play())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+class Gate:
+    """Holds the engine's thread between two rounds."""
+
+    def __init__(self, engine: AsyncLlm) -> None:
+        self.engine, self.entered, self.opened = engine, threading.Event(), threading.Event()
+
+    async def __aenter__(self) -> Gate:
+        self.call = asyncio.ensure_future(self.engine.call(self._hold))
+        await until(self.entered.is_set)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.opened.set()
+        await self.call
+
+    def _hold(self, llm: Llm) -> None:
+        self.entered.set()
+        self.opened.wait(LIMIT_S)
+
+
+# -- asking ----------------------------------------------------------------------------------------------------------
+
+
+def test_generate_and_stream_give_what_llm_gives() -> None:
+    llm = toy(NgramDrafter(n=2, k=3))
+    options: dict[str, Any] = {"max_new_tokens": 20, "temperature": 1.0, "seed": 4, "logprobs": 2, "explain": True}
+    wanted = llm.generate(PROMPT, **options)
+
+    async def scenario(engine: AsyncLlm) -> None:
+        found = await engine.generate(PROMPT, **options)
+        assert (found.token_ids, found.finish_reason, found.origins) == (
+            wanted.token_ids,
+            wanted.finish_reason,
+            wanted.origins,
+        )
+        assert found.logprobs == wanted.logprobs and found.seed == wanted.seed
+        pieces = [piece async for piece in engine.stream(PROMPT, **options)]
+        assert [token for piece in pieces for token in piece.token_ids] == wanted.token_ids
+        assert [one for piece in pieces for one in piece.logprobs] == wanted.logprobs
+        assert [one.tokens for piece in pieces for one in piece.rounds] == [one.tokens for one in wanted.rounds]
+        assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        assert len(pieces) == found.stats.num_drafts
+
+    during(llm, scenario)
+
+
+def test_what_cannot_be_served_is_refused_at_once() -> None:
+    async def scenario(engine: AsyncLlm) -> None:
+        for bad in (Request([]), Request([4]), Request([0], max_new_tokens=0), Request([0], stop=["x"])):
+            with pytest.raises(ValueError, match=r"."):
+                engine.submit(bad)
+        with pytest.raises(TypeError, match="unknown option"):
+            await engine.generate(PROMPT, wrong=1)
+        assert engine.num_open == 0
+
+    during(toy(), scenario)
+
+
+def test_options_out_of_range_are_refused() -> None:
+    for options in ({"max_running": 0}, {"max_queued": -1}, {"prefill_chunk": 0}, {"kv_memory": 0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            AsyncLlm(toy(), **options)
+
+
+def drafters() -> dict[str, Callable[[LanguageModel, LanguageModel], Drafter | None]]:
+    return {
+        "none": lambda target, draft: None,
+        "model": lambda target, draft: ModelDrafter(draft, tree="2x2x1"),
+        "ngram": lambda target, draft: NgramDrafter(n=2, k=3),
+        "suffix": lambda target, draft: SuffixDrafter(k=4),
+        "recycling": lambda target, draft: RecyclingDrafter(nodes=6),
+        "lookahead": lambda target, draft: LookaheadDrafter(w=3, n=3, g=2),
+        "router": lambda target, draft: RouterDrafter([ModelDrafter(draft, k=3), NgramDrafter(n=2), JacobiDrafter()]),
+        "ensemble": lambda target, draft: EnsembleDrafter([ModelDrafter(draft, k=2), NgramDrafter(n=2, k=3)]),
+    }
+
+
+@pytest.mark.parametrize("controller", ["constant", "auto"])
+@pytest.mark.parametrize("name", list(drafters()))
+def test_seeds_hold_in_the_middle_of_32(name: str, controller: str) -> None:
+    """Greedy and sampled, short and long, with and without penalties: what each writes alone, it writes in a crowd."""
+
+    def fresh() -> Llm:
+        target, draft = llamas()
+        return assemble(target, drafters()[name](target, draft), "auto", controller, None)
+
+    def request(i: int) -> Request:
+        prompt = [(7 * i + 3 * j) % 32 for j in range(1 + (11 * i) % 37)]
+        params = SamplingParams(float(i % 3 > 0), top_k=8 * (i % 2), repetition_penalty=1.0 + 0.2 * (i % 4 == 3))
+        return Request(prompt, params, 6 + (5 * i) % 23, seed=i)
+
+    alone = fresh()
+    wanted = [alone._run([request(i)])[0].token_ids for i in range(32)]
+
+    async def scenario(engine: AsyncLlm) -> list[list[int]]:
+        async def asked(i: int) -> list[int]:
+            await asyncio.sleep(0.002 * (i % 7))
+            return (await engine.run(request(i))).token_ids
+
+        return await asyncio.gather(*(asked(i) for i in range(32)))
+
+    assert during(fresh(), scenario, max_running=20, prefill_chunk=16) == wanted
+
+
+def test_many_threads_may_ask() -> None:
+    llm = toy(NgramDrafter(n=2, k=3))
+    wanted = {seed: llm.generate(PROMPT, max_new_tokens=15, temperature=1.0, seed=seed).token_ids for seed in range(24)}
+    found: dict[int, list[int]] = {}
+
+    async def scenario(engine: AsyncLlm) -> None:
+        def ask(seeds: Sequence[int]) -> None:
+            for seed in seeds:
+                asked = engine.generate(PROMPT, max_new_tokens=15, temperature=1.0, seed=seed)
+                found[seed] = asyncio.run(asked).token_ids
+
+        threads = [threading.Thread(target=ask, args=(range(i, 24, 6),)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        await until(lambda: not any(thread.is_alive() for thread in threads))
+
+    during(llm, scenario)
+    assert found == wanted
+
+
+def test_a_ticket_of_a_thread_without_a_loop_can_be_awaited() -> None:
+    """It is filled before, while and after somebody waits for it."""
+    wanted = toy().generate(PROMPT, max_new_tokens=9).token_ids
+
+    async def scenario(engine: AsyncLlm) -> None:
+        ticket = await asyncio.to_thread(engine.submit, Request(PROMPT, max_new_tokens=9))
+        tokens: list[int] = []
+        while True:
+            _, emission = await ticket.next()
+            tokens += emission.token_ids
+            await asyncio.sleep(0.001)
+            if emission.finish_reason is not None:
+                break
+        assert tokens == wanted
+
+    during(toy(), scenario)
+
+
+# -- limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("running", "queued"), [(2, 4), (1, 0), (8, 3)])
+def test_exactly_as_many_are_taken_as_may_run_and_wait(running: int, queued: int) -> None:
+    async def scenario(engine: AsyncLlm) -> None:
+        async with Gate(engine):
+            tickets, refused = [], 0
+            for _ in range(20 * (running + queued)):
+                try:
+                    tickets.append(engine.submit(Request(PROMPT, max_new_tokens=4)))
+                except QueueFull as full:
+                    refused += 1
+                    assert full.retry_after_s > 0
+            assert len(tickets) == running + queued and refused == 19 * (running + queued)
+            assert engine.status.waiting == running + queued
+        for ticket in tickets:
+            async for piece in engine.follow(ticket):
+                last = piece
+            assert last.finish_reason == "length"
+        assert (await engine.generate(PROMPT, max_new_tokens=3)).finish_reason == "length"
+
+    during(toy(), scenario, max_running=running, max_queued=queued)
+
+
+def test_a_request_that_gives_up_in_the_queue_makes_room() -> None:
+    async def scenario(engine: AsyncLlm) -> None:
+        async with Gate(engine):
+            first = engine.submit(Request(PROMPT, max_new_tokens=4))
+            engine.submit(Request(PROMPT, max_new_tokens=4))
+            engine.cancel(first)
+            with pytest.raises(QueueFull):
+                engine.submit(Request(PROMPT))
+        await until(lambda: engine.num_open < 2)
+        await engine.generate(PROMPT, max_new_tokens=2)
+
+    during(toy(), scenario, max_running=1, max_queued=1)
+
+
+def test_no_more_run_together_than_may() -> None:
+    llm, seen = toy(), []
+    llm.engine.on_round = lambda runs, *rest: seen.append(len(runs))
+
+    async def scenario(engine: AsyncLlm) -> None:
+        await asyncio.gather(*(engine.generate(PROMPT, max_new_tokens=6) for _ in range(10)))
+
+    during(llm, scenario, max_running=3)
+    assert max(seen) == 3
+
+
+def test_deadlines_end_what_waits_and_what_runs() -> None:
+    async def scenario(engine: AsyncLlm) -> None:
+        async with Gate(engine):
+            late = asyncio.ensure_future(engine.generate(PROMPT, deadline_s=1e-6))
+            await until(lambda: engine.num_open == 1)
+        with pytest.raises(DeadlineExceeded, match="1e-06 s"):
+            await late
+        cut = await engine.generate(PROMPT, deadline_s=0.2, max_new_tokens=1_000_000)
+        assert cut.finish_reason == "deadline" and 0 < len(cut.token_ids) < 1_000_000
+
+    during(toy(context_length=2_000_000), scenario)
+
+
+# -- cancelling ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["close", "cancel"])
+def test_who_stops_listening_is_not_served_another_round(way: str) -> None:
+    """At most the round that runs when the iterator is closed is finished."""
+    target, _ = llamas()
+    target.context_length = 100_000
+    llm, rounds = Llm(target, None, None, None, None), []
+    llm.engine.on_round = lambda runs, *rest: rounds.append(len(runs))
+
+    async def scenario(engine: AsyncLlm) -> None:
+        pieces = engine.stream(PROMPT, max_new_tokens=90_000)
+        for _ in range(3):
+            await anext(pieces)
+        if way == "close":
+            before = len(rounds)
+            await pieces.aclose()
+        else:
+            waiting = asyncio.ensure_future(engine.generate(PROMPT, max_new_tokens=90_000))
+            await until(lambda: engine.status.running == 2)
+            waiting.cancel()
+            await pieces.aclose()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            before = len(rounds)
+        await until(lambda: engine.num_open == 0 and engine.status.running == 0)
+        assert len(rounds) <= before + 1
+        assert engine.status.kv_bytes == 0
+
+    during(llm, scenario)
+
+
+def test_a_stream_that_breaks_in_its_own_task_is_cancelled() -> None:
+    class Tokenizer:
+        def decode(self, ids: Sequence[int], **more: Any) -> str:
+            if len(ids) > 4:
+                raise RuntimeError("planted")
+            return "x" * len(ids)
+
+    llm = toy()
+    llm.tokenizer = Tokenizer()
+
+    async def scenario(engine: AsyncLlm) -> None:
+        others = [asyncio.ensure_future(engine.generate([i, 2, 1], max_new_tokens=4)) for i in range(3)]
+        with pytest.raises(RuntimeError, match="planted"):
+            async for _ in engine.stream(PROMPT, max_new_tokens=5_000):
+                pass
+        assert [one.finish_reason for one in await asyncio.gather(*others)] == ["length"] * 3
+        await until(lambda: engine.num_open == 0)
+
+    during(llm, scenario)
+
+
+# -- errors and death ------------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_told_to_whom_it_concerns() -> None:
+    def processor(ids: Any, scores: Any) -> Any:
+        raise MemoryError("planted") if ids.shape[-1] > 9 else RuntimeError("planted")
+
+    async def scenario(engine: AsyncLlm) -> None:
+        well = asyncio.ensure_future(engine.generate(PROMPT, max_new_tokens=30))
+        for prompt, reason in ((PROMPT, "error"), (PROMPT * 2, "out_of_memory")):
+            with pytest.raises(RequestFailed, match="planted") as failed:
+                await engine.generate(prompt, logits_processor=[processor])
+            assert failed.value.reason == reason
+        assert (await well).finish_reason == "length"
+        assert engine.status.dead is None
+
+    during(toy(), scenario)
+
+
+def test_a_round_that_fails_as_a_whole_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = toy()
+    step, calls = llm.engine._round, iter(range(1_000))
+
+    def failing(runs: Any) -> Any:
+        if next(calls) == 2:
+            step(runs)
+            raise RuntimeError("planted")
+        return step(runs)
+
+    monkeypatch.setattr(llm.engine, "_round", failing)
+
+    async def scenario(engine: AsyncLlm) -> None:
+        asked = [engine.generate([i, 1], max_new_tokens=40) for i in range(3)]
+        for failure in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(failure, RequestFailed) and "planted" in str(failure)
+        assert (await engine.generate(PROMPT, max_new_tokens=40)).finish_reason == "length"
+
+    during(llm, scenario)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_when_the_engine_dies_everybody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = toy(context_length=1_000_000)
+    step = llm.engine.step
+    broken = threading.Event()
+
+    def failing() -> Any:
+        if broken.is_set():
+            raise RuntimeError("planted")
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", failing)
+
+    async def scenario(engine: AsyncLlm) -> None:
+        asked = [asyncio.ensure_future(engine.generate([i, 1], max_new_tokens=900_000)) for i in range(3)]
+        stream = engine.stream(PROMPT, max_new_tokens=900_000)
+        await anext(stream)
+        broken.set()
+        for failure in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(failure, EngineDead) and "RuntimeError: planted" in str(failure)
+        with pytest.raises(EngineDead):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineDead):
+            engine.submit(Request(PROMPT))
+        with pytest.raises(EngineDead):
+            await engine.call(lambda llm: None)
+        assert "planted" in (engine.status.dead or "") and engine.num_open == 0
+        age = engine.status.heartbeat_age_s
+        await asyncio.sleep(0.05)
+        assert engine.status.heartbeat_age_s > age
+
+    during(llm, scenario, max_running=2)
+
+
+def test_an_idle_engine_and_a_busy_one_show_that_they_live() -> None:
+    async def scenario(engine: AsyncLlm) -> None:
+        beats = set()
+        pieces = engine.stream(PROMPT, max_new_tokens=90_000)
+        for _ in range(5):
+            await anext(pieces)
+            beats.add(engine._beat)
+        await pieces.aclose()
+        assert len(beats) > 1
+        idle = engine._beat
+        await until(lambda: engine._beat > idle)
+
+    during(toy(context_length=100_000), scenario)
+
+
+# -- between two rounds ----------------------------------------------------------------------------------------------
+
+
+def test_a_call_runs_in_the_engines_thread_between_two_rounds() -> None:
+    llm = toy(context_length=100_000)
+
+    async def scenario(engine: AsyncLlm) -> None:
+        pieces = engine.stream(PROMPT, max_new_tokens=90_000)
+        await anext(pieces)
+
+        def look(llm: Llm) -> tuple[str, list[int]]:
+            (run,) = llm.engine.running
+            assert run.sequence is not None and len(run.sequence.tokens) == len(run.context.tokens) - 1
+            return threading.current_thread().name, list(run.output)
+
+        name, output = await engine.call(look)
+        assert name == "foretoken-engine" and output
+        with pytest.raises(ZeroDivisionError):
+            await engine.call(lambda llm: 1 / 0)
+        await anext(pieces)
+        await pieces.aclose()
+
+    during(llm, scenario)
+
+
+def test_a_call_that_nobody_waits_for_any_more_does_not_hurt() -> None:
+    async def scenario(engine: AsyncLlm) -> None:
+        ran: list[int] = []
+        async with Gate(engine):
+            given_up = asyncio.ensure_future(engine.call(lambda llm: ran.append(1)))
+            await asyncio.sleep(0.01)
+            given_up.cancel()
+            await asyncio.sleep(0.01)
+        assert (await engine.generate(PROMPT, max_new_tokens=3)).finish_reason == "length"
+        assert not ran
+
+    during(toy(), scenario)
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_draining_engine_finishes_what_it_has_and_takes_nothing() -> None:
+    async def scenario(engine: AsyncLlm) -> None:
+        asked = [asyncio.ensure_future(engine.generate([i, 1], max_new_tokens=60)) for i in range(4)]
+        await until(lambda: engine.num_open == 4)
+        closing = asyncio.ensure_future(engine.close(LIMIT_S))
+        await asyncio.sleep(0)
+        with pytest.raises(Draining):
+            engine.submit(Request(PROMPT))
+        assert engine.status.draining
+        assert [len((await one).token_ids) for one in asked] == [60] * 4
+        await closing
+        assert engine._thread is not None and not engine._thread.is_alive()
+        with pytest.raises(EngineDead, match="shutting down"):
+            engine.submit(Request(PROMPT))
+
+    during(toy(), scenario, max_running=2)
+
+
+def test_what_takes_longer_than_the_drain_is_cancelled() -> None:
+    target, _ = llamas()
+    target.context_length = 1_000_000
+    llm = Llm(target, None, None, None, None)
+
+    async def scenario(engine: AsyncLlm) -> None:
+        asked = [asyncio.ensure_future(engine.generate([i, 1], max_new_tokens=900_000)) for i in range(3)]
+        await until(lambda: engine.status.running == 2)
+        await engine.close(0.05)
+        for failure in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(failure, EngineDead)
+        assert isinstance(target, HuggingFaceModel) and target.kv_bytes == 0 and not llm.engine.busy
+
+    during(llm, scenario, max_running=2)
+
+
+def test_an_engine_that_was_never_started_can_be_closed() -> None:
+    engine = AsyncLlm(toy())
+    asyncio.run(engine.close(0.0))
+    assert engine.status.draining
+
+
+def test_requests_of_the_llm_itself_are_in_the_way() -> None:
+    llm = toy()
+    stream = llm.stream(PROMPT, max_new_tokens=9)
+    next(stream)
+    with pytest.raises(ValueError, match="requests are running"):
+        AsyncLlm(llm)
+    stream.close()
+    AsyncLlm(llm)
