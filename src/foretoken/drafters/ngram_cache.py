@@ -13,6 +13,7 @@ from typing import Any
 from foretoken.drafters.datastore import encoded, fingerprint, joined
 from foretoken.drafters.ngram_counts import SIZES, CountTable, Followers, NgramCache
 from foretoken.drafters.sources import Guess, NgramSource, SourceDrafter
+from foretoken.drafters.tenants import Tenants
 from foretoken.models.base import LanguageModel
 from foretoken.types import Budget, Context
 
@@ -46,10 +47,10 @@ def best_follower(
 class _Source(NgramSource):
     """One request: its own counts, and the caches it shares."""
 
-    def __init__(self, drafter: NgramCacheDrafter) -> None:
+    def __init__(self, drafter: NgramCacheDrafter, salt: str) -> None:
         super().__init__()
-        self.drafter = drafter
-        self.own = NgramCache()
+        self.drafter, self.salt = drafter, salt
+        self.own, self.past = NgramCache(), drafter.tenants.of(salt)
 
     def extend(self, tokens: Sequence[int]) -> None:
         start = len(self.text)
@@ -61,7 +62,7 @@ class _Source(NgramSource):
         scores: list[float] = []
         tail, sure = self.text[-SIZES[-1] :], 1.0
         for _ in range(min(self.drafter.max_depth, budget.max_depth, budget.max_nodes)):
-            found = self.drafter.next_token(self.own, tail)
+            found = self.drafter.next_token(self.own, self.past, tail)
             if found is None:
                 break
             sure *= found[1]
@@ -71,7 +72,7 @@ class _Source(NgramSource):
         return Guess(tokens, range(-1, len(tokens) - 1), scores, counted=True)
 
     def close(self) -> None:
-        self.drafter.remember(self.text)
+        self.drafter.remember(self.text, self.salt)
 
 
 class NgramCacheDrafter(SourceDrafter):
@@ -79,9 +80,9 @@ class NgramCacheDrafter(SourceDrafter):
 
     Args:
         k: most draft tokens.
-        share: learn from finished requests (the dynamic cache).
+        share: learn from finished requests (the dynamic cache), for each salt apart.
         static: file of a static cache, see :func:`build_static_cache`.
-        save: with a path in the spec: write the dynamic cache back to it whenever a request ends.
+        save: with a path in the spec: write the dynamic cache of requests without a salt back to it whenever one ends.
 
     Raises:
         ValueError: ``k`` below 1, or a cache file that is missing, damaged or of another tokenizer.
@@ -95,7 +96,8 @@ class NgramCacheDrafter(SourceDrafter):
         self.max_depth, self.shares_state, self.save_always = k, share, save
         self.path: Path | None = None
         self.fingerprint = ""
-        self.dynamic = NgramCache()
+        self._loaded = NgramCache()
+        self.tenants = Tenants(lambda: NgramCache(self._loaded.sizes, self._loaded.table))
         self.static = NgramCache.load(static) if static else None
 
     @classmethod
@@ -116,38 +118,44 @@ class NgramCacheDrafter(SourceDrafter):
                 drafter.load(path)
         return drafter
 
+    @property
+    def dynamic(self) -> NgramCache:
+        """The dynamic cache of requests without a salt."""
+        return self.tenants.of("")
+
     def open(self, context: Context) -> NgramSource:
         """Fresh counts over the shared caches."""
-        return _Source(self)
+        return _Source(self, context.salt)
 
-    def next_token(self, own: NgramCache, text: Sequence[int]) -> tuple[int, float] | None:
+    def next_token(self, own: NgramCache, past: NgramCache, text: Sequence[int]) -> tuple[int, float] | None:
         """The next token and its share: from this text, else from past texts, else from the corpus."""
         static = self.static.followers(text[-2:]) if self.static is not None and len(text) > 1 else None
-        found = best_follower(own, text, LAX, static) or best_follower(self.dynamic, text, STRICT, static)
+        found = best_follower(own, text, LAX, static) or best_follower(past, text, STRICT, static)
         if found is None and static is not None and static.total >= STATIC[0]:
             token, count = static.best()
             if 100 * count >= STATIC[1] * static.total:
                 found = token, count / static.total
         return found
 
-    def remember(self, text: Sequence[int]) -> None:
-        """A request ended: add its text to the dynamic cache."""
+    def remember(self, text: Sequence[int], salt: str = "") -> None:
+        """A request ended: add its text to the tenant's dynamic cache."""
         if self.shares_state:
-            self.dynamic.count(text)
-            if self.save_always and self.path is not None:
+            self.tenants.of(salt).count(text)
+            if self.save_always and self.path is not None and not salt:
                 self.save(self.path)
 
     def save(self, path: str | Path) -> None:
-        """Write the dynamic cache."""
+        """Write the dynamic cache of requests without a salt."""
         self.dynamic.save(path, self.fingerprint)
 
     def load(self, path: str | Path) -> None:
-        """Go on with a saved dynamic cache.
+        """Go on with a saved dynamic cache, from which every tenant starts.
 
         Raises:
             ValueError: the file is missing, damaged, or of another tokenizer.
         """
-        self.dynamic = NgramCache.load(path, self.fingerprint or None)
+        self._loaded = NgramCache.load(path, self.fingerprint or None)
+        self.tenants.clear()
 
 
 def build_static_cache(documents: Iterable[str], tokenizer: Any, out: str | Path) -> int:

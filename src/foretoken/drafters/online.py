@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Notes:
-    """What is known of one request: the root's index in the round that runs, and where its drafts were rejected."""
+    """What is known of one request: the root's index in the round that runs, where its drafts were rejected, and
+    whether anything may be learnt from it.
+    """
 
     root: int = -1
+    teaches: bool = True
     mistakes: list[Mistake] = field(default_factory=list)
 
 
@@ -44,6 +47,7 @@ class OnlineDrafter(ModelDrafter):
         keep: most requests that wait for an update.
         window: tokens read before the first rejection of a request when it is learnt from.
         top: tokens of the target's law that are stored; 0 stores all.
+        salted: learn from requests with a ``cache_salt``, too, though their weights then draft for everybody.
         save: folder that the draft model is written to after every update; empty for none.
         tokenizer: saved beside the weights.
 
@@ -73,6 +77,7 @@ class OnlineDrafter(ModelDrafter):
         keep: int = 64,
         window: int = 128,
         top: int = 256,
+        salted: bool = False,
         save: str = "",
         tokenizer: Any | None = None,
     ) -> None:
@@ -85,7 +90,7 @@ class OnlineDrafter(ModelDrafter):
             Path(save).expanduser().mkdir(parents=True, exist_ok=True)  # a wrong path fails now
         self.learner: Learner | None = Learner(model, config, save, tokenizer) if every else None
         super().__init__(model if self.learner is None else self.learner.served, k, tree, draw, target)
-        self.shares_state = self.learner is not None
+        self.shares_state, self.salted = self.learner is not None, salted
 
     @classmethod
     def build(
@@ -117,7 +122,7 @@ class OnlineDrafter(ModelDrafter):
     def start(self, context: Context) -> None:
         """Prefill the draft model's own cache."""
         if self.learner is not None:
-            context.state[self, "notes"] = _Notes()
+            context.state[self, "notes"] = _Notes(teaches=self.salted or not context.salt)
             self.learner.joined()
         super().start(context)
 
@@ -132,7 +137,7 @@ class OnlineDrafter(ModelDrafter):
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Note the target's law where the drafts were rejected.  A bonus token is no mistake: nothing was guessed."""
         notes: _Notes | None = context.state.get((self, "notes"))
-        if notes is None or self.learner is None or verdict.next_is_bonus:
+        if notes is None or not notes.teaches or self.learner is None or verdict.next_is_bonus:
             return
         # The rejected drafts stood after this node, so its logits are the target's law for their place.
         node = verdict.path[-1] if verdict.path else 0
@@ -151,5 +156,6 @@ class OnlineDrafter(ModelDrafter):
         super().finish(context)
         notes: _Notes | None = context.state.pop((self, "notes"), None)
         if notes is not None and self.learner is not None:
-            self.learner.finished(list(context.tokens), notes.mistakes)
+            if notes.teaches:
+                self.learner.finished(list(context.tokens), notes.mistakes)
             self.learner.left()

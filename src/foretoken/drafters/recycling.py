@@ -10,10 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.tenants import Tenants
 from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
 
 WIDTH = 8
 """Followers kept per token."""
+TENANTS = 16
+"""Tables that are kept: each takes 32 bytes per token of the vocabulary."""
 PRIOR = (0.5, 0.1, 0.05, 0.033, 0.025, 0.02, 0.017, 0.014)
 """How often the follower of each rank is the next token, before anything was observed.
 
@@ -130,6 +133,36 @@ class Statistics:
         return [min(raw[: rank + 1]) for rank in range(WIDTH)]
 
 
+@dataclass
+class Learned:
+    """What the requests of one tenant have taught.
+
+    Attributes:
+        template: the shape of the next trees.
+        statistics: what was accepted.
+        followers: the table.
+        rounds: how many there were.
+    """
+
+    template: Template
+    statistics: Statistics = field(default_factory=Statistics)
+    followers: Followers = field(default_factory=Followers)
+    rounds: int = 0
+    _levels: dict[tuple[int, int], list[list[int]]] = field(default_factory=dict)
+
+    def levels(self, budget: Budget) -> list[list[int]]:
+        """The template's nodes within a budget, by depth."""
+        key = (budget.max_depth, budget.max_nodes)
+        if key not in self._levels:
+            self._levels[key] = self.template.levels(*key)
+        return self._levels[key]
+
+    def reshape(self, nodes: int, depth: int) -> None:
+        """Make the template anew from the statistics."""
+        self.template = Template.best(self.statistics.chances(), nodes, depth)
+        self._levels.clear()
+
+
 class RecyclingDrafter(Drafter):
     """Drafts a tree of fixed shape from a table of followers that every verification refreshes.
 
@@ -137,7 +170,7 @@ class RecyclingDrafter(Drafter):
         nodes: draft nodes.
         depth: levels of the tree.
         adapt: rounds after which the shape is made anew from what was accepted (0: never).
-        share: keep the table from request to request.
+        share: keep the table from request to request, for each salt apart.
 
     Raises:
         ValueError: an option outside its range.
@@ -151,21 +184,32 @@ class RecyclingDrafter(Drafter):
             if value < least:
                 raise ValueError(f"recycling needs {name} >= {least}, not {value}")
         self.max_nodes, self.max_depth, self.adapt, self.shares_state = nodes, depth, adapt, share
-        self.template = Template.best(PRIOR, nodes, depth)
-        self.statistics = Statistics()
-        self._shared = Followers()
-        self._rounds = 0
-        self._levels: dict[tuple[int, int], list[list[int]]] = {}
+        first = Template.best(PRIOR, nodes, depth)
+        self.tenants = Tenants(lambda: Learned(first), TENANTS)
 
     @property
     def draws_trees(self) -> bool:
         """Always."""
         return True
 
+    @property
+    def template(self) -> Template:
+        """The shape of trees for requests without a salt."""
+        return self.tenants.of("").template
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was accepted of requests without a salt."""
+        return self.tenants.of("").statistics
+
+    @property
+    def _shared(self) -> Followers:
+        return self.tenants.of("").followers
+
     def followers(self, context: Context) -> Followers:
-        """The table that a request uses: one for all, or its own."""
+        """The table that a request uses: its tenant's, or its own."""
         if self.shares_state:
-            return self._shared
+            return self.tenants.of(context.salt).followers
         found: Followers | None = context.state.get(self)
         if found is None:
             found = context.state[self] = Followers()
@@ -184,9 +228,10 @@ class RecyclingDrafter(Drafter):
         table = self.followers(context)
         table.reserve(context.root + 1)
         rows = table.rows
-        template = self.template
+        learned = self.tenants.of(context.salt)
+        template = learned.template
         tokens, parents, place = [context.root], [-1], {0: 0}
-        for level in self._nodes(budget):
+        for level in learned.levels(budget):
             followers: dict[int, list[int]] = {}
             for node in level:
                 parent = place.get(template.parents[node - 1])
@@ -202,31 +247,24 @@ class RecyclingDrafter(Drafter):
                     parents.append(parent)
         return TokenTree(tuple(tokens), tuple(parents))
 
-    def _nodes(self, budget: Budget) -> list[list[int]]:
-        key = (budget.max_depth, budget.max_nodes)
-        if key not in self._levels:
-            self._levels[key] = self.template.levels(*key)
-        return self._levels[key]
-
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Every scored node, accepted or not, gives its token's followers; later nodes overwrite earlier ones."""
-        self._count(tree, verdict)
+        self._count(self.tenants.of(context.salt), tree, verdict)
         best = scores.logits.topk(min(WIDTH, scores.logits.shape[-1]), dim=-1).indices
         table = self.followers(context)
         table.reserve(scores.logits.shape[-1])
         table.update(tree.tokens, best.cpu().numpy().astype(np.int32))
 
-    def _count(self, tree: TokenTree, verdict: Verdict) -> None:
+    def _count(self, learned: Learned, tree: TokenTree, verdict: Verdict) -> None:
         """Which rank was right after every accepted node."""
         path = [0, *verdict.path]
         following = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         for node, token in zip(path, following, strict=True):
-            self.statistics.add([tree.tokens[child] for child in tree.children[node]], token)
-        self._rounds += 1
-        if self.adapt and self._rounds % self.adapt == 0:
-            self.reshape()
+            learned.statistics.add([tree.tokens[child] for child in tree.children[node]], token)
+        learned.rounds += 1
+        if self.adapt and learned.rounds % self.adapt == 0:
+            learned.reshape(self.max_nodes, self.max_depth)
 
     def reshape(self) -> None:
-        """Make the template anew from the statistics."""
-        self.template = Template.best(self.statistics.chances(), self.max_nodes, self.max_depth)
-        self._levels.clear()
+        """Make the template of requests without a salt anew from their statistics."""
+        self.tenants.of("").reshape(self.max_nodes, self.max_depth)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from foretoken.drafters.sources import NOTHING, Automaton, Guess, NgramSource, SourceDrafter
+from foretoken.drafters.tenants import Tenants
 from foretoken.types import Budget, Context
 
 
@@ -159,6 +160,11 @@ class Outputs:
         self.generations = [Automaton(depth, counted=True)]
         self._opened = 0
 
+    @property
+    def size(self) -> int:
+        """Tokens that are kept."""
+        return sum(len(automaton.text) for automaton in self.generations)
+
     def open(self) -> _Document:
         """A new output."""
         newest = self.generations[-1]
@@ -170,11 +176,12 @@ class Outputs:
 
 
 class _Source(NgramSource):
-    """One request: its own text, and where its output goes among the others."""
+    """One request: its own text, and where its output goes among the tenant's others."""
 
-    def __init__(self, drafter: SuffixDrafter, prompt_length: int) -> None:
+    def __init__(self, drafter: SuffixDrafter, context: Context) -> None:
         super().__init__()
-        self.drafter, self.prompt_length = drafter, prompt_length
+        self.drafter, self.prompt_length = drafter, context.prompt_length
+        self.others = drafter.tenants.of(context.salt) if drafter.shares_state else None
         self.own = _Document(Automaton(drafter.bounds.depth, counted=True))
         self.output: _Document | None = None
 
@@ -182,17 +189,17 @@ class _Source(NgramSource):
         start = len(self.text)
         self.text.extend(tokens)
         self.own.extend(tokens)
-        if self.drafter.shares_state and len(self.text) > self.prompt_length:
+        if self.others is not None and len(self.text) > self.prompt_length:
             if self.output is None:
-                self.output = self.drafter.outputs.open()
+                self.output = self.others.open()
             self.output.extend(self.text[max(start, self.prompt_length) :])
 
     def propose(self, budget: Budget) -> Guess:
         limits = self.drafter.limits_for(budget)
         own = self.own
         best = speculate_from(own.automaton, own.end, own.automaton.length[own.end], limits)
-        if self.drafter.shares_state:
-            for automaton in self.drafter.outputs.generations:
+        if self.others is not None:
+            for automaton in self.others.generations:
                 guess = speculate(automaton, self.text, limits)
                 if guess.expected > best.expected:
                     best = guess
@@ -209,9 +216,9 @@ class SuffixDrafter(SourceDrafter):
         offset: draft tokens besides.
         min_prob: least estimated probability of a draft token.
         tree: draft the most probable tokens as a tree instead of one path.
-        share: learn from the outputs of other requests.
-        cached: how many of their outputs to keep.
-        tokens: how many of their tokens to keep (about 130 bytes each).
+        share: learn from the outputs of other requests with the same salt.
+        cached: how many outputs to keep of one salt.
+        tokens: how many of their tokens to keep in all (about 130 bytes each).
 
     Raises:
         ValueError: an option outside its range.
@@ -238,8 +245,13 @@ class SuffixDrafter(SourceDrafter):
             raise ValueError(f"suffix needs factor >= 0 and 0 <= min_prob <= 1, not {factor} and {min_prob}")
         self.bounds = MatchLimits(k, depth, factor, offset, min_prob, tree)
         self.shares_state = share
-        self.outputs = Outputs(depth, cached, tokens)
+        self.tenants = Tenants(lambda: Outputs(depth, cached, tokens), size=lambda one: one.size, room=tokens)
         self.max_depth = self.max_nodes = k
+
+    @property
+    def outputs(self) -> Outputs:
+        """The outputs of requests without a salt."""
+        return self.tenants.of("")
 
     @property
     def draws_trees(self) -> bool:
@@ -248,7 +260,7 @@ class SuffixDrafter(SourceDrafter):
 
     def open(self, context: Context) -> NgramSource:
         """Counts of the request's own text."""
-        return _Source(self, context.prompt_length)
+        return _Source(self, context)
 
     def limits_for(self, budget: Budget) -> MatchLimits:
         """The limits of one round."""

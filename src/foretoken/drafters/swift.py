@@ -16,6 +16,7 @@ from foretoken.drafters.model import _Growing
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.drafters.skip_search import SkipSearch
 from foretoken.drafters.skip_sets import SkipSet
+from foretoken.drafters.tenants import Tenants
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.types import Budget, Context, TokenTree
 
@@ -46,7 +47,7 @@ class SwiftDrafter(OwnLayersDrafter):
         every: rounds between measurements.
         goal: share of the window above which the search ends.
         keep: layers at each end that always run.
-        share: one search for all requests; else every request begins anew.
+        share: one search for all requests of a salt; else every request begins anew.
 
     Raises:
         ValueError: an option outside its range, or a target with no layer between those that are kept.
@@ -88,7 +89,7 @@ class SwiftDrafter(OwnLayersDrafter):
         for skips in (SkipSet(attention=middle), SkipSet(mlp=middle)):
             skips.check(target)
         self._new_search = partial(SkipSearch, layers, skip_ratio, keep, goal)
-        self._shared = self._new_search()
+        self.tenants = Tenants(self._new_search)
         super().__init__(target, self._shared.best.plan, k, "", "greedy")
         self.threshold, self.max_nodes, self.window, self.every = threshold, nodes, window, every
         self.shares_state = share
@@ -98,10 +99,14 @@ class SwiftDrafter(OwnLayersDrafter):
         """Siblings branch off the chain."""
         return True
 
+    @property
+    def _shared(self) -> SkipSearch:
+        return self.tenants.of("")
+
     def search(self, context: Context) -> SkipSearch:
         """The search that a request takes part in."""
         if self.shares_state:
-            return self._shared
+            return self.tenants.of(context.salt)
         own: SkipSearch = context.state[self, "search"]
         return own
 
@@ -118,10 +123,13 @@ class SwiftDrafter(OwnLayersDrafter):
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Measure a candidate, then draft with the best set so far."""
-        if self.shares_state:
-            return self._drafted(self._shared, contexts, budgets)
-        each = zip(contexts, budgets, strict=True)
-        return [tree for c, b in each for tree in self._drafted(self.search(c), [c], [b])]
+        searches = [self.search(context) for context in contexts]
+        trees: dict[int, TokenTree] = {}
+        for search in {id(one): one for one in searches}.values():
+            places = [i for i, one in enumerate(searches) if one is search]
+            some = self._drafted(search, [contexts[i] for i in places], [budgets[i] for i in places])
+            trees.update(zip(places, some, strict=True))
+        return [trees[i] for i in range(len(contexts))]
 
     def _drafted(self, search: SkipSearch, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         search.rounds += 1

@@ -1,0 +1,218 @@
+"""What drafters learn across requests stays with the tenant, and kept texts change no draft: every drafter there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+from cases import CASES, Case, bpd, eagle3, feature_drafter, hydra, kangaroo, medusa
+from matrix import rows
+
+from foretoken import load
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.cascade import CascadeDrafter
+from foretoken.drafters.eagle import EagleDrafter
+from foretoken.drafters.ensemble import EnsembleDrafter
+from foretoken.drafters.known import KnownDrafter
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.mtp import MtpDrafter
+from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
+from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.drafters.ngram_cache import NgramCacheDrafter
+from foretoken.drafters.online import OnlineDrafter
+from foretoken.drafters.recycling import RecyclingDrafter
+from foretoken.drafters.router import RouterDrafter
+from foretoken.drafters.suffix import SuffixDrafter
+from foretoken.drafters.swift import SwiftDrafter
+from foretoken.drafters.tenants import Tenants
+from foretoken.engine.loop import Engine
+from foretoken.engine.request import Request, Running
+from foretoken.models.base import LanguageModel
+from foretoken.sampling import SamplingParams
+from foretoken.verifiers.pairing import inner_rule
+from toys import engine, llamas, serve
+
+ROOM = 2**24
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3, 1, 2], [9, 1, 2, 3, 4, 9, 1, 2, 30, 17, 12] * 3]
+Build = Callable[[LanguageModel, LanguageModel], Drafter]
+
+SHARING: dict[str, Build] = {
+    "suffix": lambda target, draft: SuffixDrafter(k=6),
+    "suffix tree": lambda target, draft: SuffixDrafter(k=6, tree=True, factor=2.0),
+    "ngram_cache": lambda target, draft: NgramCacheDrafter(k=3),
+    "recycling": lambda target, draft: RecyclingDrafter(nodes=8),
+    "recycling adapt": lambda target, draft: RecyclingDrafter(nodes=8, adapt=2),
+    "swift": lambda target, draft: SwiftDrafter(target, k=3, threshold=0.1, nodes=8, keep=0, window=3),
+    "online": lambda target, draft: OnlineDrafter(draft, k=3, target=target, every=1, lr=1e-1, budget=1.0),
+    "ensemble": lambda target, draft: EnsembleDrafter([ModelDrafter(draft, k=2), SuffixDrafter(k=4)]),
+    "router": lambda target, draft: RouterDrafter([RecyclingDrafter(nodes=6), NgramDrafter(n=2)]),
+    "known": lambda target, draft: KnownDrafter(SuffixDrafter(k=6)),
+    "cascade": lambda target, draft: CascadeDrafter(draft, RecyclingDrafter(nodes=6), inner_rule, k=4),
+}
+"""Drafters that learn from one request for the next."""
+CHANGING = {name: build for name, build in SHARING.items() if name != "cascade"}
+"""Those whose drafts show it: what works inside a cascade changes its time alone."""
+
+
+def requests(salt: str) -> list[Request]:
+    """What both tenants ask: the same, which is where the other's texts would help most."""
+    return [
+        Request(prompt, SamplingParams(temperature=float(i % 2)), 24, seed=i, cache_salt=salt, explain=True)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def drafts(busy: Engine, salt: str) -> list[list[list[int]]]:
+    """Every tree that was scored for a tenant's requests, which come one after the other, and what was written."""
+    found = []
+    for request in requests(salt):
+        (run,) = serve(busy, [request])
+        assert run.error is None, run.error
+        found.append([*(trace.tokens for trace in run.rounds), run.output])
+    return found
+
+
+def make(build: Build) -> Engine:
+    target, draft = llamas()
+    return engine(target, build(target, draft), prefix_bytes=ROOM)
+
+
+every_drafter = pytest.mark.parametrize(
+    "build",
+    [*(case.build for _, case in rows()), *SHARING.values()],
+    ids=[*(f"{name}.{case.label}" for name, case in rows()), *(f"sharing {name}" for name in SHARING)],
+)
+
+
+@every_drafter
+def test_nothing_of_one_tenant_is_drafted_for_another(build: Build) -> None:
+    fresh, used = make(build), make(build)
+    for _ in range(2):
+        drafts(used, "a")
+    assert drafts(used, "b") == drafts(fresh, "b")
+
+
+@pytest.mark.parametrize("build", CHANGING.values(), ids=CHANGING)
+def test_a_tenant_learns_from_itself(build: Build) -> None:
+    """Else the test above would see no difference between sharing and not."""
+    salt = "" if build is SHARING["online"] else "a"
+    busy = make(build)
+    first = [drafts(busy, salt) for _ in range(3)][-1]
+    again = make(build)
+    assert first != drafts(again, salt), "nothing was learned"
+    assert [found[-1] for found in first] == [found[-1] for found in drafts(again, salt)], "a draft changed the text"
+
+
+def test_every_drafter_that_shares_is_among_the_tested() -> None:
+    """One whose class can share state by its options is tested with these options."""
+    shared = {build(*llamas()).name for build in SHARING.values()}
+    assert all(build(*llamas()).shares_state for build in SHARING.values())
+    for name, case in rows():
+        assert not case.build(*llamas()).shares_state or name in shared
+
+
+def test_salted_requests_teach_an_online_draft_model_only_where_that_is_asked_for() -> None:
+    for salted, salt, updates in ((False, "a", 0), (True, "a", 3), (False, "", 3)):
+        target, draft = llamas()
+        drafter = OnlineDrafter(draft, k=3, target=target, every=1, lr=1e-2, budget=1.0, salted=salted)
+        drafts(engine(target, drafter), salt)
+        report = drafter.report()
+        assert report["updates"] == updates and report["serving_s"] > 0
+
+
+# -- who is remembered -----------------------------------------------------------------------------------------------
+
+
+def test_the_tenant_that_was_away_longest_is_forgotten() -> None:
+    tenants: Tenants[list[int]] = Tenants(list, most=2)
+    tenants.of("a").append(1)
+    tenants.of("b").append(2)
+    tenants.of("a").append(3)
+    assert tenants.of("c") == [] and len(tenants) == 2
+    assert tenants.of("a") == [1, 3] and tenants.of("b") == []
+    tenants.clear()
+    assert tenants.of("a") == []
+
+
+def test_tenants_together_keep_to_their_room() -> None:
+    tenants: Tenants[list[int]] = Tenants(list, most=10, size=len, room=5)
+    for name, size in (("a", 2), ("b", 3), ("c", 4)):
+        tenants.of(name).extend(range(size))
+    assert [len(tenants.of(name)) for name in ("c", "d")] == [4, 0]
+    assert len(tenants.of("b")) == 0 and len(tenants.of("a")) == 0
+
+
+def test_a_flood_of_salts_keeps_memory_bounded() -> None:
+    target, _ = llamas()
+    suffix, recycling = SuffixDrafter(k=4, tokens=300), RecyclingDrafter(nodes=6)
+    busy = engine(target, EnsembleDrafter([suffix, recycling]))
+    for i in range(100):
+        serve(busy, [Request([1, 2, 3, i % 32], max_new_tokens=12, cache_salt=f"salt {i}")])
+    assert len(recycling.tenants) == 16
+    kept = [suffix.tenants.of(f"salt {i}").size for i in range(99, 70, -1)]
+    assert kept[0] > 0 and kept[-1] == 0
+
+
+# -- kept texts ------------------------------------------------------------------------------------------------------
+
+
+def computed(run: Running) -> tuple[int, int]:
+    return run.stats.num_prompt_tokens_computed, run.stats.num_prompt_tokens
+
+
+def traced(busy: Engine, prompt: list[int]) -> tuple[Running, list[list[int]]]:
+    """A run and the trees of its rounds."""
+    (run,) = serve(busy, [Request(prompt, max_new_tokens=16, explain=True)])
+    assert run.error is None, run.error
+    return run, [trace.tokens for trace in run.rounds]
+
+
+def second_turn(keeping: Engine, cold: Engine, first: list[int], more: list[int]) -> None:
+    """Where a beginning was taken over, drafts and text are those of an engine that read all of it."""
+    (run, mine), (_, wanted) = traced(keeping, first), traced(cold, first)
+    assert mine == wanted
+    prompt = [*first, *run.output, *more]
+    (second, mine), (fresh, wanted) = traced(keeping, prompt), traced(cold, prompt)
+    assert second.output == fresh.output and mine == wanted
+    assert computed(second) == (len(more) + 1, len(prompt)) and computed(fresh) == (len(prompt), len(prompt))
+
+
+@pytest.mark.parametrize(("name", "case"), list(rows()), ids=[f"{name}.{case.label}" for name, case in rows()])
+def test_drafts_after_a_kept_text_are_those_after_a_text_that_was_read(name: str, case: Case) -> None:
+    engines = []
+    for room in (ROOM, 0):
+        target, draft = llamas()
+        engines.append(engine(target, case.build(target, draft), prefix_bytes=room))
+    second_turn(*engines, [(7 * i) % 31 for i in range(40)], [3, 1, 2])
+
+
+@cache
+def builtin() -> Any:
+    return load("builtin", drafter=None, dtype="float32", graphs=False)
+
+
+NETS: dict[str, Callable[[LanguageModel], Drafter]] = {
+    "eagle": lambda target: feature_drafter(EagleDrafter, EagleNet, EagleConfig, target),
+    "eagle3": lambda target: eagle3(target, share_head=False),
+    "mtp": lambda target: feature_drafter(MtpDrafter, MtpNet, MtpConfig, target),
+    "medusa": lambda target: medusa(target, 6, random=False),
+    "hydra": lambda target: hydra(target, 6, random=False, prefix=True),
+    "bpd": lambda target: bpd(target, random=False),
+    "kangaroo": lambda target: kangaroo(target),
+}
+
+
+@pytest.mark.parametrize("name", list(NETS))
+def test_hidden_states_of_a_prompt_are_kept_with_it(name: str) -> None:
+    """On a trained target in float32."""
+    llm = builtin()
+    first = llm.encode("def fibonacci(n):\n    if n < 2:\n        return n\n" * 4)
+    engines = [engine(llm.target, NETS[name](llm.target), prefix_bytes=room) for room in (ROOM, 0)]
+    second_turn(*engines, first, llm.encode("# and"))
+
+
+def test_all_drafters_have_a_case() -> None:
+    assert {name for name, _ in rows()} == set(CASES)
