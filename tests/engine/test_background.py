@@ -1,4 +1,4 @@
-"""The engine in its own thread: same tokens as alone, exact limits, cancelling, draining, and what happens when it dies."""
+"""The engine in its own thread: the same tokens as alone, exact limits, cancelling, draining, and its death."""
 
 from __future__ import annotations
 

@@ -1,0 +1,280 @@
+"""Kept texts: a next turn reads only what is new, writes the same tokens, and finds nothing of other tenants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foretoken import load
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.engine.loop import Engine
+from foretoken.engine.prefixes import SHORTEST, Kept, Prefixes, common
+from foretoken.engine.request import Request, Running
+from foretoken.models.base import LanguageModel, Snapshot
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.stateful import StatefulModel
+from foretoken.sampling import SamplingParams
+from toys import engine, llama, llamas, serve
+
+ROOM = 2**22
+LONG = [(7 * i) % 31 for i in range(60)]
+T1 = SamplingParams(temperature=1.0)
+
+
+def models() -> tuple[HuggingFaceModel, HuggingFaceModel]:
+    return HuggingFaceModel(llama(context=1024)), HuggingFaceModel(llama(noise=0.3, context=1024))
+
+
+def one(busy: Engine, request: Request) -> Running:
+    (run,) = serve(busy, [request])
+    assert run.error is None, run.error
+    return run
+
+
+def computed(run: Running) -> tuple[int, int]:
+    return run.stats.num_prompt_tokens_computed, run.stats.num_prompt_tokens
+
+
+# -- a chat ----------------------------------------------------------------------------------------------------------
+
+
+def chat(make: Callable[[], Engine], first: list[int], more: list[int], turns: int = 3) -> None:
+    """Every turn's prompt is all that was said so far: it is read in part, and the answers are those of an engine that
+    keeps nothing.
+    """
+    keeping, cold = make(), make()
+    cold.serve(64, None, None, 0)
+    prompt = first
+    for turn in range(turns):
+        for seed in (None, 5):
+            request = Request([*prompt, *more], T1 if seed else SamplingParams(), 24, seed=seed)
+            mine, fresh = one(keeping, request), one(cold, request)
+            assert mine.output == fresh.output
+            assert computed(fresh) == (len(request.prompt), len(request.prompt))
+            read, length = computed(mine)
+            if turn or seed:
+                assert read <= max(length / 10, len(more) + 1), f"turn {turn}: {read} of {length} were read again"
+            else:
+                assert read == length
+        prompt = [*request.prompt, *mine.output]
+    assert keeping.target.kv_bytes == 0
+
+
+NETS: dict[str, Callable[[LanguageModel, LanguageModel], Drafter | None]] = {
+    "none": lambda target, draft: None,
+    "ngram": lambda target, draft: NgramDrafter(n=2, k=3),
+    "model": lambda target, draft: ModelDrafter(draft, tree="2x2x1"),
+}
+
+
+@pytest.mark.parametrize("name", list(NETS))
+@pytest.mark.parametrize("chunk", [None, 16], ids=["whole", "chunks"])
+def test_a_chat_reads_only_what_is_new(name: str, chunk: int | None) -> None:
+    def make() -> Engine:
+        target, draft = models()
+        return engine(target, NETS[name](target, draft), prefix_bytes=ROOM, prefill_chunk=chunk)
+
+    chat(make, LONG * 2, [3, 1, 2, 9, 4])
+
+
+def test_llm_keeps_texts_by_default_and_says_what_it_read() -> None:
+    llm = load("builtin", drafter="ngram", graphs=False)
+    text = "import os\n\n\ndef walk(folder):\n" * 8
+    llm.generate(text, max_new_tokens=16)
+    again = llm.generate(text + "    for name in", max_new_tokens=4)
+    assert again.stats.num_prompt_tokens_computed <= again.stats.num_prompt_tokens / 10
+    off = load("builtin", drafter="ngram", graphs=False, prefix_cache=False)
+    off.generate(text, max_new_tokens=16)
+    cold = off.generate(text + "    for name in", max_new_tokens=4)
+    assert cold.stats.num_prompt_tokens_computed == cold.stats.num_prompt_tokens
+    assert cold.token_ids == again.token_ids and off.memory()["prefix_bytes"] == 0
+
+
+# -- who finds what --------------------------------------------------------------------------------------------------
+
+
+def keeping(**more: Any) -> Engine:
+    target, _ = models()
+    return engine(target, prefix_bytes=ROOM, **more)
+
+
+def test_texts_are_found_with_the_same_salt_only() -> None:
+    busy = keeping()
+    one(busy, Request(LONG, max_new_tokens=8, cache_salt="a"))
+    for salt in ("", "b", "A", "a "):
+        assert computed(one(busy, Request(LONG, max_new_tokens=2, cache_salt=salt))) == (60, 60)
+    assert computed(one(busy, Request(LONG, max_new_tokens=2, cache_salt="a"))) == (1, 60)
+
+
+def test_a_running_text_of_another_salt_is_not_copied() -> None:
+    for salt, read in (("a", 1), ("b", 60)):
+        busy = keeping()
+        busy.add(Request(LONG, max_new_tokens=30, cache_salt="a"))
+        busy.step()
+        late = busy.add(Request(LONG, max_new_tokens=3, cache_salt=salt))
+        busy.step()
+        (run,) = (run for run in busy.running if run.id == late)
+        assert computed(run) == (read, 60)
+
+
+def test_a_text_that_is_still_written_or_read_is_copied_as_far_as_it_is() -> None:
+    target, _ = models()
+    busy, cold = keeping(prefill_chunk=32), engine(target)
+    long = LONG * 4
+    busy.add(Request(long, max_new_tokens=40))
+    busy.step()
+    (reading,) = busy.running
+    assert not reading.started and len(reading.text.tokens) == 32
+    asked = Request([*long[:50], 1, 2], max_new_tokens=10)
+    late = busy.add(asked)
+    busy.step()
+    (run,) = (run for run in busy.running if run.id == late)
+    assert computed(run) == (52 - 32, 52)
+    while busy.busy:
+        busy.step()
+    assert run.output == one(cold, asked).output
+    busy.add(Request(LONG, max_new_tokens=30))
+    for _ in range(9):
+        busy.step()
+    (writing,) = busy.running
+    follow = [*LONG, *writing.output[:6], 9]
+    late_run = next(run for run in serve(busy, [Request(follow, max_new_tokens=5)]))
+    assert (
+        computed(late_run) == (1, len(follow))
+        and late_run.output == one(cold, Request(follow, max_new_tokens=5)).output
+    )
+
+
+def test_a_short_beginning_is_read_again() -> None:
+    busy = keeping()
+    one(busy, Request(LONG, max_new_tokens=4))
+    for length, read in ((SHORTEST - 1, 31), (SHORTEST, 30 - SHORTEST + 1)):
+        prompt = [*LONG[:length], *([30] * (31 - length))]
+        assert computed(one(busy, Request(prompt, max_new_tokens=1)))[0] == read
+
+
+def test_prompts_whose_probabilities_are_asked_for_are_read_as_a_whole() -> None:
+    busy = keeping()
+    first = one(busy, Request(LONG, max_new_tokens=4, prompt_logprobs=0))
+    again = one(busy, Request(LONG, max_new_tokens=4, prompt_logprobs=0))
+    assert computed(again) == (60, 60) and again.prompt_logprobs == first.prompt_logprobs
+    assert len(busy.texts.prefixes) == 0
+
+
+def test_an_ended_or_cancelled_text_can_be_found() -> None:
+    busy = keeping()
+    cancelled = busy.add(Request(LONG, max_new_tokens=40))
+    busy.step()
+    busy.cancel(cancelled)
+    assert computed(one(busy, Request(LONG, max_new_tokens=2))) == (1, 60)
+
+
+def test_a_text_that_was_damaged_by_an_error_is_not_kept() -> None:
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    busy = keeping()
+    (run,) = serve(busy, [Request(LONG, SamplingParams(processors=(processor,)), 4)])
+    assert run.finish_reason == "error" and len(busy.texts.prefixes) == 0
+
+
+def test_hybrid_targets_read_everything_and_write_the_same() -> None:
+    """A recurrent state knows the whole text only, and no copies of it are kept."""
+    llm = load("builtin:hybrid", drafter=None, graphs=False)
+    assert isinstance(llm.target, StatefulModel)
+    busy, cold = (engine(llm.target, NgramDrafter(), prefix_bytes=room) for room in (ROOM, 0))
+    prompt = llm.encode("def area(width, height):\n    return")
+    for _ in range(2):
+        mine, fresh = one(busy, Request(prompt, max_new_tokens=10)), one(cold, Request(prompt, max_new_tokens=10))
+        assert mine.output == fresh.output and computed(mine) == (len(prompt), len(prompt))
+        prompt = [*prompt, *mine.output]
+
+
+# -- what is kept, and for how long ----------------------------------------------------------------------------------
+
+
+def kept(tokens: list[int], salt: str = "", divisible: bool = True, size: int = 0) -> Kept:
+    layers = [(torch.zeros(1, len(tokens), 1), torch.zeros(1, len(tokens) + size, 1))]
+    return Kept(salt, np.asarray(tokens), Snapshot(tokens, layers, divisible), {})
+
+
+def text(seed: int, length: int = 40) -> list[int]:
+    return torch.randint(1000, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_the_least_recently_used_text_goes_first() -> None:
+    size = kept(text(0)).nbytes
+    prefixes = Prefixes(3 * size)
+    for seed in range(3):
+        prefixes.keep(kept(text(seed)))
+    assert prefixes.find("", text(0))[1] == 40
+    prefixes.keep(kept(text(3)))
+    assert [prefixes.find("", text(seed))[1] for seed in range(4)] == [40, 0, 40, 40]
+    assert len(prefixes) == 3 and prefixes.nbytes == 3 * size
+    prefixes.shrink(size)
+    assert len(prefixes) == 1 and prefixes.find("", text(3))[1] == 40
+    prefixes.shrink(10 * size)
+    assert prefixes.limit == 3 * size
+    prefixes.clear()
+    assert prefixes.nbytes == len(prefixes) == 0
+
+
+def test_a_longer_text_takes_the_place_of_its_beginning() -> None:
+    prefixes = Prefixes(2**20)
+    prefixes.keep(kept(text(0, 30)))
+    prefixes.keep(kept(text(0, 30), "other"))
+    prefixes.keep(kept([*text(0, 30), 1, 2]))
+    assert (
+        len(prefixes) == 2 and prefixes.find("", text(0, 30))[1] == 30 and prefixes.find("other", text(0, 30))[1] == 30
+    )
+
+
+def test_what_is_too_large_or_too_short_is_not_kept() -> None:
+    prefixes = Prefixes(kept(text(0)).nbytes)
+    prefixes.keep(kept(text(0)))
+    prefixes.keep(kept(text(1), size=8))
+    prefixes.keep(kept(text(2, SHORTEST - 1)))
+    assert len(prefixes) == 1 and prefixes.find("", text(0))[1] == 40
+
+
+def test_a_state_that_cannot_be_divided_is_found_by_its_whole_text_only() -> None:
+    prefixes = Prefixes(2**20)
+    prefixes.keep(kept(text(0), divisible=False))
+    assert prefixes.find("", text(0)[:-1])[1] == 0
+    assert prefixes.find("", [*text(0)[:-1], 7, 7])[1] == 0
+    assert prefixes.find("", [*text(0), 7])[1] == 40
+
+
+def test_common_beginnings() -> None:
+    def length(left: list[int], right: list[int]) -> int:
+        return common(np.asarray(left, dtype=np.int64), np.asarray(right, dtype=np.int64))
+
+    assert [length([1, 2, 3], [1, 2, 3, 4]), length([1, 2], [1, 3]), length([5], [6]), length([], [1])] == [
+        2 + 1,
+        1,
+        0,
+        0,
+    ]
+
+
+def test_the_cache_holds_no_more_than_it_may() -> None:
+    target, _ = models()
+    room = 3 * 70 * target.kv_bytes_per_token
+    busy = engine(target, prefix_bytes=room)
+    for seed in range(8):
+        one(busy, Request([seed, *LONG], max_new_tokens=8))
+        assert busy.texts.prefixes.nbytes <= room
+    assert len(busy.texts.prefixes) == 2
+    assert computed(one(busy, Request([7, *LONG], max_new_tokens=1)))[0] == 1
+    assert computed(one(busy, Request([0, *LONG], max_new_tokens=1)))[0] == 61
+
+
+def test_llamas_are_float64() -> None:
+    """What the comparisons above rest on: sums in another order do not change a token."""
+    assert llamas()[0].dtype == torch.float64
