@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -10,10 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.drafters.nets.decoder import LayerConfig
+from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.models.bands import SHORT, SLACK, in_bands
 from foretoken.models.base import Feed, Rows, SequenceState
 from foretoken.models.cache import CHUNK
+from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.parts import TargetParts
 from toys import llama
 
 CONTEXT = 4096
@@ -263,3 +268,28 @@ def test_memory_follows_a_crowd_that_comes_and_goes() -> None:
         found.release(texts.pop(len(texts) // 2))
     assert found.kv_bytes <= full / 4
     check(found)
+
+
+# -- networks over hidden states -------------------------------------------------------------------------------------
+
+
+@pytest.mark.xfail(
+    reason="FeatureModel.forward tells sequences apart by their rows, of which every band has a first", strict=True
+)
+def test_networks_over_hidden_states_run_over_several_bands() -> None:
+    target = HuggingFaceModel(llama(dtype=torch.float32, context=CONTEXT))
+    parts = TargetParts(target)
+    net = EagleNet(EagleConfig(**dataclasses.asdict(LayerConfig.of_target(parts.config))))
+    together, alone = FeatureModel(net, parts, target), FeatureModel(net, parts, target)
+    states = torch.randn(700, parts.hidden_size, generator=torch.Generator().manual_seed(0))
+    feeds, wanted = [], []
+    for seed, length in enumerate((700, 5, 40)):
+        one, other = together.open(), alone.open()
+        for model_, sequence in ((together, one), (alone, other)):
+            model_.forward([Feed(sequence, text(length, seed), wanted=0, states=states[:length])])
+            model_.commit(sequence, range(length))
+        feeds.append(Feed(one, [3, 4], states=states[:2]))
+        wanted += alone.forward([Feed(other, [3, 4], states=states[:2])])
+    assert len(together.bands.caches) > 1
+    for mine, right in zip(together.forward(feeds), wanted, strict=True):
+        torch.testing.assert_close(mine.logits, right.logits)

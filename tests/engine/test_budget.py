@@ -1,0 +1,221 @@
+"""Who may enter: memory, priorities and deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.engine.admission import SCRATCH
+from foretoken.engine.loop import Engine
+from foretoken.engine.request import Request, Running
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.sampling import SamplingParams
+from toys import engine, llama, outputs, serve, tables
+
+
+def model() -> HuggingFaceModel:
+    return HuggingFaceModel(llama(context=2048))
+
+
+def cost(target: HuggingFaceModel, prompt: int, new: int) -> int:
+    """Bytes that a request is counted with."""
+    return (prompt + new + SCRATCH) * target.kv_bytes_per_token
+
+
+def limited(slots: int, **more: Any) -> Engine:
+    """An engine with room for so many tokens."""
+    target = model()
+    return engine(target, kv_memory=slots * target.kv_bytes_per_token, **more)
+
+
+def asked(busy: Engine, prompts: Sequence[tuple[int, int]], **options: Any) -> list[int]:
+    """Requests by the lengths of prompt and output."""
+    return [
+        busy.add(Request([1 + i % 30] * prompt, max_new_tokens=new, **options))
+        for i, (prompt, new) in enumerate(prompts)
+    ]
+
+
+def ids(runs: Sequence[Running]) -> list[int]:
+    return [run.id for run in runs]
+
+
+def finish(busy: Engine) -> list[int]:
+    """Ids in the order in which they end."""
+    ended = []
+    while busy.busy:
+        ended += [run.id for run, emission in busy.step() if emission.finish_reason is not None]
+    return ended
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_never_fits_is_refused_with_the_sizes() -> None:
+    busy = limited(200)
+    busy.add(Request([1] * 100, max_new_tokens=200 - 100 - SCRATCH))
+    need = busy.target.kv_bytes_per_token * 201
+    for prompt, new in ((100, 200 - 100 - SCRATCH + 1), (101, 200 - 100 - SCRATCH)):
+        with pytest.raises(
+            ValueError, match=rf"need {need} bytes .* kv_memory is {need // 201 * 200}: shorten the prompt"
+        ):
+            busy.add(Request([1] * prompt, max_new_tokens=new))
+    assert ids(busy.waiting) == [1]
+
+
+def test_a_request_waits_until_there_is_room() -> None:
+    busy = limited(3 * (20 + 16 + SCRATCH))
+    first, second, third, fourth = asked(busy, [(20, 16)] * 4)
+    busy.step()
+    assert ids(busy.running) == [first, second, third] and ids(busy.waiting) == [fourth]
+    busy.cancel(second)
+    busy.step()
+    assert ids(busy.running) == [first, third, fourth]
+    finish(busy)
+    assert busy.budget.left == busy.budget.limit
+
+
+def test_nobody_overtakes_who_waits_for_room() -> None:
+    """A long request gets its turn although short ones would fit all the time."""
+    busy = limited(500)
+    short = asked(busy, [(20, 40)] * 2)
+    (long,) = asked(busy, [(200, 40)])
+    busy.step()
+    late = asked(busy, [(20, 40)] * 2)
+    busy.step()
+    assert ids(busy.running) == short and ids(busy.waiting) == [long, *late]
+    ended = finish(busy)
+    assert ended.index(long) < ended.index(late[0])
+
+
+def test_a_limited_engine_writes_what_an_unlimited_one_writes() -> None:
+    requests = [
+        Request([3 + i] * (10 + 30 * (i % 4)), SamplingParams(temperature=float(i % 2)), 20 + i, seed=i)
+        for i in range(12)
+    ]
+    assert outputs(limited(300), requests) == outputs(engine(model()), requests)
+
+
+def test_memory_stays_near_the_limit() -> None:
+    """Rectangles are a little larger than the tokens in them."""
+    busy = limited(2_000, prefix_bytes=2**24)
+    prompts = [(30 + 97 * (i % 7), 20 + 13 * (i % 5)) for i in range(30)]
+    asked(busy, prompts)
+    together = 0
+    while busy.busy:
+        busy.step()
+        together = max(together, len(busy.running))
+        reserved = sum(busy.budget.reserved.values())
+        assert (
+            busy.budget.left is not None
+            and reserved + busy.texts.prefixes.nbytes <= busy.budget.limit + busy.budget.left
+        )
+    target = busy.target
+    assert together > 2 and target.kv_peak_bytes <= 1.5 * (busy.budget.limit or 0)
+    assert target.kv_bytes == 0 and not busy.budget.reserved
+
+
+def test_kept_texts_make_room_for_running_ones() -> None:
+    busy = limited(600, prefix_bytes=2**24)
+    for i in range(3):
+        serve(busy, [Request([i + 1] * 100, max_new_tokens=4)])
+    assert len(busy.texts.prefixes) == 3
+    busy.add(Request([9] * 300, max_new_tokens=100))
+    busy.step()
+    left = busy.budget.left
+    assert left is not None and busy.texts.prefixes.nbytes <= left and len(busy.texts.prefixes) < 3
+
+
+def test_limits_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 byte, not 0"):
+        engine(model(), kv_memory=0)
+    with pytest.raises(ValueError, match="knows what a token costs, and MarkovTable does not"):
+        engine(tables()[0], kv_memory=2**20)
+
+
+def test_no_limit_no_wait() -> None:
+    busy = engine(model())
+    asked(busy, [(500, 500)] * 8)
+    busy.step()
+    assert len(busy.running) == 8 and busy.budget.left is None
+    busy.close()
+
+
+# -- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_smaller_priorities_run_first_and_equals_in_order_of_arrival() -> None:
+    busy = engine(model(), max_batch=1)
+    (running,) = asked(busy, [(3, 4)])
+    busy.step()
+    middle, late, first, last = (busy.add(Request([5], max_new_tokens=3, priority=p)) for p in (0, 5, -2, 5))
+    assert finish(busy) == [running, first, middle, late, last]
+
+
+def test_a_priority_does_not_stop_who_runs() -> None:
+    busy = engine(model(), max_batch=1)
+    (running,) = asked(busy, [(3, 9)])
+    busy.step()
+    urgent = busy.add(Request([5], max_new_tokens=3, priority=-100))
+    busy.step()
+    assert ids(busy.running) == [running] and ids(busy.waiting) == [urgent]
+    assert finish(busy) == [running, urgent]
+
+
+# -- deadlines -------------------------------------------------------------------------------------------------------
+
+
+def later(busy: Engine, seconds: float) -> None:
+    """As if everybody had arrived so much earlier."""
+    for run in (*busy.waiting, *busy.running):
+        run.arrived_s -= seconds
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_a_deadline_ends_who_runs_with_what_there_is(drafting: bool) -> None:
+    target = model()
+    plain, busy = engine(model()), engine(target, NgramDrafter() if drafting else None)
+    late = Request([4, 5, 4], max_new_tokens=50, deadline_s=60.0)
+    busy.add(late)
+    other = busy.add(replace(late, deadline_s=None))
+    for _ in range(4):
+        busy.step()
+    later(busy, 61.0)
+    ((run, emission), *_) = [found for found in busy.step() if found[1].finish_reason is not None]
+    assert emission.finish_reason == run.finish_reason == "deadline" and not emission.token_ids and run.error is None
+    (wanted,) = outputs(plain, [replace(late, deadline_s=None)])
+    assert 4 <= len(run.output) < 50 and run.output == wanted[: len(run.output)]
+    assert finish(busy) == [other]
+    assert target.kv_bytes == 0
+
+
+def test_a_deadline_ends_who_waits_and_who_is_read() -> None:
+    target = model()
+    busy = engine(target, max_batch=2, prefill_chunk=16)
+    asked(busy, [(5, 40)])
+    reading, waiting = asked(busy, [(400, 5), (5, 5)], deadline_s=60.0)
+    busy.step()
+    assert [run.started for run in busy.running] == [True, False] and ids(busy.waiting) == [waiting]
+    later(busy, 61.0)
+    ended = {run.id: run for run, emission in busy.step() if emission.finish_reason == "deadline"}
+    assert ended.keys() == {reading, waiting} and all(run.output == [] for run in ended.values())
+    finish(busy)
+    assert target.kv_bytes == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_deadlines_in_the_past_are_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="deadline_s must be above 0"):
+        engine(model()).add(Request([1], deadline_s=seconds))
+
+
+def test_time_in_the_queue_is_told() -> None:
+    busy = engine(model(), max_batch=1)
+    asked(busy, [(3, 6), (3, 2)])
+    first, second = busy.waiting
+    finish(busy)
+    assert 0 <= first.stats.queue_s < second.stats.queue_s < second.stats.first_token_s

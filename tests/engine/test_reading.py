@@ -1,0 +1,240 @@
+"""Prompts in pieces: the same outputs whatever the piece, and nobody stands behind a long one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.engine.loop import Engine
+from foretoken.engine.reading import ALL, PIECE, shares
+from foretoken.engine.request import Request, Running
+from foretoken.models.base import Feed
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.sampling import SamplingParams
+from toys import engine, llama, outputs, serve, tables
+
+CONTEXT = 4096
+CHUNKS = [1, 7, 64]
+
+
+def models() -> tuple[HuggingFaceModel, HuggingFaceModel]:
+    return HuggingFaceModel(llama(context=CONTEXT)), HuggingFaceModel(llama(noise=0.3, context=CONTEXT))
+
+
+def text(length: int, seed: int) -> list[int]:
+    return torch.randint(32, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# -- what is written -------------------------------------------------------------------------------------------------
+
+
+DRAFTERS: dict[str, Callable[[HuggingFaceModel], Drafter | None]] = {
+    "none": lambda draft: None,
+    "ngram": lambda draft: NgramDrafter(n=2, k=3),
+    "model": lambda draft: ModelDrafter(draft, tree="2x2x1"),
+}
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("name", list(DRAFTERS))
+def test_outputs_do_not_depend_on_the_piece(name: str, chunk: int) -> None:
+    requests = [
+        Request(text(length, i), SamplingParams(temperature=float(i % 2)), 12, seed=i)
+        for i, length in enumerate((1, 2, 150, 7, 65, 64, 8, 33))
+    ]
+
+    def run(chunk: int | None) -> list[list[int]]:
+        target, draft = models()
+        return outputs(engine(target, DRAFTERS[name](draft), prefill_chunk=chunk), requests)
+
+    assert run(chunk) == run(None)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_late_arrivals_change_nothing(chunk: int) -> None:
+    """Requests join while others are read and written."""
+    target, draft = models()
+    busy, plain = engine(target, ModelDrafter(draft), prefill_chunk=chunk), engine(models()[0])
+    requests = [Request(text(20 + 11 * i, i), max_new_tokens=9) for i in range(6)]
+    done: dict[int, list[int]] = {}
+    waiting = list(requests)
+    while waiting or busy.busy:
+        if waiting:
+            busy.add(waiting.pop(0))
+        for run, emission in busy.step():
+            if emission.finish_reason is not None:
+                done[run.id] = run.output
+    assert [done[i + 1] for i in range(6)] == outputs(plain, requests)
+
+
+def test_a_table_is_read_in_pieces_too() -> None:
+    target, draft = tables()
+    requests = [Request([i % 4] * (1 + 9 * i), SamplingParams(temperature=1.0), 9, seed=i) for i in range(4)]
+    whole, pieces = (outputs(engine(target, ModelDrafter(draft), prefill_chunk=c), requests) for c in (None, 3))
+    assert whole == pieces
+
+
+# -- who is read when ------------------------------------------------------------------------------------------------
+
+
+def rounds_to_first_token(busy: Engine, request: Request, most: int = 10_000) -> int:
+    late = busy.add(request)
+    for count in range(1, most):
+        if any(run.id == late and emission.token_ids for run, emission in busy.step()):
+            return count
+    raise AssertionError("it never got a token")
+
+
+def test_a_short_request_does_not_stand_behind_a_long_prompt() -> None:
+    busy = engine(models()[0], prefill_chunk=64)
+    long = busy.add(Request(text(3_000, 0), max_new_tokens=4))
+    writing = busy.add(Request(text(5, 1), max_new_tokens=400))
+    busy.step()
+    assert rounds_to_first_token(busy, Request(text(20, 2), max_new_tokens=4)) == 1
+    assert rounds_to_first_token(busy, Request(text(70, 3), max_new_tokens=4)) == 3
+    before = {run.id: len(run.output) for run in busy.running}
+    for _ in range(10):
+        busy.step()
+    after = {run.id: len(run.output) for run in busy.running}
+    assert after[writing] == before[writing] + 10 and after[long] == 0
+    busy.close()
+
+
+def test_without_pieces_it_does() -> None:
+    """The control of the test above: then the whole prompt is read before anybody's next token."""
+    busy = engine(models()[0])
+    busy.add(Request(text(1_000, 0), max_new_tokens=4))
+    seen: list[int] = []
+    prefill = busy.target.prefill_batch
+    busy.target.prefill_batch = lambda texts, taps: seen.extend(len(t) for _, t in texts) or prefill(texts, taps)  # type: ignore[method-assign,func-returns-value]
+    busy.step()
+    assert seen == [999]
+    busy.close()
+
+
+def test_a_long_prompt_gets_done_under_a_stream_of_short_ones() -> None:
+    """At least half of every piece is the oldest prompt's."""
+    busy = engine(models()[0], prefill_chunk=32, max_batch=64)
+    long = busy.add(Request(text(1_000, 0), max_new_tokens=1))
+    rounds = 0
+    while busy.holds(long):
+        busy.add(Request(text(40, rounds), max_new_tokens=1))
+        busy.step()
+        rounds += 1
+        assert rounds <= 1_000 / 16 + 2
+    busy.close()
+
+
+def test_a_round_reads_no_more_than_the_piece() -> None:
+    busy, read = engine(models()[0], prefill_chunk=50), 0
+    for i in range(6):
+        busy.add(Request(text(33 + i, i), max_new_tokens=30))
+    total = sum(run.unread for run in busy.waiting)
+    while any(not run.started for run in (*busy.waiting, *busy.running)):
+        before = read
+        busy.step()
+        read = total - sum(max(run.unread, 0) for run in (*busy.waiting, *busy.running))
+        assert before < read <= before + 50 or read == total
+    busy.close()
+
+
+def runs(*unread: int) -> list[Running]:
+    """Requests of which so much is still to be read."""
+    busy = engine(tables()[0])
+    for size in unread:
+        busy.add(Request([0] * (size + 1), max_new_tokens=1))
+    return list(busy.waiting)
+
+
+@pytest.mark.parametrize(
+    ("unread", "most", "wanted"),
+    [
+        ((100,), 10, {0: 10}),
+        ((100, 3), 10, {0: 7, 1: 3}),
+        ((100, 50, 3), 10, {0: 5, 1: 2, 2: 3}),
+        ((4, 50, 3), 10, {0: 4, 1: 3, 2: 3}),
+        ((100, 100), 1, {0: 1}),
+        ((0, 9), 4, {0: 0, 1: 4}),
+        ((9, 0), 4, {0: 4, 1: 0}),
+        ((5, 6, 7), ALL, {0: 5, 1: 6, 2: 7}),
+    ],
+)
+def test_half_is_the_oldest_ones_and_the_rest_goes_to_the_shortest(
+    unread: tuple[int, ...], most: int, wanted: dict[int, int]
+) -> None:
+    waiting = runs(*unread)
+    found = {waiting.index(run): size for run, size in shares(waiting, most)}
+    assert found == wanted
+
+
+# -- probabilities of prompts ----------------------------------------------------------------------------------------
+
+
+def whole_forward(tokens: list[int], count: int) -> list[Any]:
+    """Log-probabilities of a text by one full forward."""
+    target, _ = models()
+    sequence = target.open()
+    logits = target.forward([Feed(sequence, tokens)])[0].logits
+    wide = torch.log_softmax(logits, -1)[: len(tokens) - 1]
+    best = wide.topk(count, -1)
+    return [(token, wide[i, token], best.indices[i].tolist(), best.values[i]) for i, token in enumerate(tokens[1:])]
+
+
+@pytest.mark.parametrize("chunk", [*CHUNKS, None])
+@pytest.mark.parametrize("length", [1, 2, 100, PIECE + 77])
+def test_probabilities_of_a_prompt_equal_those_of_one_forward(chunk: int | None, length: int) -> None:
+    tokens = text(length, 3)
+    others = [Request(text(30, i), max_new_tokens=6) for i in range(3)]
+    busy = engine(models()[0], prefill_chunk=chunk, prefix_bytes=2**20)
+    asked, *_ = serve(busy, [Request(tokens, max_new_tokens=3, prompt_logprobs=4), *others])
+    assert len(asked.prompt_logprobs) == length and asked.prompt_logprobs[0] is None
+    for found, (token, logprob, top, values) in zip(asked.prompt_logprobs[1:], whole_forward(tokens, 4), strict=True):
+        assert found is not None and found.token_id == token and [one for one, _ in found.top] == top
+        torch.testing.assert_close(torch.tensor(found.logprob, dtype=torch.float64), logprob, rtol=0, atol=1e-11)
+        torch.testing.assert_close(
+            torch.tensor([value for _, value in found.top], dtype=torch.float64), values, rtol=0, atol=1e-11
+        )
+
+
+def test_asking_for_them_does_not_change_the_answer() -> None:
+    requests = [
+        Request(text(40, 1), SamplingParams(temperature=1.0), 12, seed=3, prompt_logprobs=k) for k in (None, 0, 5)
+    ]
+    for chunk in (None, 7):
+        target, draft = models()
+        found = outputs(engine(target, ModelDrafter(draft), prefill_chunk=chunk), requests)
+        assert found[0] == found[1] == found[2]
+
+
+def test_a_prompt_whose_reading_broke_off_is_read_from_the_start() -> None:
+    """Also its probabilities, each once."""
+    tokens = text(100, 5)
+    wanted = serve(engine(models()[0]), [Request(tokens, max_new_tokens=5, prompt_logprobs=1)])[0]
+    busy = engine(models()[0], prefill_chunk=30)
+    forward, calls = busy.target.forward, iter(range(1_000))
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            raise MemoryError("planted")
+        return forward(*args, **kwargs)
+
+    busy.target.forward = failing  # type: ignore[method-assign]
+    found, other = serve(
+        busy,
+        [
+            Request(tokens, max_new_tokens=5, prompt_logprobs=1),
+            Request(text(90, 6), max_new_tokens=5, prompt_logprobs=1),
+        ],
+    )
+    assert next(calls) > 3, "the plant was never reached"
+    assert found.error is None and found.output == wanted.output and len(other.output) == 5
+    assert len(found.prompt_logprobs) == len(wanted.prompt_logprobs) == 100
+    for mine, theirs in zip(found.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
+        assert mine is not None and theirs is not None and mine.token_id == theirs.token_id
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-11)
