@@ -1,0 +1,249 @@
+"""The engine in its thread: throughput, time to the first token beside long prompts, memory, chat turns, drafting.
+
+Everything is measured in one process on the built-in target; arms take turns, so that a busy machine slows both.
+Ratios are medians over ``--repeat`` turns.  ``--only`` picks sections, ``--json`` keeps the numbers.
+
+    OMP_NUM_THREADS=1 python benchmarks/serving_engine.py [--repeat 7] [--only throughput memory] [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from common import environment
+from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
+
+import foretoken as ft
+from foretoken import AsyncLlm
+from foretoken.llm import Llm
+
+TEXTS = tuple(text for four in zip(CODE, PROSE, MORE_CODE, MORE_PROSE, strict=True) for text in four)
+LONG, SHORT = 3_000, 100
+CONTEXT = 4_096
+"""The built-in target's is 1,024; rotary embeddings go on behind that, and what is written matters to no figure."""
+
+
+def loaded(drafter: str | None, **more: Any) -> Llm:
+    """The built-in target with a context for long prompts."""
+    llm = ft.load("builtin", drafter=drafter, prefix_cache=False, **more)
+    llm.target.context_length = CONTEXT
+    return llm
+
+
+@asynccontextmanager
+async def running(llm: Llm, **options: Any) -> Any:
+    """An engine that is started, and closed again."""
+    engine = AsyncLlm(llm, prefix_cache=False, **options)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close(0.0)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which so many are."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+# -- throughput ------------------------------------------------------------------------------------------------------
+
+
+async def throughput(args: argparse.Namespace) -> dict[str, Any]:
+    """Concurrent requests against ``llm.generate`` of the same prompts in one batch."""
+    found = {}
+    for drafter in args.drafters:
+        spec = None if drafter == "none" else drafter
+        for size in (8, 32):
+            batch, served = loaded(spec), loaded(spec)
+            async with running(served, max_running=size) as engine:
+                found[f"{drafter}, {size}"] = await _against_batch(args, batch, engine, TEXTS[:size])
+            print(f"  {drafter}, {size} at once: {found[f'{drafter}, {size}']}", flush=True)
+    return found
+
+
+async def _against_batch(
+    args: argparse.Namespace, batch: Llm, engine: AsyncLlm, texts: Sequence[str]
+) -> dict[str, float]:
+    options: dict[str, Any] = {"max_new_tokens": args.new_tokens, "ignore_eos": True}
+
+    async def concurrently() -> list[list[int]]:
+        outputs = await asyncio.gather(*(engine.generate(text, **options) for text in texts))
+        return [output.token_ids for output in outputs]
+
+    async def in_one_batch() -> list[list[int]]:
+        return [output.token_ids for output in batch.generate(list(texts), **options)]
+
+    seconds = await _in_turns({"engine": concurrently, "batch": in_one_batch}, args.repeat)
+    tokens = args.new_tokens * len(texts)
+    return {
+        "ratio": round(_ratio(seconds["batch"], seconds["engine"]), 3),
+        "engine_tokens_per_s": round(tokens / statistics.median(seconds["engine"])),
+        "batch_tokens_per_s": round(tokens / statistics.median(seconds["batch"])),
+    }
+
+
+async def _in_turns(arms: dict[str, Callable[[], Awaitable[Any]]], repeat: int) -> dict[str, list[float]]:
+    """Seconds of every arm, turn by turn; the first two turns warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for turn in range(repeat + 2):
+        for name in list(arms) if turn % 2 else reversed(list(arms)):
+            began = time.perf_counter()
+            await arms[name]()
+            if turn >= 2:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def _ratio(mine: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(mine, others, strict=True))
+
+
+# -- time to the first token -----------------------------------------------------------------------------------------
+
+
+async def first_tokens(args: argparse.Namespace) -> dict[str, Any]:
+    """Short requests that arrive all the time, while prompts of 3,000 tokens do."""
+    found = {}
+    for name, chunk in (("chunk 256", 256), ("no chunks", 1 << 30)):
+        async with running(loaded(None), prefill_chunk=chunk) as engine:
+            await engine.generate(TEXTS[0], max_new_tokens=4)
+            found[name] = await _beside_long_prompts(engine, args.seconds)
+        print(f"  {name}: {found[name]}", flush=True)
+    return found
+
+
+async def _beside_long_prompts(engine: AsyncLlm, seconds: float) -> dict[str, float]:
+    rng = random.Random(0)
+    short: list[float] = []
+    long: list[float] = []
+    tasks = []
+
+    async def asked(length: int, times: list[float]) -> None:
+        prompt = [rng.randrange(3, 8_000) for _ in range(length)]
+        began, pieces = time.perf_counter(), engine.stream(prompt, max_new_tokens=16, ignore_eos=True)
+        async for piece in pieces:
+            if piece.token_ids and began:
+                times.append(time.perf_counter() - began)
+                began = 0.0
+
+    end, next_long = time.perf_counter() + seconds, 0.0
+    while (now := time.perf_counter()) < end:
+        if now >= next_long:
+            tasks.append(asyncio.create_task(asked(LONG, long)))
+            next_long = now + 2.0
+        tasks.append(asyncio.create_task(asked(20, short)))
+        await asyncio.sleep(0.1)
+    await asyncio.gather(*tasks)
+    shares = {f"short_p{round(100 * share)}_ms": round(1e3 * percentile(short, share)) for share in (0.5, 0.99)}
+    return {**shares, "long_p50_ms": round(1e3 * statistics.median(long)), "short": len(short), "long": len(long)}
+
+
+# -- memory and chats ------------------------------------------------------------------------------------------------
+
+
+async def memory(args: argparse.Namespace) -> dict[str, Any]:
+    """One text of 3,000 tokens among fifteen of 100."""
+    llm, new = loaded(None), 16
+    async with running(llm) as engine:
+        lengths = [LONG, *([SHORT] * 15)]
+        asked = [engine.generate([5 + i] * n, max_new_tokens=new, ignore_eos=True) for i, n in enumerate(lengths)]
+        await asyncio.gather(*asked)
+        told = llm.memory()
+    needed = sum(length + new for length in lengths) * told["kv_bytes_per_token"]
+    rectangle = (LONG + new) * len(lengths) * told["kv_bytes_per_token"]
+    return {
+        "peak_over_needed": round(told["kv_peak_bytes"] / needed, 3),
+        "one_rectangle_over_needed": round(rectangle / needed, 3),
+        "bytes_after": told["kv_bytes"],
+    }
+
+
+async def chat(args: argparse.Namespace) -> dict[str, Any]:
+    """What is read of the prompts of a conversation."""
+    llm = ft.load("builtin", drafter=None)
+    engine = AsyncLlm(llm)
+    await engine.start()
+    found, said = {}, "User: " + CODE[0] * 8 + "\nAgent:"
+    for turn in range(1, 5):
+        output = await engine.generate(said, max_new_tokens=48, ignore_eos=True)
+        stats = output.stats
+        found[f"turn {turn}"] = f"{stats.num_prompt_tokens_computed} of {stats.num_prompt_tokens}"
+        said += output.text + "\nUser: and now?\nAgent:"
+    await engine.close(0.0)
+    return found
+
+
+# -- drafting under load ---------------------------------------------------------------------------------------------
+
+
+async def drafting(args: argparse.Namespace) -> dict[str, Any]:
+    """The default drafter and controller against plain decoding: a queue that is never empty, and bursts."""
+    found = {}
+    for name, places, requests in (("queue never empty, 8 places", 8, 64), ("bursts of 12", 32, 12)):
+        plain, auto = loaded(None), loaded("auto")
+        async with running(plain, max_running=places) as one, running(auto, max_running=places) as other:
+            for _ in range(args.warm_up):
+                await _served(other, requests, args.new_tokens)
+            arms = {
+                "plain": lambda one=one, n=requests: _served(one, n, args.new_tokens),
+                "auto": lambda other=other, n=requests: _served(other, n, args.new_tokens),
+            }
+            seconds = await _in_turns(arms, args.repeat)
+            found[name] = {
+                "ratio": round(_ratio(seconds["plain"], seconds["auto"]), 3),
+                "plain_tokens_per_s": round(requests * args.new_tokens / statistics.median(seconds["plain"])),
+            }
+        print(f"  {name}: {found[name]}", flush=True)
+    return found
+
+
+async def _served(engine: AsyncLlm, requests: int, new_tokens: int) -> None:
+    texts = [TEXTS[i % len(TEXTS)] for i in range(requests)]
+    lengths = [new_tokens + (i % 5 - 2) * (new_tokens // 4) for i in range(requests)]
+    asked = zip(texts, lengths, strict=True)
+    await asyncio.gather(*(engine.generate(text, max_new_tokens=n, ignore_eos=True) for text, n in asked))
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], Awaitable[dict[str, Any]]]] = {
+    "throughput": throughput,
+    "first_tokens": first_tokens,
+    "memory": memory,
+    "chat": chat,
+    "drafting": drafting,
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--drafters", nargs="+", default=["none", "ngram", "model,k=4"])
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    print(environment())
+    found: dict[str, Any] = {}
+    for name in args.only:
+        print(f"{name}: {(SECTIONS[name].__doc__ or '').strip()}", flush=True)
+        found[name] = asyncio.run(SECTIONS[name](args))
+        print(json.dumps(found[name], indent=2), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
