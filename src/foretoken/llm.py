@@ -17,7 +17,15 @@ from foretoken.engine.output import Output as Output
 from foretoken.engine.output import Piece as Piece
 from foretoken.engine.output import Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
-from foretoken.loading import BUILTIN, build_drafter, default_drafter, load_model, load_tokenizer, read_profile
+from foretoken.loading import (
+    BUILTIN,
+    build_controller,
+    build_drafter,
+    default_drafter,
+    load_model,
+    load_tokenizer,
+    read_profile,
+)
 from foretoken.loading.memory import told_when_full
 from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import with_graphs
@@ -328,7 +336,7 @@ def assemble(
     chosen_verifier = (
         None if verifier == "auto" else make("verifier", verifier) if isinstance(verifier, str) else verifier
     )
-    chosen_controller = make("controller", controller) if isinstance(controller, str) else controller
+    chosen_controller = build_controller(controller) if isinstance(controller, str) else controller
     return Llm(
         target,
         drafter,

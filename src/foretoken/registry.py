@@ -401,10 +401,15 @@ def _convert(text: str, kind: type[Any] | None) -> Any:
     return kind(text) if kind else text
 
 
-def make(role: Literal["verifier", "controller", "tree"], spec: str) -> Any:
+def make(role: Literal["verifier", "controller", "tree"], spec: str, context: Any = None) -> Any:
     """Build a verifier, a controller or a tree from a spec string (drafters need models: see :mod:`foretoken.loading`).
 
-    A class that is made from a file or folder has a class method ``build(path, **options)``.
+    A class that is made from a file or folder has a class method ``build(path, context, **options)``.
+
+    Args:
+        role: which axis.
+        spec: ``name[:path][,key=value...]``.
+        context: what ``build`` may ask for (:func:`foretoken.loading.build_controller` hands it over).
 
     Raises:
         ValueError: unknown name or option, or a path for a method that takes none.
@@ -414,7 +419,7 @@ def make(role: Literal["verifier", "controller", "tree"], spec: str) -> Any:
     options = convert_options(role, parsed.name, cls, parsed.options)
     builder = getattr(cls, "build", None)
     if builder is not None:
-        return builder(parsed.path, **options)
+        return builder(parsed.path, context, **options)
     if parsed.path is not None:
         raise ValueError(f"{role} {parsed.name!r} takes no path")
     return cls(**options)

@@ -16,6 +16,7 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.router import RouterDrafter
 from foretoken.engine.request import Request
+from foretoken.loading import build_controller
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Limits, Rng, StepRecord
 from toys import FALSE_ALARM, Law, engine, joint_law, outputs, sampled_p_value, tables
@@ -130,7 +131,7 @@ def test_a_budget_stops_after_the_unlikely_token() -> None:
 )
 def test_bad_options(name: str, options: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} needs"):
-        registry.make("controller", f"{name},{options}")
+        build_controller(f"{name},{options}")
 
 
 # -- exactness: every controller of the registry ---------------------------------------------------------------------
@@ -145,7 +146,7 @@ def laws() -> dict[str, Law]:
 
 
 def made(spec: str) -> Controller:
-    controller: Controller = registry.make("controller", spec)
+    controller: Controller = build_controller(spec)
     return controller
 
 

@@ -22,7 +22,7 @@ from foretoken.drafters.nets.store import save_drafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.router import RouterDrafter
 from foretoken.engine.request import Request
-from foretoken.loading import ZOO, load_model
+from foretoken.loading import ZOO, build_controller, load_model
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.sampling import Sampler, SamplingParams
@@ -223,7 +223,7 @@ def test_a_head_of_no_shape(wrong: dict[str, float]) -> None:
 @pytest.mark.parametrize("options", ["threshold=1.5", "threshold=-0.1", "k=0"])
 def test_bad_options(options: str) -> None:
     with pytest.raises(ValueError, match=r"^specdec_pp needs"):
-        registry.make("controller", f"specdec_pp,{options}")
+        build_controller(f"specdec_pp,{options}")
 
 
 def test_lengths_come_from_the_drafter_or_the_option() -> None:
@@ -268,7 +268,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_stored_head_comes_back(folder: Path) -> None:
-    controller: SpecdecPpController = registry.make("controller", f"specdec_pp:{folder},threshold=0.7,k=9")
+    controller: SpecdecPpController = build_controller(f"specdec_pp:{folder},threshold=0.7,k=9")
     states = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(controller.stop.net(states), head()(states), atol=0.05)  # bfloat16
     assert controller.stop.threshold == 0.7 and controller.k == 9
@@ -278,17 +278,17 @@ def test_a_stored_head_comes_back(folder: Path) -> None:
 
 def test_a_head_of_another_draft_model_is_refused(folder: Path) -> None:
     target, draft = llamas()
-    controller = registry.make("controller", f"specdec_pp:{folder}")
+    controller = build_controller(f"specdec_pp:{folder}")
     with pytest.raises(ValueError, match=r"trained for another draft model .the shapes agree, but the weights are"):
         engine(target, ModelDrafter(target), None, controller)
     with pytest.raises(ValueError, match="hidden_size is 192 there and 16 here"):
-        engine(target, ModelDrafter(draft), None, registry.make("controller", "specdec_pp"))
+        engine(target, ModelDrafter(draft), None, build_controller("specdec_pp"))
 
 
 def test_wrong_folders(folder: Path, tmp_path: Path) -> None:
     def refused(path: Path | str, words: str) -> None:
         with pytest.raises(ValueError, match=words) as error:
-            registry.make("controller", f"specdec_pp:{path}")
+            build_controller(f"specdec_pp:{path}")
         assert "\n" not in str(error.value)
 
     refused(tmp_path / "none", "not a folder with a trained stop head: make one with `foretoken train specdec_pp`")
@@ -333,7 +333,7 @@ def test_the_built_in_head_is_small_and_says_what_it_is() -> None:
 
 
 def test_the_built_in_head_is_that_of_the_built_in_draft_model() -> None:
-    controller: SpecdecPpController = registry.make("controller", "specdec_pp")
+    controller: SpecdecPpController = build_controller("specdec_pp")
     draft = load_model("builtin", role="draft", dtype="float32")
     controller.attach(ModelDrafter(draft, k=8).limits)
     assert controller.budget(Context(0, [0], 1, Sampler(T1), Rng(0)), 1).max_depth == 8
@@ -352,4 +352,4 @@ def test_a_head_from_before_its_targets_layers_were_stored(folder: Path) -> None
     described = json.loads(file.read_text())
     del described["config"]["judge_layers"]
     file.write_text(json.dumps(described))
-    assert isinstance(registry.make("controller", f"specdec_pp:{folder}"), SpecdecPpController)
+    assert isinstance(build_controller(f"specdec_pp:{folder}"), SpecdecPpController)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken import registry
 from foretoken.controllers.adaedl import AdaedlController
 from foretoken.controllers.base import Controller
 from foretoken.controllers.draft_verify import DraftVerifyController
@@ -25,6 +24,7 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.swift import SwiftDrafter
 from foretoken.engine.request import Request
+from foretoken.loading import build_controller
 from foretoken.models.base import LanguageModel
 from foretoken.noise import Noise
 from foretoken.sampling import Sampler, SamplingParams
@@ -64,7 +64,7 @@ def law(*chances: float) -> Tensor:
 
 
 def made(spec: str) -> Controller:
-    controller: Controller = registry.make("controller", spec)
+    controller: Controller = build_controller(spec)
     return controller
 
 

@@ -21,6 +21,7 @@ from foretoken.drafters.ngram_cache import (
 )
 from foretoken.drafters.ngram_counts import CountTable, NgramCache, key_of
 from foretoken.engine.request import Request
+from foretoken.loading import LoadingContext
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Rng
 from foretoken.verifiers.base import Verifier
@@ -155,10 +156,7 @@ def build(path: Path | str | None, tokenizer: Any = None, **options: Any) -> Ngr
     target, _ = tables()
     return NgramCacheDrafter.build(
         path if path is None else str(path),
-        target=target,
-        target_source="",
-        tokenizer=tokenizer,
-        device=None,
+        LoadingContext(target, "", tokenizer),
         **options,
     )
 

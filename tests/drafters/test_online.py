@@ -18,6 +18,9 @@ from safetensors.torch import load_file
 
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.ensemble import EnsembleDrafter
+from foretoken.drafters.learning.divergences import divergence
+from foretoken.drafters.learning.learner import LearnConfig, Learner
+from foretoken.drafters.learning.lessons import Lesson, Mistake, stored_law
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.online import OnlineDrafter
@@ -27,9 +30,6 @@ from foretoken.loading import build_drafter, load_model
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
-from foretoken.training.divergences import divergence
-from foretoken.training.lessons import Lesson, Mistake, stored_law
-from foretoken.training.online import LearnConfig, Learner
 from foretoken.types import Scores, TokenTree, Verdict
 from foretoken.verifiers.block import BlockVerifier
 from foretoken.verifiers.pairing import inner_rule

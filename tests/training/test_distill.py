@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 import foretoken as ft
 from foretoken.bench.alignment import Alignment
 from foretoken.cli.main import main
+from foretoken.drafters.learning.divergences import LOSSES, divergence, log_law
 from foretoken.loading import load_model
 from foretoken.training.distill import Distiller, Progress
-from foretoken.training.divergences import LOSSES, divergence, log_law
 from foretoken.training.lm import LmConfig, train_lm
 from foretoken.training.text_sources import TEXTS, TeacherText
 from foretoken.training.workshop import DistillConfig, Workshop, load_student

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foretoken import registry
 from foretoken.controllers.base import Controller
+from foretoken.loading import build_controller
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.types import Budget, Context, Kind, Limits, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins
@@ -37,7 +38,7 @@ def without_law(law: Tensor, token: int) -> tuple[Tensor | None, float]:
 
 
 def budget_of(spec: str) -> Budget:
-    controller: Controller = registry.make("controller", spec)
+    controller: Controller = build_controller(spec)
     controller.attach(Limits("toy", 3, 64))
     sampling = Sampler(SamplingParams(temperature=1.0))
     return controller.budget(Context(0, [0], 1, sampling, Rng(0)), 1)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ensemble import EnsembleDrafter
+from foretoken.drafters.learning.divergences import log_law
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import assemble
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
-from foretoken.training.divergences import log_law
 from foretoken.training.written import write_continuations
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 48, 48

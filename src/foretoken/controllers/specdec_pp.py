@@ -6,8 +6,7 @@ SpecDec++, Huang et al. 2024 (arXiv 2405.19715).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,12 @@ from torch import Tensor, nn
 from foretoken.controllers.base import Controller
 from foretoken.types import Budget, Context, Limits, PathStop
 
-TRAIN = "foretoken train specdec_pp"
+
+class StopHeads(Protocol):
+    """Where trained stop heads come from."""
+
+    def stop_head(self, path: str | None) -> tuple[nn.Module, Any]:
+        """The head in a folder, or the built-in draft model's; and the fingerprint of the model that it reads."""
 
 
 class HeadStop(PathStop):
@@ -71,26 +75,14 @@ class SpecdecPpController(Controller):
         self._budget = Budget(k or 5, 64, stop=self.stop)
 
     @classmethod
-    def build(cls, path: str | None, **options: Any) -> SpecdecPpController:
+    def build(cls, path: str | None, context: StopHeads, **options: Any) -> SpecdecPpController:
         """From a spec ``specdec_pp[:FOLDER]``; without a folder the head of the built-in draft model.
 
         Raises:
             ValueError: no trained head there, or a damaged one.
         """
-        from foretoken.drafters.nets.specdec_pp import StopHead, StopHeadConfig
-        from foretoken.drafters.nets.store import load_weights, read_stored
-        from foretoken.loading import ZOO
-
-        folder = ZOO / cls.name if path is None else Path(path).expanduser()
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder with a trained stop head: make one with `{TRAIN}`")
-        found, draft = read_stored(folder, cls.name, "stop head")
-        try:
-            net = StopHead(StopHeadConfig(**found["config"]))
-        except (KeyError, TypeError):
-            raise ValueError(f"{folder} describes no stop head: train it again with `{TRAIN}`") from None
-        load_weights(folder, net)
-        return cls(net.eval(), draft, **options)
+        net, draft = context.stop_head(path)
+        return cls(net, draft, **options)
 
     def attach(self, limits: Limits) -> None:
         """Check that every draft model is the head's; take the length from the drafter when it was not given.
@@ -108,8 +100,8 @@ class SpecdecPpController(Controller):
             difference = self.draft.difference(model)
             if difference:
                 raise ValueError(
-                    f"this stop head was trained for another draft model ({difference}): train one with `{TRAIN} "
-                    "--draft PATH --out FOLDER` and use specdec_pp:FOLDER"
+                    f"this stop head was trained for another draft model ({difference}): train one with "
+                    "`foretoken train specdec_pp --draft PATH --out FOLDER` and use specdec_pp:FOLDER"
                 )
         self._budget = Budget(self.k or limits.max_depth, limits.max_nodes, stop=self.stop)
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.inside import Inside, works_inside
 from foretoken.drafters.model import asks_for_confidence, readable, widened
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
@@ -138,11 +138,8 @@ class CascadeDrafter(Drafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         inner: str = "ngram",
         late: str = "",
         quantize: str = "",
@@ -154,15 +151,12 @@ class CascadeDrafter(Drafter):
         Raises:
             ValueError: no path where there is no built-in draft, another tokenizer, or a wrong nested spec.
         """
-        from foretoken.loading import build_draft_model, build_nested_drafter, inner_rule
-
-        model = build_draft_model(path, target, target_source, tokenizer, device, cls.name, quantize=quantize or None)
+        model = context.draft_model(cls.name, path, quantize=quantize or None)
         # Inner drafters speak the target's vocabulary, and no draft model is built in for a draft model.
-        parts = {"target_source": "", "tokenizer": tokenizer, "device": device}
         if late:
-            options["late"] = build_nested_drafter(cls.name, late, target, **parts)
-        guesser = build_nested_drafter(cls.name, inner, target, **parts)
-        return cls(model, guesser, inner_rule, target=target, **options)
+            options["late"] = context.nested(cls.name, late, for_target=False)
+        guesser = context.nested(cls.name, inner, for_target=False)
+        return cls(model, guesser, context.inner_rule, target=context.target, **options)
 
     @property
     def kind(self) -> Kind:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
-from foretoken.models.base import LanguageModel
 from foretoken.trees.operations import merge_with_places
 from foretoken.types import Budget, Context, Kind, TokenTree
 
@@ -48,11 +46,8 @@ class EnsembleDrafter(GroupDrafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         drafters: str | None = None,
     ) -> EnsembleDrafter:
         """From a spec ``ensemble[,drafters=(A|B|...)]``; by default the target's default drafter and a copying one.
@@ -60,13 +55,9 @@ class EnsembleDrafter(GroupDrafter):
         Raises:
             ValueError: a path, or members that are unknown or do not fit.
         """
-        from foretoken.loading import build_members, default_members
-
         if path is not None:
             raise ValueError("drafter 'ensemble' takes no path: ensemble,drafters=(model:PATH|ngram)")
-        specs = default_members(target, target_source)[:2] if drafters is None else drafters
-        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
-        return cls(build_members(specs, target, **parts))
+        return cls(context.members(drafters, most=2))
 
     @property
     def draws_trees(self) -> bool:

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.drawing import draw_iid, ranked
 from foretoken.drafters.model import asks_for_confidence
+from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.drafters.reading import FeatureReader
-from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.base import Feed, SequenceState
 from foretoken.models.features import FeatureModel
+from foretoken.models.parts import TargetParts
 from foretoken.trees.base import Candidates, Growth
 from foretoken.trees.eagle2 import Eagle2
+from foretoken.trees.specs import build_tree
 from foretoken.types import Budget, Context, Kind, NonFiniteLogitsError, TokenTree
 
 
@@ -237,24 +240,18 @@ def growth_of(spec: str) -> Growth:
     """
     if spec == Eagle2.name:
         return Eagle2()
-    from foretoken.loading import build_tree
-
     found: Growth = build_tree(spec, Growth)
     return found
 
 
-def load_net(name: str, path: str | None, target: LanguageModel, source: Any, config: type[Any], net: type[Any]) -> Any:
+def load_net(context: BuildContext, name: str, path: str | None, config: type[Any], net: type[Any]) -> Any:
     """The trained network of a ``NAME[:FOLDER]`` spec, and the target's parts.
 
     Raises:
         ValueError: no folder, one trained for another target, or damaged files.
     """
-    from foretoken.drafters.nets.store import load_weights, read_description
-    from foretoken.loading import drafter_folder
-    from foretoken.models.parts import TargetParts
-
-    parts = TargetParts(target)
-    folder = drafter_folder(name, path, source)
+    parts = TargetParts(context.target)
+    folder = context.folder(name, path)
     found = read_description(folder, name, parts.fingerprint())
     made = net(config(**found["config"]))
     load_weights(folder, made)

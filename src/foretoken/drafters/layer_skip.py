@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.drafters.skip_sets import SkipSet, load_skips
 from foretoken.models.base import LanguageModel
@@ -87,9 +88,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
         self.skips, self.adaptive = skips, adaptive
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> LayerSkipDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> LayerSkipDrafter:
         """From a spec; ``layer_skip:FILE`` takes the set from a file of ``foretoken tune layer-skip``.
 
         Raises:
@@ -97,11 +96,11 @@ class LayerSkipDrafter(OwnLayersDrafter):
             OSError: no such file.
         """
         if path is None:
-            return cls(target, **options)
+            return cls(context.target, **options)
         if options.get("attention") or options.get("mlp"):
             raise ValueError("give layer_skip a file or attention=... and mlp=..., not both")
-        skips = load_skips(Path(path).expanduser(), target)
-        return cls(target, **{**options, **skips.options})
+        skips = load_skips(Path(path).expanduser(), context.target)
+        return cls(context.target, **{**options, **skips.options})
 
     def start(self, context: Context) -> None:
         """A request begins with the threshold of its temperature."""

@@ -20,9 +20,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.jacobi import predictions
-from foretoken.models.base import LanguageModel
 from foretoken.trees.operations import first_nodes, from_paths
 from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
 
@@ -115,7 +114,7 @@ class LookaheadDrafter(Drafter):
         self.max_nodes = g * (n - 1)
 
     @classmethod
-    def build(cls, path: str | None, *, target: LanguageModel, **options: Any) -> LookaheadDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> LookaheadDrafter:
         """From a spec ``lookahead[,w=W,n=N,g=G]``.
 
         Raises:
@@ -125,9 +124,7 @@ class LookaheadDrafter(Drafter):
             raise ValueError(
                 f"drafter 'lookahead' takes no path, not {path!r}: give options, as in lookahead,w=7,n=5,g=7"
             )
-        for given in ("target_source", "tokenizer", "device"):
-            options.pop(given, None)
-        return cls(**{"context_length": target.context_length, **options})
+        return cls(**{"context_length": context.target.context_length, **options})
 
     @property
     def draws_trees(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.drawing import best, draw_each, draw_iid, draw_without_replacement, ranked
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.parts import Fingerprint, TargetParts
@@ -26,6 +26,7 @@ from foretoken.trees.base import Shape
 from foretoken.trees.counts import Counts, Levels, Places, Ranks
 from foretoken.trees.expansion import parse_widths as parse_widths
 from foretoken.trees.shapes import Choice, read_tree
+from foretoken.trees.specs import build_tree, static_trees
 from foretoken.types import Budget, Context, Kind, TokenTree, is_large
 
 Draw = Literal["iid", "without_replacement", "greedy"]
@@ -124,19 +125,14 @@ class ModelDrafter(Drafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         quantize: str = "",
         **options: Any,
     ) -> ModelDrafter:
         """From a spec ``model[:PATH][,quantize=int8|int4]``: load the draft model and check that it fits the target."""
-        from foretoken.loading import build_draft_model
-
-        draft = build_draft_model(path, target, target_source, tokenizer, device, quantize=quantize or None)
-        return cls(draft, target=target, **options)
+        draft = context.draft_model(cls.name, path, quantize=quantize or None)
+        return cls(draft, target=context.target, **options)
 
     @property
     def kind(self) -> Kind:
@@ -352,8 +348,6 @@ def places_of(tree: str, name: str) -> Places:
     Raises:
         ValueError: none of these, or a file of another drafter; the message lists the choices.
     """
-    from foretoken.loading import build_tree, static_trees
-
     if tree[:1].isdigit() and not set(tree.lower()) - set("0123456789x"):
         return Levels(parse_widths(tree))
     if tree.partition(",")[0] in static_trees():

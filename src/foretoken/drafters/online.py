@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from foretoken.drafters.base import BuildContext
+from foretoken.drafters.learning.learner import LearnConfig, Learner
+from foretoken.drafters.learning.lessons import Mistake
 from foretoken.drafters.model import ModelDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
-
-if TYPE_CHECKING:
-    from foretoken.training.lessons import Mistake
-    from foretoken.training.online import Learner
 
 
 @dataclass
@@ -52,7 +51,7 @@ class OnlineDrafter(ModelDrafter):
         tokenizer: saved beside the weights.
 
     Attributes:
-        learner: what it learns with (:class:`foretoken.training.online.Learner`); ``None`` when learning is off.
+        learner: what it learns with; ``None`` when learning is off.
 
     Raises:
         ValueError: an option outside its range.
@@ -81,8 +80,6 @@ class OnlineDrafter(ModelDrafter):
         save: str = "",
         tokenizer: Any | None = None,
     ) -> None:
-        from foretoken.training.online import LearnConfig, Learner
-
         if every < 0:
             raise ValueError(f"online needs every >= 0 (0: no learning), not {every}")
         config = LearnConfig(every or 1, lr, loss, beta, budget, keep, window, top)
@@ -93,17 +90,13 @@ class OnlineDrafter(ModelDrafter):
         self.shares_state, self.salted = self.learner is not None, salted
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> OnlineDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> OnlineDrafter:
         """From a spec ``online[:PATH]``: load the draft model, with weights that can be trained."""
-        from foretoken.loading import build_draft_model
-
-        model = build_draft_model(path, target, target_source, tokenizer, device, cls.name, packed=False)
-        return cls(model, target=target, tokenizer=tokenizer, **options)
+        model = context.draft_model(cls.name, path, packed=False)
+        return cls(model, target=context.target, tokenizer=context.tokenizer, **options)
 
     def report(self) -> dict[str, Any]:
-        """Updates, positions and seconds so far (:class:`foretoken.training.online.Report`); empty without learning."""
+        """Updates, positions and seconds so far (see :class:`~foretoken.drafters.learning.learner.Report`)."""
         return {} if self.learner is None else self.learner.report()
 
     def save(self, folder: str | Path) -> None:

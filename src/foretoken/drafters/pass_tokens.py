@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.drawing import draw_without_replacement, ranked
 from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
@@ -84,22 +84,18 @@ class PassTokensDrafter(Drafter):
         self.vocab_size, self.context_length = target.vocab_size, target.context_length
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> PassTokensDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> PassTokensDrafter:
         """From a spec ``pass_tokens[:FOLDER]``.
 
         Raises:
             ValueError: no folder, one trained for another target, or damaged files.
         """
-        from foretoken.loading import drafter_folder
-
-        parts = TargetParts(target)
-        folder = drafter_folder(cls.name, path, target_source)
+        parts = TargetParts(context.target)
+        folder = context.folder(cls.name, path)
         found = read_description(folder, cls.name, parts.fingerprint())
         net = PassTokens(PassTokensConfig(**found["config"]))
         load_weights(folder, net)
-        return cls(net.to(parts.device), target, **options)
+        return cls(net.to(parts.device), context.target, **options)
 
     @property
     def kind(self) -> Kind:

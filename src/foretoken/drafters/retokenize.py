@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.vocabulary import (
     Vocabulary,
@@ -91,14 +91,11 @@ class RetokenizeDrafter(Drafter):
         self._for_target = translated_spellings(vocabulary, target_vocabulary)
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> RetokenizeDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> RetokenizeDrafter:
         """From a spec ``retokenize[:PATH]``: load the draft model and its tokenizer."""
-        from foretoken.loading import build_foreign_draft_model
-
-        model, own = build_foreign_draft_model(cls.name, path, target, target_source, tokenizer, device)
-        mine, theirs = Vocabulary.of(own, model.vocab_size), Vocabulary.of(tokenizer, target.vocab_size)
+        model, own = context.foreign_draft_model(cls.name, path)
+        mine = Vocabulary.of(own, model.vocab_size)
+        theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)
 
     def start(self, context: Context) -> None:

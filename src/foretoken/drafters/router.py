@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.models.base import LanguageModel
 from foretoken.types import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
@@ -87,11 +87,8 @@ class RouterDrafter(GroupDrafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         drafters: str | None = None,
         costs: str = "",
         **options: Any,
@@ -101,14 +98,9 @@ class RouterDrafter(GroupDrafter):
         Raises:
             ValueError: a path, costs that are no numbers, or members that are unknown or do not fit.
         """
-        from foretoken.loading import build_members, default_members
-
         if path is not None:
             raise ValueError("drafter 'router' takes no path: router,drafters=(model:PATH|ngram)")
-        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
-        chosen = default_members(target, target_source) if drafters is None else drafters
-        members = build_members(chosen, target, **parts)
-        return cls(members, parse_costs(costs), target=target, **options)
+        return cls(context.members(drafters), parse_costs(costs), target=context.target, **options)
 
     @property
     def draws_trees(self) -> bool:

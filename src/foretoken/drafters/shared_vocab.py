@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.model import ModelDrafter, _Growing
 from foretoken.drafters.vocabulary import Vocabulary, character_decoder, common_tokens
 from foretoken.models.base import LanguageModel
@@ -80,14 +81,11 @@ class SharedVocabDrafter(ModelDrafter):
         self._ids = torch.tensor(sorted(pairs.items())).T  # [2, common]: target ids, draft ids
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> SharedVocabDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> SharedVocabDrafter:
         """From a spec ``shared_vocab[:PATH]``: load the draft model and its tokenizer."""
-        from foretoken.loading import build_foreign_draft_model
-
-        model, own = build_foreign_draft_model(cls.name, path, target, target_source, tokenizer, device)
-        mine, theirs = Vocabulary.of(own, model.vocab_size), Vocabulary.of(tokenizer, target.vocab_size)
+        model, own = context.foreign_draft_model(cls.name, path)
+        mine = Vocabulary.of(own, model.vocab_size)
+        theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)
 
     def finish(self, context: Context) -> None:

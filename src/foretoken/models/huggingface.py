@@ -21,6 +21,7 @@ from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
 from foretoken.models.extra import check_rows, embedding_rows
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
+from foretoken.models.lean import LeanForward, build_lean
 from foretoken.models.masks import RowPlan, additive_mask
 from foretoken.models.packing import BlockedProducts, Packing, pack_linears, unpack_linears
 from foretoken.models.taps import check_taps, decoder_layers, recording
@@ -94,8 +95,6 @@ class HuggingFaceModel(LanguageModel):
         self._lean: Any = None
         self.packing = Packing.of(model, self.dtype, self.device, exact == "bitwise", in_place)
         if lean:
-            from foretoken.models.lean import build_lean
-
             self._lean = build_lean(self)
         if in_place and not self.is_lean and exact != "bitwise":
             pack_linears(model, self.packing)
@@ -159,8 +158,6 @@ class HuggingFaceModel(LanguageModel):
             for mine, new in zip(self.model.parameters(), source.parameters(), strict=True):
                 mine.copy_(new)
         if self._lean is not None:
-            from foretoken.models.lean import LeanForward
-
             self._lean = LeanForward(self)  # its fused weights are copies
 
     def sibling(self) -> HuggingFaceModel:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.drafters.learning.divergences import divergence
 from foretoken.loading import BUILTIN
 from foretoken.training.alignment import AlignmentCurve
 from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, read_meta, save_checkpoint
-from foretoken.training.divergences import divergence
 from foretoken.training.folders import save_model, write_report
 from foretoken.training.text_sources import TextSource
 from foretoken.training.updates import Progress as Progress

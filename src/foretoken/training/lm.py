@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foretoken.io.documents import iter_documents
 from foretoken.training.card import CardInfo, command_line, write_card
 from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, read_meta, save_checkpoint
 from foretoken.training.corpus import (
     BlockSampler,
     build_corpus,
-    iter_documents,
     read_tokens,
     stored_corpus,
     train_tokenizer,

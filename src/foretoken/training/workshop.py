@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.drafters.learning.divergences import check_loss
 from foretoken.loading import check_same_tokenizer, check_vocabularies, load_model, load_tokenizer, resolve
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
 from foretoken.training.corpus import BlockSampler, build_corpus, read_tokens
-from foretoken.training.divergences import check_loss
 from foretoken.training.text_sources import TEXTS, FixedText, PolicyText, TeacherText, TextSource
 from foretoken.training.written import stored_continuations, write_continuations
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.drafters.learning.divergences import check_loss, divergence
+from foretoken.drafters.learning.lessons import Lesson, Mistake, stored_law
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.packing import PackedLinear
-from foretoken.training.divergences import check_loss, divergence
-from foretoken.training.lessons import Lesson, Mistake, stored_law
 
 
 @dataclass(frozen=True)
