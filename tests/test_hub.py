@@ -21,9 +21,11 @@ import foretoken as ft
 from foretoken.bench.law import chi_square_p
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.ngram import NgramDrafter
+from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.hub import SpeculativeOutput, _params
 from foretoken.noise import unseeded_from
 from foretoken.sampling import Sampler
+from foretoken.types import Budget, Context, TokenTree
 
 VOCAB = 24
 FALSE_ALARM = 1e-4  # of each law test; seeds are fixed
@@ -339,3 +341,14 @@ def test_what_cannot_be_done_is_refused(model: Any, options: dict[str, Any], wor
 def test_masks_that_are_not_left_padding_are_refused(model: Any, mask: list[list[int]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         model.generate(ONE, attention_mask=torch.tensor(mask), max_new_tokens=4, custom_generate=ft.custom_generate)
+
+
+def test_what_fails_in_a_round_is_raised(model: Any) -> None:
+    """Not a shorter text: the engine ends the one request, and its caller must hear of it."""
+
+    def failing(context: Context, budget: Budget) -> TokenTree:
+        raise ZeroDivisionError("planted")
+
+    for ids in (ONE, THREE):
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            both(model, ids, ScriptedDrafter(propose=failing), do_sample=False)

@@ -130,11 +130,17 @@ def engine(
 
 
 def serve(engine: Engine, requests: Iterable[Request]) -> list[Running]:
-    """Run requests to their end; finished requests in the order given."""
+    """Run requests to their end; finished requests in the order given.
+
+    Raises:
+        Exception: what ended one of them, if something went wrong.
+    """
     ids = [engine.add(request) for request in requests]
     done: dict[int, Running] = {}
     while engine.busy:
         for run, emission in engine.step():
+            if emission.error is not None:
+                raise emission.error
             if emission.finish_reason is not None:
                 done[run.id] = run
     return [done[request_id] for request_id in ids]

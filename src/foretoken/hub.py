@@ -277,6 +277,8 @@ def _run(
                 row.streamer.put(torch.tensor([row.full]))
         while llm.engine.busy:
             for run, emission in llm.engine.step():
+                if emission.error is not None:
+                    raise emission.error
                 row = by_id[run.id]
                 row.stats = run.stats
                 new = _kept(row, emission.token_ids, eos, others, device)

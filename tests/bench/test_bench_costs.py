@@ -90,6 +90,15 @@ def test_the_rest_is_what_is_neither_draft_nor_target() -> None:
     assert len(target.fed) == 2 * (1 + 4)  # a prefill and four rounds, warm-up and one repeat
 
 
+def test_what_fails_while_it_is_measured_is_raised() -> None:
+    class Failing(Clocked):
+        def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+            raise ZeroDivisionError("planted")
+
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        measure_rest(Failing(), [1], tokens=4, repeats=1)
+
+
 def stats_of(rounds: int, per_pos: list[int], drafted: int, draft_s: float) -> SpecStats:
     return SpecStats(
         num_drafts=rounds,

@@ -129,6 +129,20 @@ def test_a_trace_follows_the_output() -> None:
     assert sum(nodes - 1 for nodes, _, _ in found.rounds) == found.drafted
 
 
+def test_a_request_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = llamas()
+    arm = OwnArm("ngram,n=1,k=3", Shared(target, "toy", None))
+    arm.enter((0.0, 1))
+
+    def failing(*_: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(arm.llm.engine.drafter, "propose", failing)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        arm.run(Unit("a", 0, [0], [[5, 6, 5, 6, 5]], [0], 16), (0.0, 1), False)
+    assert not arm.llm.engine.busy
+
+
 def test_an_observer_is_called_once_a_round_and_changes_nothing(table: MarkovTable) -> None:
     calls: list[tuple[int, int]] = []
     outputs = []

@@ -131,7 +131,9 @@ def measure_rest(target: LanguageModel, text_ids: Sequence[int], tokens: int = 3
         engine = Engine(target)
         engine.add(Request(text, max_new_tokens=room, ignore_eos=True))
         while engine.busy:
-            ((run, _),) = engine.step()
+            ((run, emission),) = engine.step()
+            if emission.error is not None:
+                raise emission.error
         if turn:
             found.append(rest_of(run.stats))
     return statistics.median(found)

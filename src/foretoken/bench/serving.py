@@ -223,6 +223,8 @@ class OwnArm:
             began = perf_counter()
             while engine.busy:
                 for run, emission in engine.step():
+                    if emission.error is not None:
+                        raise emission.error
                     if emission.finish_reason is not None:
                         done[run.id] = run
             spent = perf_counter() - began

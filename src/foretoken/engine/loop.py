@@ -268,7 +268,7 @@ class Engine(Requests):
         context.hidden = hidden
         if self.texts.keeps:
             for name, rows in hidden.items():
-                run.states[name].append(rows)
+                run.states.setdefault(name, []).append(rows)  # nothing was read of a prompt of one token
 
     def _observe(self, turns: Sequence[Turn]) -> None:
         for turn in turns:

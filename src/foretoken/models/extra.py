@@ -113,7 +113,7 @@ def _run(model: HuggingFaceModel, ids: Tensor, plans: Sequence[RowPlan], cache: 
         input_ids=ids,
         position_ids=torch.tensor([list(plan.depths)[used - width :] for plan in plans], device=ids.device),
         attention_mask=masks[""] if model._single_mask else masks,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **{model.cache_argument: cache},
     )

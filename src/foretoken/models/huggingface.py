@@ -25,7 +25,7 @@ from foretoken.models.lean import LeanForward, build_lean
 from foretoken.models.masks import RowPlan, additive_mask
 from foretoken.models.packing import BlockedProducts, Packing, pack_linears, unpack_linears
 from foretoken.models.taps import check_taps, decoder_layers, recording
-from foretoken.models.traits import attention_configs, eos_ids, layer_masks
+from foretoken.models.traits import attention_configs, cache_argument, eos_ids, layer_masks
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
@@ -86,6 +86,7 @@ class HuggingFaceModel(LanguageModel):
         self.layer_masks = layer_masks(model)
         self._attention = EXACT if exact == "bitwise" else FOLDED
         self._configs = attention_configs(model)
+        self.cache_argument = cache_argument(model)
         self._single_mask = set(self.layer_masks) == {""}
         self.num_layers = len(decoder_layers(model))
         self.num_layer_runs = 0.0
@@ -508,9 +509,9 @@ class HuggingFaceModel(LanguageModel):
                 input_ids=known,
                 position_ids=call.positions,
                 attention_mask=mask,
-                past_key_values=call.cache,
                 use_cache=True,
                 logits_to_keep=max(width - first, 1),
+                **{self.cache_argument: call.cache},
             )
         return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
 
