@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.bench.report.unfinished import unfinished
-from foretoken.bench.specs import PLAIN
 
 PLAIN = ("none", "plain")
 """Names of the arm that all others are compared with."""
@@ -78,7 +77,7 @@ class Run:
     def traces(self) -> list[dict[str, Any]]:
         """Recorded generations, round by round; those with drafts first, since plain decoding has nothing to show."""
         found = [dict(t) for t in self._listed("traces") if isinstance(t, Mapping) and t.get("rounds")]
-        return sorted(found, key=lambda trace: trace.get("arm") == PLAIN)
+        return sorted(found, key=lambda trace: trace.get("arm") in PLAIN)
 
     def _listed(self, name: str) -> Sequence[Any]:
         found = self.summary.get(name)
