@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from foretoken.bench.law import chi_square_p
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
-from foretoken.hub import SpeculativeOutput, _params
+from foretoken.hub import SpeculativeOutput
+from foretoken.hub_params import params_of
 from foretoken.noise import unseeded_from
 from foretoken.sampling import Sampler
 from foretoken.types import Budget, Context, TokenTree
@@ -252,7 +254,7 @@ def test_rows_of_one_prompt_are_different_samples(model: Any) -> None:
 def test_temperature_and_filters_are_applied_once(model: Any) -> None:
     config = GenerationConfig(do_sample=True, temperature=0.5, top_k=7, top_p=0.8, min_p=0.1)
     processors = model._get_logits_processor(config, 5, device="cpu")
-    params = _params(processors, 0, 0, config)
+    params = params_of(processors, 0, 0, config)
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 7, 0.8, 0.1)
     assert params.processors == ()
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
@@ -313,6 +315,43 @@ def test_changed_weights_are_seen_by_the_next_call() -> None:
     assert torch.equal(plain, ours) and not torch.equal(ours, before)
 
 
+def test_what_was_learned_is_kept_between_calls() -> None:
+    """A suffix drafter that has seen the answer writes it again in few rounds; a new one does not."""
+    model = llama(eos=None)
+    generate = ft.CustomGenerate(drafter="suffix,k=8", controller="constant,k=8")
+    options: dict[str, Any] = {"max_new_tokens": 40, "return_dict_in_generate": True}
+    first, second = (model.generate(ONE, custom_generate=generate, **options) for _ in range(2))
+    assert torch.equal(first.sequences, second.sequences)
+    assert second.stats[0].num_drafts < first.stats[0].num_drafts
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    third = model.generate(ONE, custom_generate=generate, **options)
+    assert torch.equal(third.sequences, model.generate(ONE, max_new_tokens=40)), "other weights, another engine"
+
+
+def test_a_prediction_is_drafted_first(model: Any) -> None:
+    plain = model.generate(THREE, attention_mask=MASK, max_new_tokens=16)
+    answers = [row[6:].tolist() for row in plain]
+    found = model.generate(
+        THREE, attention_mask=MASK, max_new_tokens=16, custom_generate=ft.custom_generate, drafter=None,
+        prediction=answers, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert torch.equal(found.sequences, plain)
+
+
+@pytest.mark.parametrize("exact", ["distribution", "bitwise"])
+def test_exact_and_profile_are_handed_on(model: Any, exact: str, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"drafter": "ngram,n=2,k=3", "controller": "constant,k=3"}))
+    generate = ft.CustomGenerate(exact=exact, profile=profile)
+    plain = model.generate(ONE, max_new_tokens=16)
+    assert torch.equal(model.generate(ONE, max_new_tokens=16, custom_generate=generate), plain)
+    llm = generate.llm(model)
+    assert llm.engine.drafter.spec == "ngram,n=2,k=3"
+    assert llm.target.exact == exact  # type: ignore[attr-defined]
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +367,9 @@ def test_changed_weights_are_seen_by_the_next_call() -> None:
         ({"seed": [1, 2]}, "2 seeds for 1 rows"),
         ({"max_new_tokens": 500}, "max_new_tokens=500"),
         ({"drafter": llama(vocab=4096)}, "vocabulary"),
+        ({"prediction": [[1], [2]]}, "2 predictions for 1 rows"),
+        ({"prediction": "text"}, "needs the model's tokenizer"),
+        ({"exact": "nearly"}, "exact"),
     ],
 )
 def test_what_cannot_be_done_is_refused(model: Any, options: dict[str, Any], words: str) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foretoken.engine.background import AsyncLlm as AsyncLlm
+    from foretoken.hub import CustomGenerate as CustomGenerate
     from foretoken.hub import custom_generate as custom_generate
     from foretoken.llm import Llm as Llm
     from foretoken.llm import Output as Output
@@ -23,6 +24,7 @@ _HOMES = {
     "Output": "foretoken.llm",
     "Piece": "foretoken.llm",
     "custom_generate": "foretoken.hub",
+    "CustomGenerate": "foretoken.hub",
     "AsyncLlm": "foretoken.engine.background",
     "Engine": "foretoken.engine.loop",
     "Request": "foretoken.engine.request",

@@ -201,6 +201,12 @@ def test_text_from_a_model_is_escaped(tmp_path: Path) -> None:
     assert shown_data(text)["traces"][0]["rounds"][0]["texts"][1] == EVIL
 
 
+def test_the_trace_opens_on_an_arm_that_drafts(tmp_path: Path) -> None:
+    traces = [{"arm": arm, "prompt": "x", "temperature": 0.0, "rounds": [tree_round()]} for arm in ("plain", FAST)]
+    found = shown_data(render(read_run(written(tmp_path, cell(FAST), summary(traces=traces)))))
+    assert [trace["arm"] for trace in found["traces"]] == [FAST, "plain"]
+
+
 def shown_data(text: str) -> dict[str, Any]:
     return json.loads(text.split('id="data">', 1)[1].split("</script>", 1)[0])
 

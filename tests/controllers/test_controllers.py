@@ -9,7 +9,7 @@ import torch
 
 from foretoken import registry
 from foretoken.controllers.base import Controller
-from foretoken.controllers.confidence import ConfidenceController
+from foretoken.controllers.confidence import ConfidenceController, best_threshold
 from foretoken.controllers.constant import ConstantController
 from foretoken.controllers.heuristic import HeuristicController
 from foretoken.drafters.model import ModelDrafter
@@ -96,13 +96,57 @@ def test_heuristic_starts_from_the_drafter() -> None:
     assert budget.max_depth == 9 and budget.max_nodes >= 20
 
 
-def test_confidence_hands_out_its_threshold() -> None:
+def test_heuristic_persists_where_asked() -> None:
+    controller, one = HeuristicController(start=4, persist=True), context(0)
+    controller.observe(one, record(4, 4))
+    controller.observe(one, record(6, 6))
+    assert controller.budget(context(1), 1).max_depth == 8
+    transient = HeuristicController(start=4)
+    transient.observe(one, record(4, 4))
+    assert transient.budget(context(1), 1).max_depth == 4
+
+
+def test_confidence_stops_below_its_threshold() -> None:
     controller = ConfidenceController(0.25)
     controller.attach(Limits("toy", 6, 40))
-    assert controller.budget(context(), 1) == Budget(6, 40, min_confidence=0.25)
+    budget = controller.budget(context(), 1)
+    assert (budget.max_depth, budget.max_nodes) == (6, 40)
+    assert [budget.stops_after(None, chance) for chance in (0.24, 0.25)] == [True, False]
     given = ConfidenceController(0.25, k=3)
     given.attach(Limits("toy", 6, 40))
     assert given.budget(context(), 1).max_depth == 3
+
+
+def test_the_threshold_that_separates_best() -> None:
+    """By hand: accepted at .9, .8, .3, rejected at .7, .2, .1.  At .3 one of three rejected reaches it and no accepted
+    one is missed: 1/3.  At .8 none reaches it and one of three is missed: 1."""
+    seen = [(0.9, True), (0.8, True), (0.3, True), (0.7, False), (0.2, False), (0.1, False)]
+    assert best_threshold(seen) == 0.3
+    assert best_threshold([*seen[:2], (0.3, True), (0.35, False)]) == 0.8, "of equals (1 both) the larger one"
+    assert best_threshold([(0.9, True), (0.2, False)]) == 0.9
+
+
+def test_the_threshold_follows_what_is_accepted() -> None:
+    controller, one = ConfidenceController(0.4), context()
+    controller.attach(Limits("toy", 6, 40))
+
+    def round_of(chances: list[float], accepted: int) -> None:
+        budget = controller.budget(one, 1)
+        for chance in chances:
+            budget.stops_after(None, chance)
+        controller.observe(one, record(len(chances), accepted)._replace(depth=len(chances)))
+
+    round_of([0.9, 0.8, 0.7], 3)
+    round_of([0.95, 0.5, 0.4], 1)  # .4 was never verified
+    assert controller.threshold == 0.4, "five tokens are not enough"
+    round_of([0.85, 0.2], 1)
+    assert controller.threshold == 0.7
+    fixed = ConfidenceController(0.4, adapt=False)
+    fixed.attach(Limits("toy", 6, 40))
+    controller = fixed
+    for _ in range(5):
+        round_of([0.9, 0.2], 1)
+    assert fixed.threshold == 0.4
 
 
 def test_a_budget_stops_after_the_unlikely_token() -> None:
@@ -151,7 +195,9 @@ def made(spec: str) -> Controller:
 
 
 @pytest.mark.parametrize("shape", DRAFTERS)
-@pytest.mark.parametrize("spec", [*CONTROLLERS, "confidence,threshold=0.8", "heuristic,start=1"])
+@pytest.mark.parametrize(
+    "spec", [*CONTROLLERS, "confidence,threshold=0.8,adapt=false", "heuristic,start=1,persist=true"]
+)
 def test_controllers_keep_the_law(spec: str, shape: str) -> None:
     """False alarm 1e-4."""
     target, draft = tables()

@@ -202,6 +202,17 @@ def test_families_write_what_they_write_alone(name: str) -> None:
         assert outputs(engine(target, drafter, max_batch=3), requests) == plain
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
+def test_experts_that_return_their_scores_too_can_be_skipped(name: str) -> None:
+    """MLPs of gpt_oss and every second one of llama4 return a pair."""
+    target = HuggingFaceModel(new_model(name), lean=False)
+    requests = [Request(prompt_of(n, seed=n), max_new_tokens=12, ignore_eos=True) for n in (9, 1, 14)]
+    plain = outputs(engine(target), requests)
+    for mlp in ("1", "2", "1-2"):
+        drafter = LayerSkipDrafter(target, mlp=mlp, k=3)
+        assert outputs(engine(target, drafter, max_batch=3), requests) == plain
+
+
 # -- the threshold ---------------------------------------------------------------------------------------------------
 
 

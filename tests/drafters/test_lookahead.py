@@ -165,7 +165,8 @@ class Plain:
 
     def __init__(self, best: Callable[[list[int]], int], text: Sequence[int], w: int, n: int, g: int) -> None:
         self.best, self.text, self.w, self.n, self.g = best, list(text), w, n, g
-        self.rows = [random.Random(0).choices(list(text), k=w + n - 3)]
+        self.random, self.prompt = random.Random(0), list(text)
+        self.rows = [self.random.choices(self.prompt, k=w + n - 3)]
         self.pool: dict[int, list[tuple[int, ...]]] = {}
 
     def scored(self) -> list[int]:
@@ -200,16 +201,20 @@ class Plain:
                 if gram in grams:
                     grams.remove(gram)
                 grams.append(gram)
-                del grams[: -self.g]
+                if self.g:
+                    del grams[: -self.g]
             below = [*self.rows[1:], answers]
             for _ in range(len(accepted) if shift == "accepted" else 0):
                 below = [*below[1:], list(below[1])]
             self.rows = [below[0][1:], *below[1:]]
+            if shift == "refill":  # one more column for every accepted token, random tokens behind
+                gone = len(accepted)
+                self.rows = [row[gone:] + self.random.choices(self.prompt, k=min(gone, len(row))) for row in self.rows]
         self.text += accepted
         self.text.append(self.best(self.text))
 
 
-@pytest.mark.parametrize("shift", ["one", "accepted"])
+@pytest.mark.parametrize("shift", ["one", "accepted", "refill"])
 @pytest.mark.parametrize(("w", "n", "g"), [(3, 3, 2), (7, 5, 7), (4, 4, 1), (1, 3, 3), (2, 6, 2)])
 def test_window_pool_and_text_in_every_round(w: int, n: int, g: int, shift: str) -> None:
     target, prompt = a_target(), [1, 4, 2]
@@ -228,6 +233,30 @@ def test_window_pool_and_text_in_every_round(w: int, n: int, g: int, shift: str)
         assert state.rows == plain.rows
         assert {key: state.pool.of(key)[::-1] for key in plain.pool} == plain.pool
     assert max(lengths) == n, "no n-gram stood whole, or the bonus token is missing"
+
+
+def test_all_grams_are_kept_where_no_number_is_set() -> None:
+    target, prompt = a_target(), [1, 4, 2]
+    plain = Plain(lambda prefix: int(target.law(prefix).argmax()), prompt, 5, 3, 0)
+    drafter = LookaheadDrafter(5, 3, 0)
+    serving = engine(target, drafter)
+    serving.add(Request(prompt, max_new_tokens=200))
+    for _ in range(30):
+        serving.step()
+        plain.round("one")
+    state: _Lookahead = serving.running[0].context.state[drafter]
+    assert {key: state.pool.of(key)[::-1] for key in plain.pool} == plain.pool
+    assert max(map(len, plain.pool.values())) > 3
+
+
+def test_the_window_can_begin_with_any_token() -> None:
+    target = a_target()
+    drafter = build_drafter("lookahead,w=40,n=3,fill=vocabulary", target, target_source="")
+    serving = engine(target, drafter)
+    serving.add(Request([1, 1, 1], max_new_tokens=20))
+    serving.step()
+    state: _Lookahead = serving.running[0].context.state[drafter]
+    assert len(set(state.rows[0])) > 5, "the prompt has one token"
 
 
 def test_rows_of_length_two_grams() -> None:
@@ -386,9 +415,10 @@ def test_a_known_context_keeps_the_window_whatever_the_budget() -> None:
     [
         ({"n": 1}, "n >= 2"),
         ({"w": 0}, "w >= 1"),
-        ({"g": 0}, "g >= 1"),
-        ({"g": -1}, "g >= 1"),
-        ({"shift": "two"}, "'one' or 'accepted'"),
+        ({"g": -1}, "g >= 0"),
+        ({"shift": "two"}, "'one', 'accepted' or 'refill'"),
+        ({"fill": "text"}, "'prompt' or 'vocabulary'"),
+        ({"fill": "vocabulary"}, "vocab_size"),
     ],
 )
 def test_bad_options(options: dict[str, Any], word: str) -> None:

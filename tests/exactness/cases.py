@@ -252,6 +252,12 @@ CASES: dict[str, list[Case]] = {
     "lookahead": [
         Case("window", lambda target, draft: LookaheadDrafter(w=3, n=3, g=2)),
         Case("prompt", lambda target, draft: LookaheadDrafter(w=4, n=4, g=3, pool_from_prompt=True, shift="accepted")),
+        Case(
+            "refill",
+            lambda target, draft: LookaheadDrafter(
+                w=4, n=3, g=0, shift="refill", fill="vocabulary", vocab_size=target.vocab_size
+            ),
+        ),
     ],
     "ngram_cache": [Case("context", lambda target, draft: NgramCacheDrafter(k=3, share=False))],
     "suffix": [

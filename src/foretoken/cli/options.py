@@ -40,7 +40,7 @@ class Common:
         "auto"
     )
     verifier: Annotated[str, typer.Option(help=f"auto, {_names('verifier')}.")] = "auto"
-    controller: Annotated[str, typer.Option(help=f"auto, {_names('controller')}.")] = "auto"
+    controller: Annotated[str, typer.Option(help=f"{_names('controller')}.")] = "auto"
     profile: Annotated[
         Path | None, typer.Option(help="JSON file with drafter, verifier and controller for what is left at auto.")
     ] = None

@@ -134,16 +134,17 @@ def _print(outcome: Outcome, out: Path) -> None:
 
     console = screen()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("drafter", overflow="fold")
+    table.add_column("", justify="right")
     table.add_column("controller", overflow="fold")
     for name in ("tokens/round", "predicted", "measured"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why not", overflow="fold")
     tokens = {one.drafter: one.cost.expected_tokens(one.depth) for one in outcome.candidates}
-    for row in outcome.table():
+    for number, row in enumerate(outcome.table(), 1):
+        console.print(f"{number}: {row['drafter']}", soft_wrap=True)
         measured, chosen = row["measured_speedup"], (row["drafter"], row["controller"]) == outcome.chosen
         table.add_row(
-            row["drafter"],
+            str(number),
             row["controller"],
             f"{tokens[row['drafter']]:.2f}",
             f"{row['predicted_speedup']:.2f}x",

@@ -75,8 +75,9 @@ class Run:
 
     @property
     def traces(self) -> list[dict[str, Any]]:
-        """Recorded generations, round by round."""
-        return [dict(t) for t in self._listed("traces") if isinstance(t, Mapping) and t.get("rounds")]
+        """Recorded generations, round by round; those with drafts first, since plain decoding has nothing to show."""
+        found = [dict(t) for t in self._listed("traces") if isinstance(t, Mapping) and t.get("rounds")]
+        return sorted(found, key=lambda trace: trace.get("arm") in PLAIN)
 
     def _listed(self, name: str) -> Sequence[Any]:
         found = self.summary.get(name)
