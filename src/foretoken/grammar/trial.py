@@ -30,7 +30,7 @@ class Trial:
     """A process that compiles grammars, started when it is needed and again when one has ended it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._answering = threading.Lock(), threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._answers: OrderedDict[tuple[str, str], str] = OrderedDict()
         atexit.register(self.close)
@@ -38,13 +38,26 @@ class Trial:
     def error(self, grammar: str, limits: dict[str, int]) -> str:
         """Why the grammar cannot be compiled, or an empty text."""
         key = (grammar, json.dumps(limits))
-        with self._lock:
-            if key not in self._answers:
-                self._answers[key] = self._ask(json.dumps([grammar, limits]))
-            self._answers.move_to_end(key)
+        known = self._known(key)
+        if known is None:
+            with self._lock:  # one grammar at a time; those whose answer is known do not wait for it
+                known = self._known(key)
+                if known is None:
+                    known = self._ask(json.dumps([grammar, limits]))
+                    self._remember(key, known)
+        return known
+
+    def _known(self, key: tuple[str, str]) -> str | None:
+        with self._answering:
+            if key in self._answers:
+                self._answers.move_to_end(key)
+            return self._answers.get(key)
+
+    def _remember(self, key: tuple[str, str], answer: str) -> None:
+        with self._answering:
+            self._answers[key] = answer
             if len(self._answers) > REMEMBERED:
                 self._answers.popitem(last=False)
-            return self._answers[key]
 
     def close(self) -> None:
         """End the process."""

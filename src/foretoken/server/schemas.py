@@ -137,6 +137,8 @@ class Shared(Body):
     request_id: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=256), BeforeValidator(_encodable)] | None = None
     priority: count(-(2**31), BIG) | None = None  # type: ignore[valid-type]
+    prompt_logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
+    add_special_tokens: StrictBool | None = None
     speculative: Speculative | None = None
     timings: StrictBool | None = None
 
@@ -166,11 +168,9 @@ class CompletionRequest(Shared):
     prompt: Text | Ids | Annotated[list[Text], Field(max_length=MOST_PROMPTS)] | list[Ids]
     max_tokens: count(0, BIG) | None = None  # type: ignore[valid-type]
     logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
-    prompt_logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
     echo: StrictBool | None = None
     suffix: Text | None = None
     best_of: count(1, MOST_CHOICES) | None = None  # type: ignore[valid-type]
-    add_special_tokens: StrictBool | None = None
     prediction: Prediction | None = None
 
 

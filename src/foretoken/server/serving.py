@@ -28,7 +28,7 @@ def load_llm(settings: Settings) -> Llm:
     """
     drafter = None if settings.drafter == "none" else settings.drafter
     if settings.online:
-        drafter = "online"
+        drafter = settings.online_drafter
     return load(
         settings.model,
         drafter,
