@@ -1,4 +1,4 @@
-"""Hooks of ``benchmarks/hostile.py``: requests reach the engine instead of failing at the model's name, and are counted."""
+"""Hooks of ``benchmarks/hostile.py``: requests get past the model's name, answers are short, and all are counted."""
 
 from __future__ import annotations
 

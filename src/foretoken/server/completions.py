@@ -18,7 +18,7 @@ from foretoken.server.errors import RESPONSES, api_error, bad
 from foretoken.server.inputs import check_fields, constraints_of, encoded, engine_requests, tenant_of
 from foretoken.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
 from foretoken.server.running import outputs_of, pieces_of
-from foretoken.server.schemas import MOST_PROMPTS, CompletionRequest
+from foretoken.server.schemas import CompletionRequest
 from foretoken.server.serving import Serving
 from foretoken.server.sse import streamed
 from foretoken.server.workers import TEXTS, in_thread
@@ -70,15 +70,11 @@ class _Completions:
         """Token ids of all prompts.
 
         Raises:
-            ApiError: none, too many, an empty one, or text for a model without a tokenizer.
+            ApiError: an empty one, an id outside the vocabulary, or text for a model without a tokenizer.
         """
-        given: Any = self.body.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = self.body.prompt
+        if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
-        if not given:
-            raise bad("the prompt is empty: give at least one token", "prompt")
-        if len(given) > MOST_PROMPTS:
-            raise bad(f"at most {MOST_PROMPTS} prompts, not {len(given)}", "prompt")
         special = self.body.add_special_tokens is not False
         found = [encoded(one, self.serving, special, "prompt") if isinstance(one, str) else list(one) for one in given]
         wide = self.serving.llm.target.vocab_size
