@@ -28,7 +28,7 @@ from foretoken.server.logs import JsonLines
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.x }}){% endfor %}\n{% endfor %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments.x }}){% endfor %}{% endfor %}"
     "{% if tools %}tools:{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
     "{% if reasoning_effort %}effort {{ reasoning_effort }}{% endif %}<assistant>"
 )
@@ -71,7 +71,7 @@ def test_the_template_is_told_of_tools_calls_and_effort(templated: Running) -> N
         {"role": "tool", "tool_call_id": "1", "content": "seen"},
     ]
     text = prompt_of(templated, messages=messages, tools=[TOOL], reasoning_effort="low")
-    assert text == "<user>Hi\n<assistant>look(5)\n<tool>seen\ntools:look effort low<assistant>"
+    assert text == "<user>Hi<assistant>look(5)<tool>seentools:look effort low<assistant>"
     assert "tools:" not in prompt_of(templated, tools=[TOOL], tool_choice="none")
     call["function"]["arguments"] = "{"  # type: ignore[index]
     assert chat(templated, messages=messages).json()["error"]["param"] == "messages"
