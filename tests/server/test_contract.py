@@ -276,8 +276,14 @@ def test_hostile_grammars_leave_the_others_alone(server: Running) -> None:
     for thread in threads:
         thread.join(60)
     assert len(set(texts)) == 1 and len(known) == 3
-    assert [answer.status_code for answer in answers] == [400] * 4
-    assert {answer.json()["error"]["param"] for answer in answers} == {"structured_outputs"}
+    for answer in answers:  # those that stood behind another one are told to come again, not that they are wrong
+        code = answer.json()["error"]["code"]
+        assert (answer.status_code, code) in {
+            (400, "invalid_grammar"),
+            (400, "grammar_too_complex"),
+            (503, "grammars_queued"),
+        }
+    assert any(answer.status_code == 400 for answer in answers)
 
 
 # -- the log and the wire --------------------------------------------------------------------------------------------

@@ -26,6 +26,10 @@ REMEMBERED = 256
 TOO_COSTLY = "it takes too much time or memory: make it smaller"
 
 
+class TrialBusy(Exception):
+    """Another grammar is on trial, and takes its time."""
+
+
 class Trial:
     """A process that compiles grammars, started when it is needed and again when one has ended it."""
 
@@ -35,16 +39,25 @@ class Trial:
         self._answers: OrderedDict[tuple[str, str], str] = OrderedDict()
         atexit.register(self.close)
 
-    def error(self, grammar: str, limits: dict[str, int]) -> str:
-        """Why the grammar cannot be compiled, or an empty text."""
+    def error(self, grammar: str, limits: dict[str, int], patience_s: float | None = None) -> str:
+        """Why the grammar cannot be compiled, or an empty text.
+
+        Raises:
+            TrialBusy: others are on trial for longer than ``patience_s``; ``None`` waits.
+        """
         key = (grammar, json.dumps(limits))
         known = self._known(key)
         if known is None:
-            with self._lock:  # one grammar at a time; those whose answer is known do not wait for it
+            # One grammar at a time; those whose answer is known do not wait for it.
+            if not self._lock.acquire(timeout=-1 if patience_s is None else patience_s):
+                raise TrialBusy("another grammar is being tried")
+            try:
                 known = self._known(key)
                 if known is None:
                     known = self._ask(json.dumps([grammar, limits]))
                     self._remember(key, known)
+            finally:
+                self._lock.release()
         return known
 
     def _known(self, key: tuple[str, str]) -> str | None:

@@ -10,13 +10,15 @@ from starlette.requests import Request as HttpRequest
 from foretoken.constraints import Constraint
 from foretoken.engine.request import Request
 from foretoken.options import make_request
-from foretoken.server.errors import bad
+from foretoken.server.errors import ApiError, bad
 from foretoken.server.schemas import REFUSED, ResponseFormat, Shared, StructuredOutputs
 from foretoken.server.serving import Serving
 from foretoken.server.workers import GRAMMARS, in_thread
 
 GRAMMAR_S = 2.0
 """Seconds in which a grammar must be compiled."""
+PATIENCE_S = 0.3
+"""Seconds that a new grammar waits for others: a trial takes 1.6 s at most, and all of it no more than ``GRAMMAR_S``."""
 LONGEST_TOKEN = 256
 """Characters of a token, at most (long runs of spaces): longer texts need not be tokenised to be refused."""
 
@@ -201,23 +203,28 @@ async def constraints_of(body: Shared, count: int, serving: Serving) -> list[Con
     """What the answers must look like, one for each choice.
 
     Raises:
-        ApiError: 400 for a grammar that cannot be compiled, or not in time.
+        ApiError: 400 for a grammar that cannot be compiled, or not in time; 503 where others stand in its way.
     """
     wanted = _wanted(body.response_format, body.structured_outputs)
     if wanted is None:
         return [None] * count
     kind, spec, param = wanted
     try:
-        from foretoken.grammar import compile_constraint
+        from foretoken.grammar import TrialBusy, compile_constraint
     except ModuleNotFoundError:
         raise bad("structured output needs an extra: pip install 'foretoken[grammar]'", param) from None
     llm = serving.llm
 
     def compiled() -> list[Constraint | None]:
-        return [compile_constraint(kind, spec, llm.tokenizer, llm.target.vocab_size) for _ in range(count)]
+        width = llm.target.vocab_size
+        return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S) for _ in range(count)]
 
     try:
         return await in_thread(GRAMMARS, compiled, GRAMMAR_S)
+    except TrialBusy:
+        raise ApiError(
+            503, "other grammars are being compiled: try again", code="grammars_queued", headers={"Retry-After": "2"}
+        ) from None
     except TimeoutError:
         raise bad("the grammar takes too long to compile: make it smaller", param, "grammar_too_complex") from None
     except ValueError as error:

@@ -13,8 +13,8 @@ TEXTS = ThreadPoolExecutor(4, "foretoken-texts")
 """Tokenising and making requests."""
 TEMPLATES = ThreadPoolExecutor(2, "foretoken-templates")
 """Chat templates, which are programs."""
-GRAMMARS = ThreadPoolExecutor(2, "foretoken-grammars")
-"""Compiling grammars."""
+GRAMMARS = ThreadPoolExecutor(32, "foretoken-grammars")
+"""Compiling grammars; nearly all of these threads only wait for the one grammar that is on trial."""
 
 
 async def in_thread(pool: ThreadPoolExecutor, work: Callable[[], T], timeout_s: float | None = None) -> T:
