@@ -30,7 +30,15 @@ HOOKS = Path(__file__).with_name("hostile_hooks.py")
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 
-def attack(url: str, requests: int, seed: int, model: str = "builtin", minutes: float = 60.0) -> dict[str, Any]:
+def attack(
+    url: str,
+    requests: int,
+    seed: int,
+    model: str = "builtin",
+    minutes: float = 60.0,
+    phases: str = "coverage,fuzzing",
+    paths: str = ".*",
+) -> dict[str, Any]:
     """Send about so many requests; what came of them.
 
     Args:
@@ -39,6 +47,8 @@ def attack(url: str, requests: int, seed: int, model: str = "builtin", minutes: 
         seed: of the random ones.
         model: that is served.
         minutes: after which no more are sent.
+        phases: of Schemathesis.
+        paths: regular expression of the routes.
     """
     statuses: Counter[int] = Counter()
     routes: Counter[str] = Counter()
@@ -48,7 +58,8 @@ def attack(url: str, requests: int, seed: int, model: str = "builtin", minutes: 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.jsonl"
         while sum(statuses.values()) < requests and time.monotonic() - began < 60 * minutes:
-            done = schemathesis(url, examples, seed + runs, log, model, 60 * minutes - (time.monotonic() - began))
+            flags = ["--phases", phases, "--include-path-regex", paths, "--max-examples", str(examples)]
+            done = schemathesis(url, [*flags, "--seed", str(seed + runs)], log, model, 60 * minutes)
             runs += 1
             statuses.clear()
             routes.clear()
@@ -73,20 +84,14 @@ def attack(url: str, requests: int, seed: int, model: str = "builtin", minutes: 
     }
 
 
-def schemathesis(
-    url: str, examples: int, seed: int, log: Path, model: str, left_s: float
-) -> subprocess.CompletedProcess[str]:
+def schemathesis(url: str, flags: list[str], log: Path, model: str, seconds: float) -> subprocess.CompletedProcess[str]:
     """One run of its command line."""
-    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--mode", "all"]
-    command += ["--phases", "coverage,fuzzing", "--checks", CHECKS, "--max-examples", str(examples)]
-    command += ["--generation-allow-x00", "true", "--seed", str(seed), "--suppress-health-check", "all"]
-    command += ["--no-shrink", "--no-color", "--warnings", "off", "--request-timeout", "120"]
-    command += ["--generation-database", "none"]
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", "--mode", "all", *flags]
+    command += ["--checks", CHECKS, "--generation-allow-x00", "true", "--suppress-health-check", "all", "--no-shrink"]
+    command += ["--no-color", "--warnings", "off", "--request-timeout", "120", "--generation-database", "none"]
     env = {**os.environ, "SCHEMATHESIS_HOOKS": HOOKS.stem, "PYTHONPATH": str(HOOKS.parent)}
     env |= {"HOSTILE_LOG": str(log), "HOSTILE_MODEL": model}
-    return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=max(left_s, 1.0) + 600, cwd=log.parent
-    )
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds + 600, cwd=log.parent)
 
 
 def served() -> tuple[subprocess.Popen[bytes], str]:

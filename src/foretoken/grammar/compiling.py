@@ -44,7 +44,7 @@ def compile_constraint(
         spec: the schema (an object or its JSON), the expression, the grammar; nothing for ``json_object``.
         tokenizer: the target's, a fast one of Transformers.
         vocab_size: width of the logits, which may be more than the tokenizer has.
-        patience_s: seconds to wait for a grammar that is on trial before this one; ``None`` waits for as long as it takes.
+        patience_s: seconds to wait while other grammars are on trial; ``None`` waits for as long as it takes.
 
     Raises:
         TrialBusy: the patience has ended.

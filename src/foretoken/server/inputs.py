@@ -18,7 +18,7 @@ from foretoken.server.workers import GRAMMARS, in_thread
 GRAMMAR_S = 2.0
 """Seconds in which a grammar must be compiled."""
 PATIENCE_S = 0.3
-"""Seconds that a new grammar waits for others: a trial takes 1.6 s at most, and all of it no more than ``GRAMMAR_S``."""
+"""Seconds that a new grammar waits for others; its own trial then takes 1.6 s at most."""
 LONGEST_TOKEN = 256
 """Characters of a token, at most (long runs of spaces): longer texts need not be tokenised to be refused."""
 
