@@ -147,11 +147,15 @@ class Rng:
     """The randomness of one request: a stream of uniforms in [0, 1), each handed out once.
 
     Drawn from a ``torch.Generator`` in float64 blocks, so that a uniform costs nanoseconds and no device sync.
+
+    Attributes:
+        tests: every acceptance test that was made with them, as (u, chance), for a trace; ``None``: they are not kept.
     """
 
     BLOCK = 256
 
     def __init__(self, seed: int) -> None:
+        self.tests: list[tuple[float, float]] | None = None
         self.generator = torch.Generator().manual_seed(seed)
         self._block: list[float] = []
 

@@ -11,10 +11,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from time import perf_counter
+from typing import Any
 
 from foretoken.controllers.ahead import LEAST_ALIKE, Ahead, Alike, doubt_of, own_of
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import RoundCosts
+from foretoken.controllers.explaining import as_report, in_words
 from foretoken.controllers.hazards import Hazards, at_age, coverage, pooled, survival
 from foretoken.controllers.learned import LearnedCosts, found_in
 from foretoken.controllers.plans import Option, best_of, error_of, or_any, plans_of, rate_of, rounds_of, seconds_of
@@ -413,6 +415,19 @@ class AutoController(Controller):
         whole = [*plan, next(option for option in ranked if option.member < 0)]
         target_s, rest_s = partial(self.costs.target_s, batch=size), partial(self.costs.rest_s, size)
         return seconds_of(whole, size, target_s, rest_s, self._pads), size * rounds_of(whole)[0]
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    def explain(self, context: Context) -> str:
+        """Why a request drafts, or does not, in one line."""
+        batch = self._last
+        return "" if batch is None else in_words(batch.plan, batch.ranked, [member.name for member in self.members])
+
+    def report(self) -> dict[str, Any]:
+        """The plan in use and what the options cost and bring (:func:`.explaining.as_report`)."""
+        batch = self._last
+        names = [member.name for member in self.members]
+        return as_report((), (), names, 0) if batch is None else as_report(batch.plan, batch.ranked, names, batch.size)
 
     # -- learning ----------------------------------------------------------------------------------------------------
 

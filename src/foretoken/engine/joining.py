@@ -44,6 +44,7 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     context = Context(request_id, tokens, len(tokens), sampler, Rng(seed or 0), prediction=request.prediction)
     context.max_length = len(tokens) + request.max_new_tokens
     context.salt = request.cache_salt
+    context.rng.tests = [] if request.explain else None
     if request.constraint is not None:
         request.constraint.starts_at(len(tokens))
         context.forced = request.constraint.forced

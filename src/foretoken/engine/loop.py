@@ -83,6 +83,7 @@ class Engine(Requests):
         )
         self.allow_lossy, self.on_round = allow_lossy, on_round
         self.rounds, self._bookkeeping_s = 0, 0.0
+        self._members = [] if drafter is None else [member.name for member in drafter.limits.members]
         self._automatic: dict[tuple[Kind, bool, bool, bool], Verifier] = {}
         if drafter is not None:
             self._check_target(drafter)
@@ -98,6 +99,11 @@ class Engine(Requests):
             check_pair(min(verifier.kinds), False, verifier, "none", self.allow_lossy, greedy)
         else:
             check_proposals(drafter.proposals, verifier, drafter.name, self.allow_lossy, greedy)
+
+    def _check_drafter(self, name: str | None) -> None:
+        if name is not None and name not in self._members:
+            known = ", ".join(self._members) or "nobody: this drafter is no group"
+            raise ValueError(f"drafter {name!r} is not among those that draft here: {known}")
 
     def _check_target(self, drafter: Drafter) -> None:
         offered = self.target.capabilities
@@ -175,9 +181,10 @@ class Engine(Requests):
             return
         chosen, budgets = [], []
         wanted = self.controller.budgets([turn.run.context for turn in turns])
-        for turn, budget in zip(turns, wanted, strict=True):
+        for turn, asked in zip(turns, wanted, strict=True):
+            budget = self._as_asked(turn.run, asked)
             wider = self.drafter.at_least(turn.run.context, budget)
-            turn.planned = wider is budget
+            turn.planned = wider is asked
             budget = self._fit(turn.run, wider) if wider.max_depth > 0 else wider
             if budget.max_depth > 0 and budget.max_nodes > 0:
                 chosen.append(turn)
@@ -202,6 +209,15 @@ class Engine(Requests):
         verdicts = verify_together(verifiers, [turn.scores for turn in turns], rngs)
         for turn, verdict in zip(turns, verdicts, strict=True):
             turn.verdict = verdict
+
+    def _as_asked(self, run: Running, budget: Budget) -> Budget:
+        """The controller's budget, or that of the member which the request has named."""
+        name = run.request.drafter
+        if name is None or self.drafter is None:
+            return budget
+        member = self._members.index(name)
+        limits = self.drafter.limits.members[member]
+        return Budget(limits.max_depth, limits.max_nodes, member=member)
 
     def _fit(self, run: Running, budget: Budget) -> Budget:
         """Never draft past the room that is left (one token of every round is the target's own) or past what the
@@ -238,9 +254,13 @@ class Engine(Requests):
     def _commit(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             run, tree, scores, verdict = turn.run, turn.tree, turn.scores, turn.verdict
+            name = self._who(tree)
+            if tree.num_drafts:
+                run.stats.drafters[name] = run.stats.drafters.get(name, 0) + 1
             if run.request.explain:
-                name = self.drafter.name if self.drafter is not None else "none"
-                run.rounds.append(trace(len(run.rounds), tree, scores, verdict, name))
+                rule, tests = self._verifier_for(tree, scores).name, run.context.rng.tests or []
+                run.rounds.append(trace(len(run.rounds), tree, scores, verdict, name, rule, tests))
+                run.context.rng.tests = []
             path = [0, *verdict.path]
             self.target.commit(run.text, path)
             tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
@@ -256,6 +276,14 @@ class Engine(Requests):
                 found = logprobs_of(scores.logits[path], tokens[:kept], run.request.logprobs)
                 run.logprobs.extend(found)
             turn.emission = Emission(run.id, tokens[:kept], origins, reason, found, run.rounds[-1:])
+
+    def _who(self, tree: TokenTree) -> str:
+        """Who drafted: the member of a group, where there is one."""
+        if self.drafter is None:
+            return "none"
+        members = self._members
+        member = tree.drafters[-1] if tree.drafters else -1
+        return members[member] if 0 <= member < len(members) else self.drafter.name
 
     def _extend(self, run: Running, tokens: Sequence[int], hidden: dict[str, Tensor]) -> None:
         context = run.context

@@ -43,6 +43,7 @@ class Request:
         deadline_s: seconds from arrival after which the request is ended as it is.
         cache_salt: texts and drafts of earlier requests are reused among requests with the same salt only.
         max_draft_tokens: longest draft; 0 decodes plainly, ``None`` leaves it to the controller.
+        drafter: name of the member of a group that drafts for it in every round; ``None``: the controller decides.
         explain: keep a trace of every round.
         constraint: what the output must look like.
     """
@@ -63,8 +64,16 @@ class Request:
     deadline_s: float | None = None
     cache_salt: str = ""
     max_draft_tokens: int | None = None
+    drafter: str | None = None
     explain: bool = False
     constraint: Constraint | None = None
+
+    @property
+    def asked(self) -> str:
+        """What it says itself about how it is to be drafted for; empty where it leaves that to others."""
+        if self.max_draft_tokens == 0:
+            return "plain: the request asked for it"
+        return "" if self.drafter is None else f"drafts: the request named {self.drafter}"
 
 
 @dataclass(eq=False)

@@ -92,6 +92,10 @@ class Requests(ABC):
     def _check_verifier(self, verifier: Verifier, greedy: bool) -> None:
         """Refuse sampling that the verifier is not right for."""
 
+    @abstractmethod
+    def _check_drafter(self, name: str | None) -> None:
+        """Refuse the name of a member that there is not."""
+
     def serve(self, max_batch: int, kv_memory: int | None, prefill_chunk: int | None, prefix_bytes: int) -> None:
         """Change how many requests run together, and what they may take; nothing may be running.
 
@@ -113,6 +117,7 @@ class Requests(ABC):
         """
         check(request, self.target)
         self.budget.check(request)
+        self._check_drafter(request.drafter)
         if self.verifier is not None:
             self._check_verifier(self.verifier, greedy=request.params.temperature == 0)
         stopper_of(request, self.target, self.tokenizer)  # checks the stop strings
@@ -195,7 +200,7 @@ class Requests(ABC):
 
     @staticmethod
     def _ask_why(run: Running, controller: Controller) -> None:
-        run.why = controller.explain(run.context)
+        run.why = run.request.asked or controller.explain(run.context)
 
     def _drop(self, run: Running) -> None:
         """Let a request leave that nobody waits for."""

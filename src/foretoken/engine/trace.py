@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,9 +22,15 @@ class RoundTrace:
             and below a node whose token the target refused.
         q: the draft's; ``None`` for tokens that were not drawn from a distribution.
         accepted: the nodes that were accepted, in order.
+        rejected: the nodes that were guesses for a place where another token came: below the root and below every
+            accepted node.  What is below them was never asked about.
         next_token: the token after them.
         next_is_bonus: whether it is one on top of a whole accepted path; else it replaces a rejected draft.
-        drafter: who drafted.
+        drafter: who drafted; of a group whose members draft in turn, the member.
+        verifier: the acceptance rule.
+        tests: the rule's acceptance tests in their order, as ``{"u": uniform, "chance": chance}``: passed where u is
+            below the chance, which a rule that goes token by token takes to be p / q.  None where nothing is left to
+            chance: for greedy requests and for seeded ones, whose noise is fixed.
         draft_s, target_s, verify_s, overhead_s: seconds of the round, those of the whole batch.
     """
 
@@ -41,6 +47,9 @@ class RoundTrace:
     target_s: float = 0.0
     verify_s: float = 0.0
     overhead_s: float = 0.0
+    rejected: list[int] = field(default_factory=list)
+    verifier: str = ""
+    tests: list[dict[str, float]] = field(default_factory=list)
 
     def timed(self, draft_s: float, target_s: float, verify_s: float, total_s: float) -> RoundTrace:
         """The round with its times, of which what is left of the whole is overhead."""
@@ -52,7 +61,15 @@ class RoundTrace:
         return asdict(self)
 
 
-def trace(index: int, tree: TokenTree, scores: Scores, verdict: Verdict, drafter: str) -> RoundTrace:
+def trace(
+    index: int,
+    tree: TokenTree,
+    scores: Scores,
+    verdict: Verdict,
+    drafter: str,
+    verifier: str = "",
+    tests: Sequence[tuple[float, float]] = (),
+) -> RoundTrace:
     """The round without its times."""
     return RoundTrace(
         index,
@@ -64,7 +81,16 @@ def trace(index: int, tree: TokenTree, scores: Scores, verdict: Verdict, drafter
         verdict.next_token,
         verdict.next_is_bonus,
         drafter if tree.num_drafts else "none",
+        rejected=_rejected(tree, verdict),
+        verifier=verifier,
+        tests=[{"u": u, "chance": chance} for u, chance in tests],
     )
+
+
+def _rejected(tree: TokenTree, verdict: Verdict) -> list[int]:
+    path = (0, *verdict.path)
+    guesses = [child for node in path for child in tree.children[node] if not (tree.probes and tree.probes[child])]
+    return [node for node in guesses if node not in path]
 
 
 def _target_probability(node: int, tree: TokenTree, scores: Scores) -> float | None:

@@ -139,6 +139,7 @@ def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.d
             path,
             dtype=dtype or "auto",
             use_safetensors=True,
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, in one line
         )

@@ -28,7 +28,7 @@ def load_llm(settings: Settings) -> Llm:
     """
     drafter = None if settings.drafter == "none" else settings.drafter
     if settings.online:
-        drafter = "online"
+        drafter = settings.online_drafter
     return load(
         settings.model,
         drafter,
@@ -160,7 +160,7 @@ class Serving:
 
     def note_ignored(self, names: list[str]) -> dict[str, str]:
         """A header that lists fields that were ignored; each is logged once."""
-        safe = [name for name in names if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)][:20]
+        safe = [name for name in names[:1000] if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)][:20]
         new = set(safe) - self.unknown
         if new and len(self.unknown) < 1000:
             self.unknown |= new

@@ -273,7 +273,7 @@ def _loss(model: Any, teacher: Path | None, weight: float, device: str) -> Calla
         return lambda blocks: next_token_loss(model, blocks)
     from transformers import AutoModelForCausalLM
 
-    guide: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16)
+    guide: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16, trust_remote_code=False)
     guide = guide.to(device).eval()
     if guide.config.vocab_size != model.config.vocab_size:
         raise ValueError(
@@ -297,7 +297,7 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
         folder = folder / "tokenizer"  # a run that has not finished yet
         if not (folder / "tokenizer.json").exists():
             raise ValueError(f"{source} holds no tokenizer.json: give the --out of another run, or a model folder")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {folder} has no end-of-text token, which separates documents")
     if len(tokenizer) > config.vocab:

@@ -28,11 +28,16 @@ class Coins:
 
     def accept(self, num: float, den: float = 1.0) -> bool:
         """True with probability min(1, num / den): tested as ``u * den < num``, so never when ``num`` is 0."""
-        return self._rng.uniform() * den < num
+        u, tests = self._rng.uniform(), self._rng.tests
+        if tests is not None:
+            tests.append((u, min(1.0, num / den) if den > 0 else float(num > 0)))
+        return u * den < num
 
     def accept_lazily(self, bound: float, chance: Callable[[], float]) -> bool:
         """True with probability ``chance()``, which is at most ``bound``; not computed when the bound decides."""
-        u = self._rng.uniform()
+        u, tests = self._rng.uniform(), self._rng.tests
+        if tests is not None:
+            tests.append((u, chance()))
         return u < bound and u < chance()
 
     def draw(self, law: Tensor) -> int:

@@ -103,7 +103,8 @@ def read_weights(all_scores: Sequence[Scores]) -> None:
     drafts = torch.tensor([x for scores in drawn for x in scores.tree.tokens[1:]], device=drawn[0].logits.device)
     read: list[Tensor] = []
     for scores, x in zip(drawn, drafts[:, None].split(counts), strict=True):
-        assert scores.made is not None and scores.tree.q is not None
+        if scores.made is None or scores.tree.q is None:
+            raise RuntimeError("weights are read of laws that are made and drawn from")
         read += (scores.made[:-1].gather(1, x), scores.tree.q.gather(1, x))
     found = iter(torch.cat(read)[:, 0].tolist())
     for scores, count in zip(drawn, counts, strict=True):
