@@ -24,10 +24,15 @@ from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
 import foretoken as ft
 from foretoken import AsyncLlm
-from foretoken.llm import Llm
+from foretoken.llm import Llm, Output
 
 TEXTS = tuple(text for four in zip(CODE, PROSE, MORE_CODE, MORE_PROSE, strict=True) for text in four)
 LONG, SHORT = 3_000, 100
+ZOO = ("model,k=4", "model,tree=3x2x1", "ngram", "suffix", "recycling", "lookahead", "medusa", "hydra", "bpd", "eagle",
+       "eagle3", "mtp", "kangaroo", "pass_tokens", "sparse_kv,budget=64", "quantized,bits=8,k=5",
+       "cascade,k=8,inner=(ngram,n=3,k=8)", "router,drafters=(model,k=4|ngram|suffix)",
+       "ensemble,drafters=(model,k=4|ngram)")  # fmt: skip
+"""Drafters that the built-in target has without training."""
 CONTEXT = 4_096
 """The built-in target's is 1,024; rotary embeddings go on behind that, and what is written matters to no figure."""
 
@@ -114,23 +119,34 @@ def _ratio(mine: Sequence[float], others: Sequence[float]) -> float:
 
 async def first_tokens(args: argparse.Namespace) -> dict[str, Any]:
     """Short requests that arrive all the time, while prompts of 3,000 tokens do."""
-    found = {}
-    for name, chunk in (("chunk 256", 256), ("no chunks", 1 << 30)):
-        async with running(loaded(None), prefill_chunk=chunk) as engine:
-            await engine.generate(TEXTS[0], max_new_tokens=4)
-            found[name] = await _beside_long_prompts(engine, args.seconds)
-        print(f"  {name}: {found[name]}", flush=True)
+    found: dict[str, Any] = {}
+    for drafter in args.first_token_drafters:
+        times: dict[str, tuple[list[float], list[float]]] = {"chunk 256": ([], []), "no chunks": ([], [])}
+        llm = loaded(None if drafter == "none" else drafter)
+        for turn in range(args.turns):
+            for name in list(times) if turn % 2 else reversed(list(times)):
+                async with running(llm, prefill_chunk=256 if name == "chunk 256" else 1 << 30) as engine:
+                    await engine.generate(TEXTS[0], max_new_tokens=4)
+                    await _beside_long_prompts(engine, args.seconds, args.long_every, *times[name])
+        for name, (short, long) in times.items():
+            found[f"{drafter}, {name}"] = {
+                **{f"short_p{round(100 * q)}_ms": round(1e3 * percentile(short, q)) for q in (0.5, 0.9, 0.99)},
+                "long_p50_ms": round(1e3 * statistics.median(long)),
+                "short": len(short),
+                "long": len(long),
+            }
+            print(f"  {drafter}, {name}: {found[f'{drafter}, {name}']}", flush=True)
     return found
 
 
-async def _beside_long_prompts(engine: AsyncLlm, seconds: float) -> dict[str, float]:
+async def _beside_long_prompts(
+    engine: AsyncLlm, seconds: float, every: float, short: list[float], long: list[float]
+) -> None:
     rng = random.Random(0)
-    short: list[float] = []
-    long: list[float] = []
     tasks = []
 
     async def asked(length: int, times: list[float]) -> None:
-        prompt = [rng.randrange(3, 8_000) for _ in range(length)]
+        prompt = [rng.randrange(3, 1_000) for _ in range(length)]
         began, pieces = time.perf_counter(), engine.stream(prompt, max_new_tokens=16, ignore_eos=True)
         async for piece in pieces:
             if piece.token_ids and began:
@@ -141,12 +157,10 @@ async def _beside_long_prompts(engine: AsyncLlm, seconds: float) -> dict[str, fl
     while (now := time.perf_counter()) < end:
         if now >= next_long:
             tasks.append(asyncio.create_task(asked(LONG, long)))
-            next_long = now + 2.0
+            next_long = now + every
         tasks.append(asyncio.create_task(asked(20, short)))
         await asyncio.sleep(0.1)
     await asyncio.gather(*tasks)
-    shares = {f"short_p{round(100 * share)}_ms": round(1e3 * percentile(short, share)) for share in (0.5, 0.99)}
-    return {**shares, "long_p50_ms": round(1e3 * statistics.median(long)), "short": len(short), "long": len(long)}
 
 
 # -- memory and chats ------------------------------------------------------------------------------------------------
@@ -182,6 +196,65 @@ async def chat(args: argparse.Namespace) -> dict[str, Any]:
         said += output.text + "\nUser: and now?\nAgent:"
     await engine.close(0.0)
     return found
+
+
+# -- cancelling and seeds --------------------------------------------------------------------------------------------
+
+
+async def cancelling(args: argparse.Namespace) -> dict[str, Any]:
+    """From the moment that one of eight streams is closed until its place and its memory are free."""
+    llm, rounds, found = loaded("model,k=4"), [], []
+    llm.engine.on_round = lambda runs, trees, verdicts, times: rounds.append(times[-1])
+    async with running(llm, max_running=8) as engine:
+        options: dict[str, Any] = {"max_new_tokens": 900, "ignore_eos": True}
+        others = [asyncio.create_task(engine.generate(text, **options)) for text in TEXTS[:7]]
+        for i in range(10):
+            pieces = engine.stream(TEXTS[7 + i], **options)
+            for _ in range(3):
+                await anext(pieces)
+            before, began = engine.status.running, time.perf_counter()
+            await pieces.aclose()
+            while engine.status.running == before and time.perf_counter() - began < 5:
+                await asyncio.sleep(0)
+            found.append(time.perf_counter() - began)
+        for task in others:
+            task.cancel()
+    return {
+        "p50_ms": round(1e3 * statistics.median(found), 1),
+        "worst_ms": round(1e3 * max(found), 1),
+        "round_p50_ms": round(1e3 * statistics.median(rounds), 1),
+        "round_worst_ms": round(1e3 * max(rounds), 1),
+    }
+
+
+async def seeds(args: argparse.Namespace) -> dict[str, Any]:
+    """Texts of 32 requests with seeds that arrive in waves, and that differ from those that each writes alone."""
+    found: dict[str, Any] = {}
+    for dtype in ("float32", "float64"):
+        alone = ft.load("builtin", drafter=None, dtype=dtype, prefix_cache=False)
+        wanted = [alone.generate(text, **options).token_ids for text, options in map(_seeded, range(32))]
+        for spec in (None, *args.seed_drafters):
+            engine = AsyncLlm(ft.load("builtin", drafter=spec, dtype=dtype), prefill_chunk=48, max_running=12)
+            await engine.start()
+
+            async def asked(i: int, engine: AsyncLlm = engine) -> Output:
+                await asyncio.sleep(0.05 * (i % 5))
+                text, options = _seeded(i)
+                return await engine.generate(text, **options)
+
+            outputs = await asyncio.gather(*map(asked, range(32)))
+            await engine.close(0.0)
+            reused = sum(one.stats.num_prompt_tokens - one.stats.num_prompt_tokens_computed for one in outputs)
+            different = sum(one.token_ids != right for one, right in zip(outputs, wanted, strict=True))
+            found[f"{dtype}, {spec}"] = f"{different} of 32 differ, {reused} prompt tokens taken over"
+            print(f"  {dtype}, {spec}: {found[f'{dtype}, {spec}']}", flush=True)
+    return found
+
+
+def _seeded(i: int) -> tuple[str, dict[str, Any]]:
+    """A text that others begin with, and options with a seed; every fourth request is greedy."""
+    text = TEXTS[i // 3] * (1 + i % 3)
+    return text, {"max_new_tokens": 16 + 5 * (i % 7), "temperature": float(i % 4 > 0), "top_p": 0.95, "seed": i}
 
 
 # -- drafting under load ---------------------------------------------------------------------------------------------
@@ -220,6 +293,8 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Awaitable[dict[str, Any]]]] =
     "first_tokens": first_tokens,
     "memory": memory,
     "chat": chat,
+    "cancelling": cancelling,
+    "seeds": seeds,
     "drafting": drafting,
 }
 
@@ -229,9 +304,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--long-every", type=float, default=3.0)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--drafters", nargs="+", default=["none", "ngram", "model,k=4"])
+    parser.add_argument("--first-token-drafters", nargs="+", default=["none", "model,k=4"])
+    parser.add_argument("--seed-drafters", nargs="+", default=list(ZOO))
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -93,7 +93,9 @@ def request(number: int) -> Request:
 def pool(number: int) -> Request:
     """Twins share all but the seed, as the samples of one prompt do (``n``)."""
     first = request(number - number % 2)
-    return replace(first, seed=((first.seed or 0) + number % 2) % 2**64, constraint=Turns() if first.constraint else None)
+    return replace(
+        first, seed=((first.seed or 0) + number % 2) % 2**64, constraint=Turns() if first.constraint else None
+    )
 
 
 @cache
