@@ -167,15 +167,21 @@ async def _beside_long_prompts(
 
 
 async def memory(args: argparse.Namespace) -> dict[str, Any]:
-    """One text of 3,000 tokens among fifteen of 100."""
+    """One text of 3,000 tokens among fifteen of 100, and one of 4,000 beside one of 100."""
+    return {
+        "3,000 among 15 of 100": await _taken([LONG, *([SHORT] * 15)]),
+        "4,000 and 100": await _taken([4_000, SHORT]),
+    }
+
+
+async def _taken(lengths: Sequence[int]) -> dict[str, float]:
     llm, new = loaded(None), 16
     async with running(llm) as engine:
-        lengths = [LONG, *([SHORT] * 15)]
         asked = [engine.generate([5 + i] * n, max_new_tokens=new, ignore_eos=True) for i, n in enumerate(lengths)]
         await asyncio.gather(*asked)
         told = llm.memory()
     needed = sum(length + new for length in lengths) * told["kv_bytes_per_token"]
-    rectangle = (LONG + new) * len(lengths) * told["kv_bytes_per_token"]
+    rectangle = (max(lengths) + new) * len(lengths) * told["kv_bytes_per_token"]
     return {
         "peak_over_needed": round(told["kv_peak_bytes"] / needed, 3),
         "one_rectangle_over_needed": round(rectangle / needed, 3),

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from cases import Case
+from cases import CASES, Case
 from matrix import SEEDED_MODES, ban, rows
 from torch import Tensor
 
 from foretoken import registry
+from foretoken.engine import requests
 from foretoken.engine.loop import Engine
+from foretoken.engine.prefixes import Prefixes
 from foretoken.engine.request import Request, Running
+from foretoken.models.base import Snapshot
+from foretoken.models.cache import TreeCache
+from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
 from toys import engine, llamas, serve
 
@@ -196,10 +201,61 @@ def test_every_request_of_a_random_mix_writes_what_it_writes_alone(case: Case) -
 
 def test_the_pool_has_every_option() -> None:
     """Else the mixes would show less than they say."""
-    requests = [pool(i) for i in range(POOL)]
+    every = [pool(i) for i in range(POOL)]
     for name in ("stop", "prediction", "stop_token_ids", "min_tokens", "constraint", "explain", "priority"):
-        assert any(getattr(one, name) for one in requests), name
+        assert any(getattr(one, name) for one in every), name
     reasons = {alone(i).finish_reason for i in range(POOL)}
     assert reasons == {"stop", "length"}
-    assert any(one.logprobs == 3 and one.prompt_logprobs for one in requests)
-    assert {len(alone(i).output) == one.max_new_tokens for i, one in enumerate(requests)} == {True, False}
+    assert any(one.logprobs == 3 and one.prompt_logprobs for one in every)
+    assert {len(alone(i).output) == one.max_new_tokens for i, one in enumerate(every)} == {True, False}
+
+
+def scaled_restore(patch: pytest.MonkeyPatch) -> None:
+    restore = HuggingFaceModel.restore
+
+    def wrong(self: Any, sequence: Any, snapshot: Snapshot, length: int) -> None:
+        layers = [pair and (pair[0].roll(1, 1), pair[1]) for pair in snapshot.layers]
+        restore(self, sequence, replace(snapshot, layers=layers), length)
+
+    patch.setattr(HuggingFaceModel, "restore", wrong)
+
+
+def one_too_many(patch: pytest.MonkeyPatch) -> None:
+    find = Prefixes.find
+
+    def wrong(self: Any, salt: str, tokens: Sequence[int]) -> Any:
+        kept, length = find(self, salt, tokens)
+        return kept, min(length + 1, len(tokens), len(kept.tokens)) if kept else 0
+
+    patch.setattr(Prefixes, "find", wrong)
+
+
+def seed_of_the_place(patch: pytest.MonkeyPatch) -> None:
+    join = requests.join
+
+    def wrong(number: int, request: Request, *more: Any) -> Running:
+        return join(number, replace(request, seed=((request.seed or 0) + number) % 2**64), *more)
+
+    patch.setattr(requests, "join", wrong)
+
+
+def lost_rows(patch: pytest.MonkeyPatch) -> None:
+    move = TreeCache.move_row
+
+    def wrong(self: Any, source: int, target: int, slots: int) -> None:
+        move(self, source, target, slots - 1)
+
+    patch.setattr(TreeCache, "move_row", wrong)
+
+
+@pytest.mark.parametrize("plant", [scaled_restore, one_too_many, seed_of_the_place, lost_rows])
+def test_mixes_find_planted_mistakes(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["model"][0]
+    for number in range(POOL):
+        alone(number)  # before anything is wrong
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        for seed in range(8):
+            play(Mix(seed), case)
