@@ -1,7 +1,8 @@
 """The engine in its thread: throughput, time to the first token beside long prompts, memory, chat turns, drafting.
 
-Everything is measured in one process on the built-in target; arms take turns, so that a busy machine slows both.
-Ratios are medians over ``--repeat`` turns.  ``--only`` picks sections, ``--json`` keeps the numbers.
+Everything is measured in one process on the built-in target, in processor seconds of all its threads, so that other
+processes count little; arms take turns.  Ratios are medians over ``--repeat`` turns.  ``--only`` picks sections,
+``--json`` keeps the numbers.
 
     OMP_NUM_THREADS=1 python benchmarks/serving_engine.py [--repeat 7] [--only throughput memory] [--json OUT]
 """
@@ -14,7 +15,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
 import foretoken as ft
 from foretoken import AsyncLlm
+from foretoken.engine.request import Request
 from foretoken.llm import Llm, Output
 
 TEXTS = tuple(text for four in zip(CODE, PROSE, MORE_CODE, MORE_PROSE, strict=True) for text in four)
@@ -98,15 +100,15 @@ async def _against_batch(
     }
 
 
-async def _in_turns(arms: dict[str, Callable[[], Awaitable[Any]]], repeat: int) -> dict[str, list[float]]:
-    """Seconds of every arm, turn by turn; the first two turns warm up."""
+async def _in_turns(arms: Mapping[str, Callable[..., Awaitable[Any]]], repeat: int) -> dict[str, list[float]]:
+    """Processor seconds of every arm, turn by turn; the first two turns warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(repeat + 2):
         for name in list(arms) if turn % 2 else reversed(list(arms)):
-            began = time.perf_counter()
+            began = time.process_time()
             await arms[name]()
             if turn >= 2:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.process_time() - began)
     return seconds
 
 
@@ -118,49 +120,47 @@ def _ratio(mine: Sequence[float], others: Sequence[float]) -> float:
 
 
 async def first_tokens(args: argparse.Namespace) -> dict[str, Any]:
-    """Short requests that arrive all the time, while prompts of 3,000 tokens do."""
+    """Short requests that arrive all the time, while prompts of 3,000 tokens do; by the processor's clock."""
     found: dict[str, Any] = {}
     for drafter in args.first_token_drafters:
-        times: dict[str, tuple[list[float], list[float]]] = {"chunk 256": ([], []), "no chunks": ([], [])}
         llm = loaded(None if drafter == "none" else drafter)
+        waits: dict[int | None, tuple[list[float], list[float]]] = {256: ([], []), None: ([], [])}
         for turn in range(args.turns):
-            for name in list(times) if turn % 2 else reversed(list(times)):
-                async with running(llm, prefill_chunk=256 if name == "chunk 256" else 1 << 30) as engine:
-                    await engine.generate(TEXTS[0], max_new_tokens=4)
-                    await _beside_long_prompts(engine, args.seconds, args.long_every, *times[name])
-        for name, (short, long) in times.items():
-            found[f"{drafter}, {name}"] = {
+            for chunk in list(waits) if turn % 2 else reversed(list(waits)):
+                llm.engine.serve(32, None, chunk, 0)
+                _beside_long_prompts(llm, args, *waits[chunk])
+        for chunk, (short, long) in waits.items():
+            name = f"{drafter}, {'no pieces' if chunk is None else f'pieces of {chunk}'}"
+            found[name] = {
                 **{f"short_p{round(100 * q)}_ms": round(1e3 * percentile(short, q)) for q in (0.5, 0.9, 0.99)},
                 "long_p50_ms": round(1e3 * statistics.median(long)),
                 "short": len(short),
                 "long": len(long),
             }
-            print(f"  {drafter}, {name}: {found[f'{drafter}, {name}']}", flush=True)
+            print(f"  {name}: {found[name]}", flush=True)
     return found
 
 
-async def _beside_long_prompts(
-    engine: AsyncLlm, seconds: float, every: float, short: list[float], long: list[float]
-) -> None:
+def _beside_long_prompts(llm: Llm, args: argparse.Namespace, short: list[float], long: list[float]) -> None:
+    """Arrivals by the processor's clock, which stands still while other processes run and is put forward when idle."""
     rng = random.Random(0)
-    tasks = []
-
-    async def asked(length: int, times: list[float]) -> None:
-        prompt = [rng.randrange(3, 1_000) for _ in range(length)]
-        began, pieces = time.perf_counter(), engine.stream(prompt, max_new_tokens=16, ignore_eos=True)
-        async for piece in pieces:
-            if piece.token_ids and began:
-                times.append(time.perf_counter() - began)
-                began = 0.0
-
-    end, next_long = time.perf_counter() + seconds, 0.0
-    while (now := time.perf_counter()) < end:
-        if now >= next_long:
-            tasks.append(asyncio.create_task(asked(LONG, long)))
-            next_long = now + every
-        tasks.append(asyncio.create_task(asked(20, short)))
-        await asyncio.sleep(0.1)
-    await asyncio.gather(*tasks)
+    arrivals = [(args.long_every * (0.5 + i), LONG) for i in range(int(args.seconds / args.long_every))]
+    arrivals += [(args.short_every * i, 20) for i in range(int(args.seconds / args.short_every))]
+    arrivals.sort(reverse=True)
+    busy, came, skipped, began = llm.engine, {}, 0.0, time.process_time()
+    while arrivals or busy.busy:
+        now = time.process_time() - began + skipped
+        if not busy.busy and arrivals[-1][0] > now:
+            skipped += arrivals[-1][0] - now
+            now = arrivals[-1][0]
+        while arrivals and arrivals[-1][0] <= now:
+            when, length = arrivals.pop()
+            prompt = [rng.randrange(3, 1_000) for _ in range(length)]
+            came[busy.add(Request(prompt, max_new_tokens=16, ignore_eos=True))] = (when, length)
+        for run, emission in busy.step():
+            if emission.token_ids and run.id in came:
+                when, length = came.pop(run.id)
+                (long if length == LONG else short).append(time.process_time() - began + skipped - when)
 
 
 # -- memory and chats ------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ async def _served(engine: AsyncLlm, requests: int, new_tokens: int) -> None:
     await asyncio.gather(*(engine.generate(text, max_new_tokens=n, ignore_eos=True) for text, n in asked))
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], Awaitable[dict[str, Any]]]] = {
+SECTIONS: dict[str, Callable[[argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]]] = {
     "throughput": throughput,
     "first_tokens": first_tokens,
     "memory": memory,
@@ -310,9 +310,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=12.0)
+    parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--long-every", type=float, default=3.0)
+    parser.add_argument("--long-every", type=float, default=5.0)
+    parser.add_argument("--short-every", type=float, default=0.2)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--drafters", nargs="+", default=["none", "ngram", "model,k=4"])
     parser.add_argument("--first-token-drafters", nargs="+", default=["none", "model,k=4"])
