@@ -160,7 +160,6 @@ PLANTS: dict[str, Plant] = {
     "open": plant_open,
     "take over": on("texts", "take_over", lambda run, others: is_poisoned(run.context), 0),
     "finish": on("drafter", "finish", of_context, 0),
-    "keep": on("texts", "keep", of_run, 0),
     "explain": on("controller", "explain", of_context, 0),
     "controller finish": on("controller", "finish", of_context, 0),
 }
@@ -375,6 +374,37 @@ def test_memory_that_is_full_while_a_cache_grows_leaves_the_others_right(
     check_free(busy)
 
 
+def test_kept_texts_make_room_when_memory_is_full() -> None:
+    """Even the only request that runs is tried again when what finished ones have left is gone."""
+    busy = serving(model_drafter)
+    busy.add(Request([3, 4] * 20, max_new_tokens=8))
+    clean = {first: run.output for first, run in finished(busy).items()}
+    assert len(busy.texts.prefixes) == 1
+    run = busy.target.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if busy.texts.prefixes.nbytes:
+            raise torch.OutOfMemoryError("planted")
+        return run(*args, **kwargs)
+
+    busy.target.forward = forward  # type: ignore[method-assign]
+    busy.add(Request([3, 4] * 20, max_new_tokens=8))
+    assert {first: one.output for first, one in finished(busy).items()} == clean
+    check_free(busy)
+
+
+def test_a_text_that_cannot_be_kept_has_its_answer(caplog: pytest.LogCaptureFixture) -> None:
+    clean, busy = clean_outputs(ngram_drafter), serving(ngram_drafter)
+    in_method(busy.texts, "keep", Counter(0, MemoryError), of_run)
+    for request in requests():
+        busy.add(request)
+    done = finished(busy)
+    assert {first: run.output for first, run in done.items()} == clean
+    assert {run.finish_reason for run in done.values()} == {"length"}
+    assert "was not kept" in caplog.text
+    check_free(busy)
+
+
 def test_pytorchs_own_report_of_full_memory_is_known() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
@@ -402,7 +432,7 @@ def test_a_cancelled_request_that_cannot_be_freed_is_logged_and_forgotten(caplog
 def test_a_deadline_that_cannot_be_kept_in_peace_is_an_error() -> None:
     busy = serving(ngram_drafter)
     busy.add(Request([POISON, 1, 2], max_new_tokens=5, deadline_s=1e-9))
-    in_method(busy.texts, "keep", Counter(0), of_run)
+    in_method(busy.controller, "finish", Counter(0), of_context)
     (run,) = finished(busy).values()
     assert run.finish_reason == "deadline" and run.output == []
     busy.add(Request([POISON, 1, 2], max_new_tokens=50, deadline_s=3600.0))

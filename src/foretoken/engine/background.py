@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IDLE_S = 0.2
-"""How often an idle engine shows that it lives."""
+"""How often an idle engine shows that it lives, and how old a controller's report may get."""
 MISHAPS = 3
 """Rounds in a row that may fail as a whole before the engine gives up."""
 
@@ -45,7 +45,7 @@ class EngineStatus:
         dead: why it does not live any more.
         draining: whether new requests are refused.
         rounds: rounds so far.
-        controller: what the controller says of itself.
+        controller: what the controller says of itself; as of the last rounds.
     """
 
     running: int
@@ -101,6 +101,9 @@ class AsyncLlm:
         self._stopping = self._draining = False
         self._dead: str | None = None
         self._beat = monotonic()
+        self._report: dict[str, Any] = {}
+        self._reported = 0.0
+        llm.memory()  # a model finds out once what a token costs, by running: before a thread of its own does
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -146,7 +149,7 @@ class AsyncLlm:
             self._dead,
             self._draining,
             engine.rounds,
-            engine.controller.report() if engine.controller is not None else {},
+            self._report,
         )
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -248,7 +251,7 @@ class AsyncLlm:
         mishaps = 0
         try:
             while not self._stopping:
-                self._beat = monotonic()
+                self._show_life()
                 self._take_in()
                 if not self.llm.engine.busy:
                     self._wake.wait(IDLE_S)
@@ -266,6 +269,13 @@ class AsyncLlm:
         except BaseException as error:
             self._finish(f"the engine has stopped: {type(error).__name__}: {error}")
             raise
+
+    def _show_life(self) -> None:
+        """A heartbeat, and now and then what the controller says: nobody else may look at it while it learns."""
+        self._beat = monotonic()
+        controller = self.llm.engine.controller
+        if controller is not None and self._beat - self._reported > IDLE_S:
+            self._report, self._reported = controller.report(), self._beat
 
     def _take_in(self) -> None:
         """Requests, cancellations and calls that came since the last round."""

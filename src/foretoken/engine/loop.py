@@ -295,8 +295,7 @@ class Engine(Requests):
             context.maker.noise.forget(len(context.tokens) - context.prompt_length)
         context.hidden = hidden
         if self.texts.keeps:
-            for name, rows in hidden.items():
-                run.states.setdefault(name, []).append(rows)  # nothing was read of a prompt of one token
+            run.add_states(hidden)
 
     def _observe(self, turns: Sequence[Turn]) -> None:
         for turn in turns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
@@ -135,6 +135,11 @@ class Running:
         """Tokens of the prompt that the target has still to read (the last one is the first root)."""
         have = 0 if self.sequence is None else len(self.sequence.tokens)
         return self.context.prompt_length - 1 - have
+
+    def add_states(self, hidden: Mapping[str, Tensor]) -> None:
+        """Hidden states [n, D] by tap of the next n tokens of the text."""
+        for name, rows in hidden.items():
+            self.states.setdefault(name, []).append(rows)
 
     @property
     def is_late(self) -> bool:
