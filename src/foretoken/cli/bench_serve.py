@@ -80,12 +80,13 @@ def serve_command(
 
     Ctrl-C ends it early and tells what was measured.
     """
+    passes = 2 if compare or len(urls) > 1 else 1
     lines_out = as_json or (out is None and not sys.stdout.isatty())
     with json_only(lines_out):
         result = _measured(
             urls, compare, api_key or [], model or [], _prompts(prompts, format, category, max_prompts), out,
-            levels=_levels(concurrency, rate, burst), requests=requests, passes=repeat or (2 if compare or len(urls) > 1 else 1),
-            warmup=warmup, chat=chat, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
+            levels=_levels(concurrency, rate, burst), requests=requests, passes=repeat or passes, warmup=warmup,
+            chat=chat, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
             ignore_eos=ignore_eos, extra=_object(extra_body), timeout_s=timeout,
         )  # fmt: skip
         if not as_json:
@@ -177,6 +178,10 @@ def _measured(
 def show(console: Console, result: LoadResult, out: Path | None) -> None:
     """A table of all levels, whether texts are equal, and what one must know."""
     console.print(_table(result))
+    for cell in result.cells:
+        if cell["errors"]:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items())
+            console.print(f"{cell['arm']}, {cell['load']} {cell['level']:g}: {kinds}", style="red", soft_wrap=True)
     for found in result.summary["equality"]:
         _show_equality(console, found)
     for note in result.summary["notes"]:
@@ -191,33 +196,29 @@ def _table(result: LoadResult) -> Any:
     from rich import box
     from rich.table import Table
 
-    ratios = any(cell["ratios"] for cell in result.cells)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 0))
     for name in ("load", "arm"):
         table.add_column(name, overflow="fold")
-    heads = ["ok", "errors", "req/s", "tok/s", "TTFT ms", "TPOT ms", "latency ms", "tok/round", "accepted"]
-    for name in [*heads, *(["tok/s ratio", "TPOT ratio"] if ratios else [])]:
+    heads = ["req/s", "tok/s", "TTFT", "TPOT", "latency", "tok/rd"]
+    ratios = any(cell["ratios"] for cell in result.cells)
+    for name in [*heads, *(["tok/s x", "TPOT x"] if ratios else [])]:
         table.add_column(name, justify="right")
     for cell in result.cells:
         table.add_row(*_row(cell, ratios))
-    table.caption = "TTFT, TPOT (time per output token) and latency: 50th / 90th / 99th percentile"
+    table.caption = "TTFT, TPOT (time per output token) and latency in ms: median|99th percentile; x: times the first arm"
     table.caption_justify = "left"
     return table
 
 
 def _row(cell: Mapping[str, Any], ratios: bool) -> list[str]:
-    together = f", {cell['burst']} together" if cell["burst"] > 1 else ""
-    load = f"{cell['level']:g} at a time" if cell["load"] == "concurrency" else f"{cell['level']:g}/s{together}"
+    load = f"{cell['level']:g} at once" if cell["load"] == "concurrency" else f"{cell['level']:g}/s"
     row = [
-        load,
+        load + (f" by {cell['burst']}" if cell["burst"] > 1 else ""),
         cell["arm"],
-        str(cell["completed"]),
-        " ".join(f"{kind} {count}" for kind, count in cell["errors"].items()) or "0",
         f"{cell['requests_per_s']:.2f}",
         f"{cell['tokens_per_s']:.1f}",
         *(_spread(cell[name]) for name in ("ttft_ms", "tpot_ms", "e2e_ms")),
         _or_empty(cell["mean_acceptance_length"], ".2f"),
-        _or_empty(cell["acceptance_rate"], ".0%"),
     ]
     if ratios:
         row += [_or_empty((cell["ratios"] or {}).get(name), ".2f") for name in ("tokens_per_s", "tpot")]
@@ -227,8 +228,7 @@ def _row(cell: Mapping[str, Any], ratios: bool) -> list[str]:
 def _spread(found: Mapping[str, float] | None) -> str:
     if found is None:
         return ""
-    digits = 1 if found["p50"] < 100 else 0
-    return " / ".join(f"{found[name]:.{digits}f}" for name in ("p50", "p90", "p99"))
+    return "|".join(f"{found[name]:.{1 if found['p50'] < 100 else 0}f}" for name in ("p50", "p99"))
 
 
 def _or_empty(value: float | None, form: str) -> str:

@@ -129,7 +129,8 @@ def _mean(samples: Sequence[Sample], name: str) -> float:
 def equality(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]:
     """Texts of the same request in the same pass: how many were compared, how many differ, and some that do."""
     others = {(one.number, sample.number): sample for one in baseline for sample in one.samples if sample.ok}
-    compared, examples, different = 0, [], 0
+    examples: list[dict[str, Any]] = []
+    compared = different = 0
     for one in passes:
         for sample in one.samples:
             other = others.get((one.number, sample.number))
