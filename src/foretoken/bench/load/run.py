@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import platform
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -71,11 +72,12 @@ def parse_addresses(given: Sequence[str], compare: bool, keys: Sequence[str], mo
         raise ValueError("--compare compares one server with itself: give one URL")
     found = []
     for place, text in enumerate(given):
-        name, _, url = text.rpartition("=") if "://" in text.partition("=")[2] else ("", "", text)
+        named = re.match(r"([\w.-]+)=(https?://.*)", text)
+        name, url = named.groups() if named else ("", text)
         url = url.rstrip("/").removesuffix("/v1")
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{text!r} is no server: give http://HOST:PORT, or NAME=http://HOST:PORT")
-        alone = SERVER if len(given) == 1 else url.split("://")[1]
+        alone = SERVER if len(given) == 1 else url.split("://", 1)[1]
         key = _of(keys, place, len(given), "--api-key") or ""
         found.append(Address(name or alone, url, key, _of(models, place, len(given), "--model")))
     twice = [name for name, count in Counter(one.name for one in found).items() if count > 1]
