@@ -2,7 +2,8 @@
 
 ``python benchmarks/http_overhead.py --batch 8,32``: a server in a process of its own and the library in this one take
 turns, wave by wave; a wave is a batch of prompts that begin together and have equal lengths.  Prints tokens per second
-of both, the median ratio, and whether the texts are equal.
+of both and the median ratio, by the clock and by processor time (the client's not counted: it needs a core of its
+own), which a busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import statistics
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from time import perf_counter
+from time import perf_counter, process_time
+
+import psutil
 
 import foretoken as ft
 from foretoken.bench.load.run import Address, run_load
@@ -29,8 +31,8 @@ from foretoken.bench.prompts import BenchPrompt, load_prompts
 
 
 @contextlib.contextmanager
-def server(drafter: str, dtype: str, batch: int) -> Iterator[str]:
-    """The address of a server on a free port, once it is ready."""
+def server(drafter: str, dtype: str, batch: int) -> Iterator[tuple[str, psutil.Process]]:
+    """The address of a server on a free port, once it is ready, and its process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -39,18 +41,20 @@ def server(drafter: str, dtype: str, batch: int) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(240):
-            with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/ready", timeout=5):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/ready", timeout=5):
                 break
             time.sleep(0.5)
         else:
             raise SystemExit("the server did not start")
-        yield url
+        yield url, psutil.Process(process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(20)
 
 
-def measure(llm: ft.Llm, url: str, prompts: list[BenchPrompt], new_tokens: int, waves: int) -> dict[str, object]:
+def measure(
+    llm: ft.Llm, url: str, process: psutil.Process, prompts: list[BenchPrompt], new_tokens: int, waves: int
+) -> dict[str, object]:
     """Ratios of one batch size."""
     texts = [prompt.text for prompt in prompts]
     settings = LoadSettings(
@@ -60,25 +64,31 @@ def measure(llm: ft.Llm, url: str, prompts: list[BenchPrompt], new_tokens: int, 
         max_tokens=new_tokens,
         ignore_eos=True,
     )
-    direct, http, equal = [], [], []
+    direct, http, processor, equal = [], [], [], []
     for wave in range(waves + 1):
-        began = perf_counter()
+        began, began_cpu = perf_counter(), process_time()
         outputs = llm.generate(texts, max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
-        spent = perf_counter() - began
+        spent, spent_cpu = perf_counter() - began, process_time() - began_cpu
         tokens = sum(len(output.token_ids) for output in outputs)
+        before = process.cpu_times()
         result = run_load([Address("server", url)], {"all": prompts}, settings)
+        after = process.cpu_times()
         (cell,) = result.cells
         if cell["errors"]:
             raise SystemExit(str(cell["errors"]))
         if wave:  # the first wave warms both up
             direct.append(tokens / spent)
             http.append(cell["tokens_per_s"])
+            # One request more than the wave: the client's warm-up.
+            server_cpu = (after.user + after.system - before.user - before.system) * len(texts) / (len(texts) + 1)
+            processor.append(spent_cpu / server_cpu)
             equal.append(cell["new_tokens"] == tokens)
     return {
         "batch": len(texts),
         "generate_tokens_per_s": statistics.median(direct),
         "http_tokens_per_s": statistics.median(http),
         "ratio": statistics.median(h / d for h, d in zip(http, direct, strict=True)),
+        "processor_ratio": statistics.median(processor),
         "ratios": [round(h / d, 3) for h, d in zip(http, direct, strict=True)],
         "same_number_of_tokens": all(equal),
     }
@@ -97,8 +107,8 @@ def main() -> None:
     for batch in map(int, options.batch.split(",")):
         llm = ft.load("builtin", drafter, dtype=options.dtype, known=True)
         chosen = [prompts[i % len(prompts)] for i in range(batch)]
-        with server(options.drafter, options.dtype, batch) as url:
-            found = measure(llm, url, chosen, options.new_tokens, options.waves)
+        with server(options.drafter, options.dtype, batch) as (url, process):
+            found = measure(llm, url, process, chosen, options.new_tokens, options.waves)
         print(json.dumps({"drafter": options.drafter, **found, "load": os.getloadavg()[0]}), flush=True)
 
 
