@@ -59,7 +59,7 @@ def test_the_file_the_table_and_the_page(run: Any, server: Any, prompts: str, tm
     ]  # fmt: skip
     assert all(c["requests"] == 8 and c["errors"] == {"http_503": 4} for c in cells)  # two passes
     assert cells[1]["ratios"]["tokens_per_s"] > 0 and cells[1]["identical"] is True
-    for words in ("2 at once", "50/s", "speculative", "4 http_503", "texts are equal, 4 of 4", "no room", str(out)):
+    for words in ("c=2", "50/s", "speculative", "4 http_503", "texts are equal, 4 of 4", "no room", str(out)):
         assert words in result.out, words
     reported = run("bench", "report", str(out), "--out", str(page), "--plots", str(tmp_path / "plots"))
     assert reported.code == 0, reported.err

@@ -205,13 +205,13 @@ def _table(result: LoadResult) -> Any:
         table.add_column(name, justify="right")
     for cell in result.cells:
         table.add_row(*_row(cell, ratios))
-    table.caption = "TTFT, TPOT (time per output token) and latency in ms: median|99th percentile; x: times the first arm"
+    table.caption = "c: concurrency; TTFT, TPOT (time per output token), latency: ms, median|99th percentile; x: times the first arm"
     table.caption_justify = "left"
     return table
 
 
 def _row(cell: Mapping[str, Any], ratios: bool) -> list[str]:
-    load = f"{cell['level']:g} at once" if cell["load"] == "concurrency" else f"{cell['level']:g}/s"
+    load = f"c={cell['level']:g}" if cell["load"] == "concurrency" else f"{cell['level']:g}/s"
     row = [
         load + (f" by {cell['burst']}" if cell["burst"] > 1 else ""),
         cell["arm"],
