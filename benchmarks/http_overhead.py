@@ -60,7 +60,7 @@ def measure(
     settings = LoadSettings(
         [Level("concurrency", len(texts))],
         requests=len(texts),
-        warmup=1,
+        warmup=0,
         max_tokens=new_tokens,
         ignore_eos=True,
     )
@@ -79,8 +79,7 @@ def measure(
         if wave:  # the first wave warms both up
             direct.append(tokens / spent)
             http.append(cell["tokens_per_s"])
-            # One request more than the wave: the client's warm-up.
-            server_cpu = (after.user + after.system - before.user - before.system) * len(texts) / (len(texts) + 1)
+            server_cpu = after.user + after.system - before.user - before.system
             processor.append(spent_cpu / server_cpu)
             equal.append(cell["new_tokens"] == tokens)
     return {

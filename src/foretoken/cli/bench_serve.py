@@ -205,7 +205,9 @@ def _table(result: LoadResult) -> Any:
         table.add_column(name, justify="right")
     for cell in result.cells:
         table.add_row(*_row(cell, ratios))
-    table.caption = "c: concurrency; TTFT, TPOT (time per output token), latency: ms, median|99th percentile; x: times the first arm"
+    table.caption = (
+        "c: concurrency. TTFT, TPOT (time per output token), latency: ms, median|99th percentile. x: over the first"
+    )
     table.caption_justify = "left"
     return table
 
