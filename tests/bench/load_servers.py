@@ -41,7 +41,7 @@ def running(app: Any, path: str = "/v1/models") -> Iterator[str]:
 
 def event(text: str = "", reason: str | None = None, **more: Any) -> str:
     """One event of a completion."""
-    return f"data: {json.dumps({'choices': [{'index': 0, 'text': text, 'finish_reason': reason}], **more})}\n\n"
+    return f"data: {json.dumps({'choices': [{'index': 0, 'text': text, 'finish_reason': reason, **more}]})}\n\n"
 
 
 class Scripted:
@@ -55,6 +55,7 @@ class Scripted:
         key: which it wants, if any.
         drafted: draft tokens of its Prometheus page.
         switches: whether ``speculative: {"enabled": false}`` is heeded.
+        logprobs: what it says of the next token.
         skew: appended to texts of requests without ``speculative``.
     """
 
@@ -63,9 +64,11 @@ class Scripted:
         self.open = self.most = self.drafted = 0
         self.pause_s, self.owner, self.key, self.skew = 0.0, "somebody", "", ""
         self.switches = True
+        self.logprobs: dict[str, float] = {}
         routes = [
             Route("/v1/models", self._models),
             Route("/metrics", self._metrics),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/v1/completions", self._complete, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes)
@@ -83,9 +86,14 @@ class Scripted:
         ]
         return PlainTextResponse("\n".join(lines))
 
+    async def _tokenize(self, request: Request) -> Response:
+        return JSONResponse({"tokens": [5, 6]})
+
     async def _complete(self, request: Request) -> Response:
         body = await request.json()
         self.seen.append(body)
+        if body.get("logprobs"):
+            return JSONResponse({"choices": [{"logprobs": {"top_logprobs": [self.logprobs]}}]})
         if body["prompt"] == "full":
             return JSONResponse({"error": {"message": "no room"}}, 503)
         if body["prompt"] == "detail":
@@ -107,7 +115,7 @@ class Scripted:
         plain = body.get("speculative") == {"enabled": False}
         yield ": ping\n\n"
         for i in range(3):
-            yield event(f"block {i} ")
+            yield event(f"block {i} ", token_ids=[i])
             await asyncio.sleep(30 if what == "hang" and i else self.pause_s)
             if what == "die":
                 raise RuntimeError("as asked")
@@ -121,7 +129,8 @@ class Scripted:
                 yield "data: all is well\n\n"
                 return
         if what != "endless":
-            yield event("end" + ("" if plain else self.skew), "length")
+            skew = "" if plain else self.skew
+            yield event("end" + skew, "length", token_ids=[8 if skew else 9])
         drafted = 0 if plain and self.switches else 4
         spec = {"num_draft_tokens": drafted, "num_accepted_draft_tokens": drafted // 2, "num_spec_steps": 2}
         more = {} if what == "untold" else {"metrics": {"speculative_decoding": spec}}

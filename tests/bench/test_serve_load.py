@@ -203,6 +203,22 @@ def test_a_text_that_differs_between_arms_is_seen(scripted: Any) -> None:
     assert found["examples"][0]["texts"][1].endswith("end!") and found["examples"][0]["character"] == 27
 
 
+@pytest.mark.parametrize(("less_likely", "ties"), [(-0.75, 2), (-3.0, 0), (None, 0)])
+def test_a_difference_is_a_tie_only_where_the_server_holds_both_tokens_alike(
+    scripted: Any, less_likely: float | None, ties: int
+) -> None:
+    server, url = scripted
+    server.skew = "!"
+    server.logprobs = {"token_id:9": -0.6} | ({} if less_likely is None else {"token_id:8": less_likely})
+    result = load(url, ["a", "b"], compare=True)
+    (found,) = result.summary["equality"]
+    assert (found["different"], found["ties"]) == (2, ties) and result.cells[1]["identical"] is False
+    asked = [body for body in server.seen if "logprobs" in body]
+    assert [body["prompt"] for body in asked] == [[5, 6, 0, 1, 2]] * 2
+    gap = None if less_likely is None else pytest.approx(-0.6 - less_likely)
+    assert found["examples"][0]["gap"] == gap
+
+
 def test_texts_are_not_compared_where_they_may_differ(scripted: Any) -> None:
     server, url = scripted
     server.skew = "!"

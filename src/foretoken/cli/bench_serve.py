@@ -243,10 +243,15 @@ def _show_equality(console: Console, found: Mapping[str, Any]) -> None:
     if not different:
         console.print(f"{level}: texts are equal, {compared} of {compared}", style="green", soft_wrap=True)
         return
+    if different == found["ties"]:
+        words = f"{level}: {different} of {compared} texts differ, all by numerical ties (bfloat16 rounds by batch)"
+        console.print(words, soft_wrap=True)
+        return
     first = found["examples"][0]
+    texts = " became ".join(map(repr, first["texts"]))
     console.print(
-        f"{level}: {different} of {compared} texts differ, request {first['request']} from character "
-        f"{first['character']}: {first['texts'][0]!r} became {first['texts'][1]!r}",
+        f"{level}: {different} of {compared} texts differ, {found['ties']} of them by numerical ties; "
+        f"request {first['request']} from character {first['character']}: {texts}",
         style="red",
         soft_wrap=True,
     )

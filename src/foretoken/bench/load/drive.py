@@ -209,8 +209,9 @@ async def drive(
     find_arms: Callable[[httpx.AsyncClient], Awaitable[Sequence[Arm]]],
     prompts: Mapping[str, Sequence[BenchPrompt]],
     tell: Tell,
+    after: Callable[[httpx.AsyncClient, Sequence[Arm], list[Pass]], Awaitable[None]] | None = None,
 ) -> tuple[Sequence[Arm], list[Pass], bool]:
-    """The arms, their passes, and whether it was interrupted.
+    """The arms, their passes, and whether it was interrupted; ``after`` may ask the servers about what was found.
 
     Raises:
         ValueError: a server is not there, or refuses what it is asked.
@@ -220,4 +221,6 @@ async def drive(
         with stopped_by_ctrl_c(driver.stop):
             arms = await find_arms(http)
             passes = await driver.run(arms)
+            if after is not None and not driver.stop.is_set():
+                await after(http, arms, passes)
         return arms, passes, driver.stop.is_set()

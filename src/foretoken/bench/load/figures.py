@@ -9,7 +9,7 @@ from typing import Any
 
 from foretoken.bench.load.drive import Pass
 from foretoken.bench.load.sample import Drafts, Sample
-from foretoken.bench.load.settings import Arm, Level, LoadSettings
+from foretoken.bench.load.settings import LARGEST_TIE, Arm, Level, LoadSettings
 
 PERCENTILES = (50, 90, 99)
 CURVE = tuple(range(0, 101, 2))
@@ -127,10 +127,11 @@ def _mean(samples: Sequence[Sample], name: str) -> float:
 
 
 def equality(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]:
-    """Texts of the same request in the same pass: how many were compared, how many differ, and some that do."""
+    """Texts of the same request in the same pass: how many were compared, how many differ (of those: how many by a
+    numerical tie, where the server was asked), and some that do."""
     others = {(one.number, sample.number): sample for one in baseline for sample in one.samples if sample.ok}
     examples: list[dict[str, Any]] = []
-    compared = different = 0
+    compared = different = ties = 0
     for one in passes:
         for sample in one.samples:
             other = others.get((one.number, sample.number))
@@ -140,9 +141,10 @@ def equality(passes: Sequence[Pass], baseline: Sequence[Pass]) -> dict[str, Any]
             if sample.text == other.text and sample.finish_reason == other.finish_reason:
                 continue
             different += 1
+            ties += sample.gap is not None and sample.gap <= LARGEST_TIE
             if len(examples) < EXAMPLES:
                 examples.append(_difference(sample, other))
-    return {"compared": compared, "different": different, "examples": examples}
+    return {"compared": compared, "different": different, "ties": ties, "examples": examples}
 
 
 def _difference(sample: Sample, other: Sample) -> dict[str, Any]:
@@ -152,6 +154,7 @@ def _difference(sample: Sample, other: Sample) -> dict[str, Any]:
     return {
         "request": sample.number,
         "character": place,
+        "gap": sample.gap,
         "texts": [text[max(0, place - 20) : place + 20] for text in (other.text, sample.text)],
     }
 

@@ -20,6 +20,7 @@ from foretoken.bench.load import figures
 from foretoken.bench.load.client import find_server
 from foretoken.bench.load.drive import Pass, Tell, drive
 from foretoken.bench.load.settings import PLAIN, SERVER, SPECULATIVE, Arm, LoadSettings
+from foretoken.bench.load.ties import find_gaps
 from foretoken.bench.prompts import BenchPrompt
 
 LATE_S = 0.05
@@ -112,7 +113,16 @@ def run_load(
     Raises:
         ValueError: a server is not there, or refuses what it is asked.
     """
-    arms, passes, interrupted = asyncio.run(drive(settings, _finder(addresses, compare), prompts, tell))
+
+    async def after(http: httpx.AsyncClient, arms: Sequence[Arm], passes: list[Pass]) -> None:
+        asks = settings.asks(prompts, settings.requests)
+        first, second = ([one for one in passes if one.arm is arm] for arm in arms)
+        for level in settings.levels:
+            both = ([one for one in mine if one.level is level] for mine in (first, second))
+            await find_gaps(http, settings, asks, *both)
+
+    work = drive(settings, _finder(addresses, compare), prompts, tell, after if compare else None)
+    arms, passes, interrupted = asyncio.run(work)
     return LoadResult(
         figures.cells(arms, passes, settings),
         summary(arms, passes, settings, prompts, interrupted),
@@ -125,7 +135,9 @@ def _finder(addresses: Sequence[Address], compare: bool) -> Callable[[httpx.Asyn
         servers = [await find_server(http, one.name, one.url, one.key, one.model) for one in addresses]
         if not compare:
             return [Arm(server.name, server) for server in servers]
-        return [Arm(PLAIN, servers[0], {"speculative": {"enabled": False}}), Arm(SPECULATIVE, servers[0])]
+        ids = {"return_token_ids": True}
+        plain = {"speculative": {"enabled": False}}
+        return [Arm(PLAIN, servers[0], {**ids, **plain}), Arm(SPECULATIVE, servers[0], ids)]
 
     return find
 

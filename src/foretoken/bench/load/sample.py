@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -55,6 +55,8 @@ class Sample:
         error: what kind of error ended it; empty for none.
         detail: the error in words.
         drafts: what speculation did, if it is told.
+        token_ids: of the answer, where they were asked for and are told.
+        gap: for an answer that differs from another: how much less likely its token was (see ``ties.py``).
         ignored: fields that the server says it ignored.
     """
 
@@ -73,6 +75,8 @@ class Sample:
     error: str = ""
     detail: str = ""
     drafts: Drafts | None = None
+    token_ids: list[int] = field(default_factory=list)
+    gap: float | None = None
     ignored: str = ""
 
     @property
@@ -116,6 +120,7 @@ class Sample:
                 self.first_s = now_s if self.first_s is None else self.first_s
                 self.chunks += 1
                 self.text += text
+            self.token_ids += choice.get("token_ids") or ()
             if choice.get("finish_reason"):
                 self.finish_reason, self.last_s = str(choice["finish_reason"]), now_s
         usage = event.get("usage")

@@ -11,6 +11,8 @@ from typing import Any, Literal
 from foretoken.bench.prompts import BenchPrompt
 
 Shape = Literal["concurrency", "rate"]
+LARGEST_TIE = 0.3
+"""Gap between two log-probabilities that rounding in bfloat16 may turn over: 4 % of a logit of 8."""
 SERVER, PLAIN, SPECULATIVE = "server", "plain", "speculative"
 
 

@@ -105,6 +105,9 @@ def _equality(run: Run) -> list[Remark]:
     different = sum(int(number(one.get("different")) or 0) for one in found)
     if not compared:
         return []
+    ties = sum(int(number(one.get("ties")) or 0) for one in found)
+    if different and different == ties:
+        return [Remark(f"{ties} of {compared} texts differ from those of {run.arms[0]}, all by numerical ties.")]
     if different:
         return [Remark(f"{different} of {compared} texts differ from those of {run.arms[0]}.", "bad")]
     return [Remark(f"All {compared} compared texts equal those of {run.arms[0]}.", "good")]
