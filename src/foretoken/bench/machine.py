@@ -7,12 +7,12 @@ import platform
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foretoken.bench.cpu import cpu_info
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.packing import Projection, shapes_of
 from foretoken.models.product_costs import known_times
@@ -47,7 +47,7 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """Processor and accelerators."""
-    flags, name = _cpu_info()
+    flags, name = cpu_info()
     return {
         "cpu": name or platform.processor() or platform.machine(),
         "cores": os.cpu_count() or 1,
@@ -55,16 +55,6 @@ def hardware() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "mps": bool(torch.backends.mps.is_available()),
     }
-
-
-def _cpu_info() -> tuple[set[str], str]:
-    """Instruction-set flags and model name, where Linux tells them."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return set(), ""
-    lines = info.read_text().split("\n\n")[0].splitlines()
-    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return set(fields.get("flags", "").split()), fields.get("model name", "")
 
 
 def threads() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from foretoken.bench.specs import OTHER_ENGINES, check_arm
+from foretoken.cli.bench_serve import serve_command
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, progress_bar, screen
 from foretoken.registry import find, parse_spec, rows
@@ -299,3 +300,6 @@ def report_command(
     screen().print(f"report written to {out}", soft_wrap=True)
     if pictures:
         screen().print(f"{len(pictures)} plots written to {plots}", soft_wrap=True)
+
+
+app.command("serve")(serve_command)
