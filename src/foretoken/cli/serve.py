@@ -68,12 +68,16 @@ def serve_command(
     check_model(settings)
     _check_extra()
     if replicas > 1:
-        from foretoken.server.scale import serve_replicas
+        from foretoken.server.scale import check_ray, serve_replicas
 
-        raise typer.Exit(serve_replicas(settings, replicas, ray_address))
-    sock = listener(settings)
-    print(f"loading {settings.model} ...", file=sys.stderr, flush=True)
-    code = run(settings, sock)
+        check_ray()
+        sock = listener(settings)
+        print(f"starting {replicas} replicas of {settings.model} ...", file=sys.stderr, flush=True)
+        code = serve_replicas(settings, replicas, ray_address, sock)
+    else:
+        sock = listener(settings)
+        print(f"loading {settings.model} ...", file=sys.stderr, flush=True)
+        code = run(settings, sock)
     if code:
         raise typer.Exit(code)
 
