@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ LONGEST_ID = 256
 """Characters of a session that a client names."""
 CHARACTERS = 256
 """Of a prompt: texts with the same ones share a replica."""
+MORE = 1.5
+"""A replica keeps its sessions until it has so many times its share of all requests: moving one costs reading its text."""
 TOKENS = 64
 """The same for a prompt of token ids."""
 
@@ -74,22 +77,22 @@ def ranked(session: str, replicas: Sequence[str]) -> list[str]:
     return sorted(replicas, key=lambda name: hashlib.sha256(f"{session}\0{name}".encode()).digest(), reverse=True)
 
 
-def order(session: str, loads: Mapping[str, int], room: int) -> list[str]:
-    """Replicas, the most wanted first.
+def order(session: str, loads: Mapping[str, int]) -> list[str]:
+    """Replicas, the most wanted first: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016).
 
-    A session's own replica comes first as long as its batch has room; when it is full, waiting there costs more than
-    reading the text again elsewhere, so the next one of the session's order with room is taken, and if all are full the
-    least busy.  A request without a session goes to the least busy one.
+    A session's own replica comes first as long as it has less than its share of all requests, widened by ``MORE``;
+    then the next ones in the session's order; at last the full ones, the least busy first.  A request without a session
+    goes to the least busy replica.
 
     Args:
         session: digest of the session, or empty.
         loads: requests that each replica has now.
-        room: requests that run together in one replica.
     """
     if not session:
         names = list(loads)
         random.shuffle(names)  # among equals none is preferred
         return sorted(names, key=lambda name: loads[name])
     mine = ranked(session, list(loads))
-    free = [name for name in mine if loads[name] < room]
-    return [*free, *sorted((name for name in mine if loads[name] >= room), key=lambda name: loads[name])]
+    most = math.ceil(MORE * (sum(loads.values()) + 1) / max(1, len(loads)))
+    free = [name for name in mine if loads[name] < most]
+    return [*free, *sorted((name for name in mine if loads[name] >= most), key=lambda name: loads[name])]

@@ -114,7 +114,7 @@ class RayReplicas:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
-                **({"num_cpus": max(self.num_wanted, os.cpu_count() or 1)} if local else {}),
+                **({"num_cpus": max(self.num_wanted * self.settings.tensor_parallel, os.cpu_count() or 1)} if local else {}),
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -240,8 +240,7 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
         health_check_timeout_s=max(10.0, settings.watchdog),
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig(
-            request_router_class="foretoken.server.ray_router:SessionRouter",
-            request_router_kwargs={"room": settings.max_running},
+            request_router_class="foretoken.server.ray_router:SessionRouter"
         ),
         ray_actor_options={
             **_resources(settings),
@@ -279,7 +278,7 @@ def _resources(settings: Settings) -> dict[str, float]:
     import torch
 
     wants = settings.device.startswith("cuda") or (settings.device == "auto" and torch.cuda.is_available())
-    return {"num_gpus": 1} if wants else {"num_cpus": 1}
+    return {"num_gpus" if wants else "num_cpus": settings.tensor_parallel}
 
 
 def _running(name: str) -> int:
