@@ -87,7 +87,7 @@ class Common:
 
             check_seed(self.seed)
 
-    def load(self, drafter: str | None = None) -> Llm:
+    def load(self, drafter: str | None = None, tensor_parallel: int = 1) -> Llm:
         """Load the target and everything around it; ``drafter`` replaces the option.
 
         Raises:
@@ -110,6 +110,7 @@ class Common:
             profile=self.profile,
             inflate=self.inflate,
             quantize=self.quantize,
+            tensor_parallel=tensor_parallel,
         )
         self._tell_inflated(llm.target)
         return llm

@@ -27,6 +27,9 @@ def serve_command(
     dtype: Annotated[str | None, Given(help="float32, float64, bfloat16 or float16 [the checkpoint's].")] = None,
     device: Annotated[str | None, Given(help="auto, cpu, cuda, cuda:1 or mps [auto].")] = None,
     quantize: Annotated[str | None, Given(help="int8 or int4 weights, on the cpu.")] = None,
+    tensor_parallel: Annotated[
+        int | None, Given(help="Processes of this machine, on CUDA devices, that the model is split over [1].")
+    ] = None,
     max_running: Annotated[int | None, Given(help="Requests that run together [16].")] = None,
     max_queued: Annotated[int | None, Given(help="Requests that wait besides; more get 503 [256].")] = None,
     kv_memory: Annotated[str | None, Given(help="Memory of keys and values, as 2GiB [no limit].")] = None,
@@ -81,12 +84,16 @@ def serve_command(
     check_model(settings)
     _check_extra()
     if replicas > 1:
-        from foretoken.server.scale import serve_replicas
+        from foretoken.server.scale import check_ray, serve_replicas
 
-        raise typer.Exit(serve_replicas(settings, replicas, ray_address))
-    sock = listener(settings)
-    print(f"loading {settings.model} ...", file=sys.stderr, flush=True)
-    code = run(settings, sock)
+        check_ray()
+        sock = listener(settings)
+        print(f"starting {replicas} replicas of {settings.model} ...", file=sys.stderr, flush=True)
+        code = serve_replicas(settings, replicas, ray_address, sock)
+    else:
+        sock = listener(settings)
+        print(f"loading {settings.model} ...", file=sys.stderr, flush=True)
+        code = run(settings, sock)
     if code:
         raise typer.Exit(code)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from foretoken.engine.errors import Draining, EngineDead, QueueFull, RequestFailed, failure_of
+from foretoken.engine.errors import Draining, EngineDead, QueueFull, RequestFailed, TargetGone, failure_of
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Request
 from foretoken.engine.tickets import Ticket as Ticket
@@ -253,6 +253,7 @@ class AsyncLlm:
             while not self._stopping:
                 self._show_life()
                 self._take_in()
+                self._check_target()
                 if not self.llm.engine.busy:
                     self._wake.wait(IDLE_S)
                     self._wake.clear()
@@ -260,6 +261,8 @@ class AsyncLlm:
                 try:
                     self._hand_out()
                     mishaps = 0
+                except TargetGone:
+                    raise
                 except Exception as error:
                     mishaps += 1
                     if mishaps == MISHAPS:
@@ -276,6 +279,12 @@ class AsyncLlm:
         controller = self.llm.engine.controller
         if controller is not None and self._beat - self._reported > IDLE_S:
             self._report, self._reported = controller.report(), self._beat
+
+    def _check_target(self) -> None:
+        """End the engine where its target is gone: nobody can be served, and nobody should be told otherwise."""
+        trouble = self.llm.engine.target.trouble
+        if trouble is not None:
+            raise TargetGone(trouble)
 
     def _take_in(self) -> None:
         """Requests, cancellations and calls that came since the last round."""
@@ -307,7 +316,9 @@ class AsyncLlm:
 
     def _hand_out(self) -> None:
         """One round; everybody gets what is theirs."""
-        for run, emission in self.llm.engine.step():
+        emissions = self.llm.engine.step()
+        self._check_target()
+        for run, emission in emissions:
             ticket = self._tickets.get(run.id)
             if ticket is None:
                 continue

@@ -25,6 +25,10 @@ class EngineDead(RuntimeError):
     """The engine's thread has ended."""
 
 
+class TargetGone(RuntimeError):
+    """The target cannot run anything any more, which ends the engine."""
+
+
 class DeadlineExceeded(RuntimeError):
     """A request's time was up before it had a token."""
 

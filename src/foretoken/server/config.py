@@ -23,6 +23,7 @@ class Settings:
         served_name: what clients call it; its last path part by default.
         host, port: where it listens.
         drafter, verifier, controller, dtype, device, quantize, profile: as for :func:`foretoken.load`.
+        tensor_parallel: processes of this machine (on CUDA: devices) that the model is split over.
         max_running: requests that run together.
         max_queued: requests that wait besides; more get 503.
         kv_memory: bytes of keys and values, as "2GiB"; empty for no limit.
@@ -57,6 +58,7 @@ class Settings:
     device: str = "auto"
     quantize: str = ""
     profile: str = ""
+    tensor_parallel: int = 1
     max_running: int = 16
     max_queued: int = 256
     kv_memory: str = ""
@@ -80,7 +82,7 @@ class Settings:
     online_save: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "prefill_chunk", "max_body", "stream_interval"):
+        for name in ("max_running", "tensor_parallel", "prefill_chunk", "max_body", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("max_queued", "stream_pad", "log_prompts", "shutdown_timeout"):

@@ -58,17 +58,29 @@ def check_model(settings: Settings) -> None:
 
 def run(settings: Settings, sock: socket.socket) -> int:
     """Serve until a signal comes or the engine stops; returns the exit code."""
+    from foretoken.server.app import create_app
+    from foretoken.server.serving import Serving
+
+    serving = Serving(settings)
+    return run_app(create_app(settings, serving), serving, sock)
+
+
+def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
+    """Serve an application until a signal comes or its state is in trouble; returns the exit code.
+
+    Args:
+        app: the ASGI application.
+        serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``settings`` and ``drain()``.
+        sock: where it listens.
+    """
     import uvicorn
 
     from foretoken.server import logs
-    from foretoken.server.app import create_app
     from foretoken.server.protocol import GuardedProtocol
-    from foretoken.server.serving import Serving
 
     logs.install()
-    serving = Serving(settings)
     config = uvicorn.Config(
-        create_app(settings, serving),
+        app,
         http=GuardedProtocol,
         ws="none",
         lifespan="on",

@@ -39,6 +39,7 @@ def load_llm(settings: Settings) -> Llm:
         profile=settings.profile or None,
         quantize=settings.quantize or None,
         known=True,
+        tensor_parallel=settings.tensor_parallel,
     )
 
 
