@@ -74,7 +74,7 @@ def custom_generate(
             row's ids [1, n].
         generation_config: pad token and output form.
         synced_gpus: not supported.
-        streamer: Transformers 5.23 does not hand it to a custom loop: use ``token_streamer``.
+        streamer: Transformers (5.24) does not hand it to a custom loop: use ``token_streamer``.
         drafter: spec string, drafter, a draft model (``PreTrainedModel``), or ``None`` for plain decoding.
         verifier: as in :func:`foretoken.load`.
         controller: as in :func:`foretoken.load`.

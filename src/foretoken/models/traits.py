@@ -13,9 +13,16 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 
 
 def cache_name(module: Any) -> str | None:
-    """How the forward of a model or a decoder layer calls its cache; ``None`` when it takes none."""
-    parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), None)
+    """How the forward of a model or a decoder layer calls its cache; ``None`` when it takes none.
+
+    A forward that hands ``**kwargs`` on (a subclass, a wrapper like PEFT's) calls it as what it hands them to.
+    """
+    for inner in module.modules():
+        parameters = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
+        found = next((name for name in CACHE_NAMES if name in parameters), None)
+        if found is not None or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            return found
+    return None
 
 
 def cache_argument(module: Any) -> str:
