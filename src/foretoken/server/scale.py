@@ -113,8 +113,8 @@ class RayReplicas:
                 namespace="serve",
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level="ERROR",
-                **({"num_cpus": max(self.num_wanted * self.settings.tensor_parallel, os.cpu_count() or 1)} if local else {}),
+                logging_level=logging.ERROR,
+                num_cpus=max(self.num_wanted * self.settings.tensor_parallel, os.cpu_count() or 1) if local else None,
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -156,9 +156,7 @@ class RayReplicas:
             except Exception:  # Ray's controller is being replaced: what is known stays
                 continue
 
-    async def answer(
-        self, scope: dict[str, Any], body: bytes, session: str
-    ) -> AsyncGenerator[list[Message], None]:
+    async def answer(self, scope: dict[str, Any], body: bytes, session: str) -> AsyncGenerator[list[Message], None]:
         """An answer's messages.
 
         Raises:
@@ -239,9 +237,7 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
         health_check_period_s=2,
         health_check_timeout_s=max(10.0, settings.watchdog),
         max_constructor_retry_count=1,
-        request_router_config=RequestRouterConfig(
-            request_router_class="foretoken.server.ray_router:SessionRouter"
-        ),
+        request_router_config=RequestRouterConfig(request_router_class="foretoken.server.ray_router:SessionRouter"  # type: ignore[arg-type]),
         ray_actor_options={
             **_resources(settings),
             **({"runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}}} if threads else {}),
@@ -250,7 +246,7 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
     class Foretoken:
         """One model, one engine."""
 
-        async def __init__(self, settings: Settings) -> None:
+        async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]
             self.replica = Replica(settings, serve.get_replica_context().replica_id.unique_id)
             await self.replica.start()
 
@@ -284,11 +280,12 @@ def _resources(settings: Settings) -> dict[str, float]:
 def _running(name: str) -> int:
     """Replicas of an application that can serve."""
     from ray import serve
+    from ray.serve.schema import ReplicaState  # type: ignore[attr-defined]
 
     found = serve.status().applications.get(name)
     if found is None:
         return 0
-    return sum(one.replica_states.get("RUNNING", 0) for one in found.deployments.values())
+    return sum(one.replica_states.get(ReplicaState.RUNNING, 0) for one in found.deployments.values())
 
 
 def _reason(name: str, error: Exception) -> str:
