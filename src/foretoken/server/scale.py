@@ -237,7 +237,9 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
         health_check_period_s=2,
         health_check_timeout_s=max(10.0, settings.watchdog),
         max_constructor_retry_count=1,
-        request_router_config=RequestRouterConfig(request_router_class="foretoken.server.ray_router:SessionRouter"  # type: ignore[arg-type]),
+        request_router_config=RequestRouterConfig(
+            request_router_class="foretoken.server.ray_router:SessionRouter",  # type: ignore[arg-type]
+        ),
         ray_actor_options={
             **_resources(settings),
             **({"runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}}} if threads else {}),
