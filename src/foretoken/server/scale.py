@@ -26,6 +26,8 @@ MANY = 100_000
 """Requests that Ray may hand to a replica, which refuses by its own limits, in OpenAI's words."""
 LOOK_S = 0.5
 """How often the gateway asks how many replicas there are."""
+REACH_S = 5.0
+"""Seconds in which somebody must answer at the address of a cluster."""
 METRICS_S = 5.0
 """Seconds in which replicas must have told their counters."""
 LEAVE_S = 1.0
@@ -104,9 +106,14 @@ class RayReplicas:
             ValueError: there is none at the address.
         """
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
+        local = self._address == "local"
+        if local:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's ports run whatever code they are sent
+        else:
+            _reach(self._address)
         import ray
 
-        local = self._address == "local"
         try:
             ray.init(
                 address=None if local else self._address,
@@ -118,7 +125,8 @@ class RayReplicas:
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise ValueError(f"no Ray cluster at {self._address!r}: {reason}") from None
+            hint = "" if local or self._address == "auto" else "; is RAY_AUTH_TOKEN that of the cluster?"
+            raise ValueError(f"no Ray cluster at {self._address!r}: {reason}{hint}") from None
 
     def _deploy(self) -> Any:
         from ray import serve
@@ -269,6 +277,23 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
             await self.replica.stop()
 
     return Foretoken.bind(settings)  # type: ignore[attr-defined]
+
+
+def _reach(address: str) -> None:
+    """Find out soon that nobody is at an address: Ray itself tries for minutes.
+
+    Raises:
+        ValueError: nobody is there.
+    """
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise ValueError(f"--ray-address must be local, auto or HOST:PORT, not {address!r}")
+    try:
+        socket.create_connection((host, int(port)), REACH_S).close()
+    except OSError as error:
+        raise ValueError(f"no Ray cluster at {address!r}: {error.strerror or error}") from None
 
 
 def _resources(settings: Settings) -> dict[str, float]:
