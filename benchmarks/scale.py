@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,9 @@ class Server:
         """When the events of a plain stream came, from the request on."""
         asked = {"model": "builtin", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         asked |= {"stream": True, "speculative": {"enabled": False}}
-        began, found = time.perf_counter(), []
+        began = time.perf_counter()
         with self.client.stream("POST", "/v1/completions", json=asked) as answer:
-            found = [time.perf_counter() - began for line in answer.iter_lines() if line.startswith("data: {")]
-        return found
+            return [time.perf_counter() - began for line in answer.iter_lines() if line.startswith("data: {")]
 
     def stop(self) -> float:
         """Seconds from SIGTERM to the end."""
@@ -125,12 +125,11 @@ def overheads(servers: dict[str, Server], count: int) -> dict[str, dict[str, flo
             if number % 5 == 0:
                 events = server.events(f"{number} and", 64)
                 times.setdefault("first event", []).append(events[0])
-                gaps = [after - before for before, after in zip(events, events[1:], strict=False)]
+                gaps = [after - before for before, after in pairwise(events)]
                 times.setdefault("between events", []).append(statistics.median(gaps))
                 times.setdefault("per event", []).append((events[-1] - events[0]) / (len(events) - 1))
     return {
-        name: {what: 1e3 * statistics.median(values) for what, values in times.items()}
-        for name, times in found.items()
+        name: {what: 1e3 * statistics.median(values) for what, values in times.items()} for name, times in found.items()
     }
 
 

@@ -274,8 +274,8 @@ def load(
             conversation reads only what is new.
         known: draft what a grammar forces and what a caller predicts, whatever the drafter is
             (``docs/methods/known.md``); a server does.
-        tensor_parallel: split the target over so many processes of this machine (:mod:`foretoken.models.parallel`), on
-            CUDA with a device each.  Drafters run in this process and must not want the target's own layers.
+        tensor_parallel: processes of this machine (CUDA: devices) that the target is split over
+            (:mod:`foretoken.models.parallel`), for drafters that do not want its layers.
 
     Warns:
         ProfileWarning: the profile was measured with another target or on another machine.
@@ -290,16 +290,8 @@ def load(
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
-    model = load_model(
-        target,
-        dtype=dtype,
-        device=device,
-        exact=exact,
-        inflate=inflate,
-        pack=pack,
-        quantize=quantize,
-        tensor_parallel=tensor_parallel,
-    )
+    how: dict[str, Any] = {"inflate": inflate, "pack": pack, "quantize": quantize, "tensor_parallel": tensor_parallel}
+    model = load_model(target, dtype=dtype, device=device, exact=exact, **how)
     if model is not target or graphs != "auto":  # a language model that is handed in stays as it is
         model = with_graphs(model, graphs)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)

@@ -177,7 +177,9 @@ SETTINGS = Settings(dtype="float32", max_running=4, max_queued=2)
 
 
 @asynccontextmanager
-async def gateway(settings: Settings = SETTINGS, *script: str) -> AsyncIterator[tuple[httpx.AsyncClient, InMemory, Fleet]]:
+async def gateway(
+    settings: Settings = SETTINGS, *script: str
+) -> AsyncIterator[tuple[httpx.AsyncClient, InMemory, Fleet]]:
     replicas = InMemory(settings, list(script))
     fleet = Fleet(settings, replicas)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(create_gateway(fleet), raise_app_exceptions=False)

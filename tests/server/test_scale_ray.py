@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import pytest
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 psutil = pytest.importorskip("psutil", reason="the extra 'ray' is not installed")
 
-from conftest import make_llm
-from foretoken.server.config import Settings
-from test_lifecycle import free_port
+from test_lifecycle import free_port  # noqa: E402
+
+from conftest import make_llm  # noqa: E402
+from foretoken.server.config import Settings  # noqa: E402
 
 FLAGS = ("--dtype", "float32", "--drafter", "ngram", "--controller", "constant", "--replicas", "2")
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -76,10 +78,8 @@ class Cluster:
             self.process.kill()
         self.process.wait(30)
         for process in self.below:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +260,8 @@ def test_what_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
     hidden = "import sys; sys.modules['ray'] = None; from foretoken.cli.main import main; sys.exit(main())"
     assert "pip install 'foretoken[ray]'" in refused("builtin", "--port", str(free_port()), code=hidden)
     assert "no Ray cluster at 'auto'" in refused("builtin", "--port", str(free_port()), "--ray-address", "auto")
+    for address, words in ((f"127.0.0.1:{free_port()}", "refused"), ("somewhere", "HOST:PORT")):
+        assert words in refused("builtin", "--port", str(free_port()), "--ray-address", address)
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text('{"model_type": "llama"}')

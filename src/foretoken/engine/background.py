@@ -269,6 +269,8 @@ class AsyncLlm:
                         raise
                     self._fail_lost(error)
             self._finish("the server is shutting down")
+        except TargetGone as error:
+            self._finish(f"the engine has stopped: {error}")
         except BaseException as error:
             self._finish(f"the engine has stopped: {type(error).__name__}: {error}")
             raise

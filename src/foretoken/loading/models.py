@@ -55,8 +55,8 @@ def load_model(
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
-        ValueError: unknown dtype, no such device, a model that cannot be inflated to that size or split so, or ``pack=True`` or
-            ``quantize`` for one that cannot be packed or quantised.
+        ValueError: unknown dtype, no such device, a model that cannot be inflated to that size or split so, or
+            ``pack=True`` or ``quantize`` for one that cannot be packed or quantised.
     """
     if pack not in ("auto", True, False):
         raise ValueError(f"pack must be 'auto', True or False, not {pack!r}")
@@ -140,7 +140,7 @@ def load_network(path: str, dtype: torch.dtype | None, processes: int) -> Any:
     Raises:
         LoadError: it cannot be loaded.
     """
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
 
     return _from_pretrained(path, dtype, None, DistributedConfig(tp_plan="auto", tp_size=processes))
 

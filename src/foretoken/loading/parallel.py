@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -47,15 +48,14 @@ class Part:
         """How it has ended; ``None`` as long as it lives."""
         if self._how is None and self.process.poll() is not None:
             code = self.process.returncode
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            words = self._last_words()
-            self._how = f"process {self.rank} of the split model has ended ({how}{': ' + words if words else ''})"
+            how = f"signal {-code}" if code < 0 else f"exit code {code}: {self._last_words()}"
+            self._how = f"process {self.rank} of the split model has ended ({how})"
         return self._how
 
     def _last_words(self) -> str:
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].strip() if lines else ""
+        return lines[-1].strip() if lines else "it said nothing"
 
     def send(self, line: str) -> None:
         """Write to its standard input."""
@@ -82,10 +82,8 @@ class Part:
     def end(self) -> None:
         """Close its pipe, which ends it, and wait."""
         if self.process.stdin is not None and not self.process.stdin.closed:
-            try:
+            with suppress(OSError):  # it has gone already, with something unread
                 self.process.stdin.close()
-            except OSError:
-                pass  # it has gone already, with something unread
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -116,7 +114,14 @@ def load_parallel(source: Any, count: int, *, dtype: Any, device: Any, exact: st
     parts: list[Part] = []
     with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
         store = str(Path(folder, "store"))
-        told = {"world": count, "store": store, "path": path, "exact": exact, "kind": kind, "threads": _threads(kind, count)}
+        told = {
+            "world": count,
+            "store": store,
+            "path": path,
+            "exact": exact,
+            "kind": kind,
+            "threads": _threads(kind, count),
+        }
         told["dtype"] = None if wanted is None else str(wanted).removeprefix("torch.")
         try:
             parts.extend(_started(rank, told) for rank in range(1, count))
@@ -228,7 +233,7 @@ def join(rank: int, told: dict[str, Any]) -> None:
         torch.cuda.set_device(rank)
     distributed.init_process_group(
         "nccl" if cuda else "gloo",
-        store=distributed.FileStore(told["store"], told["world"]),
+        store=distributed.FileStore(told["store"], told["world"]),  # type: ignore[attr-defined]
         rank=rank,
         world_size=told["world"],
         timeout=timedelta(seconds=JOIN_S),

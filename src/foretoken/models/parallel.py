@@ -3,8 +3,8 @@
 Transformers cuts the weights (its own plan for the model's family) and joins the parts inside the forward.  What is
 left is that all processes run the same forwards over the same caches.  Process 0, the leader, has the engine; every
 call that changes a cache or runs the network is told to the others before the leader makes it itself, as one line of
-JSON: token ids, parents, which path is kept.  Masks and positions follow from these, so that each process makes them for
-itself and all stay in lock step.
+JSON: token ids, parents, which path is kept.  Masks and positions follow from these; each process makes its own, and
+all stay in lock step.
 
 The lines go through the followers' standard input.  When the leader dies, however it dies, the pipe closes and they
 end; when one of them dies, or fails where the leader did not, the model is of no use any more and says so.

@@ -20,7 +20,7 @@ LONGEST_ID = 256
 CHARACTERS = 256
 """Of a prompt: texts with the same ones share a replica."""
 MORE = 1.5
-"""A replica keeps its sessions until it has so many times its share of all requests: moving one costs reading its text."""
+"""A replica keeps its sessions until it has so many times its share of requests: moving one costs reading its text."""
 TOKENS = 64
 """The same for a prompt of token ids."""
 

@@ -26,6 +26,8 @@ MANY = 100_000
 """Requests that Ray may hand to a replica, which refuses by its own limits, in OpenAI's words."""
 LOOK_S = 0.5
 """How often the gateway asks how many replicas there are."""
+REACH_S = 5.0
+"""Seconds in which somebody must answer at the address of a cluster."""
 METRICS_S = 5.0
 """Seconds in which replicas must have told their counters."""
 LEAVE_S = 1.0
@@ -104,21 +106,27 @@ class RayReplicas:
             ValueError: there is none at the address.
         """
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
+        local = self._address == "local"
+        if local:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's ports run whatever code they are sent
+        else:
+            _reach(self._address)
         import ray
 
-        local = self._address == "local"
         try:
             ray.init(
                 address=None if local else self._address,
                 namespace="serve",
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level="ERROR",
-                **({"num_cpus": max(self.num_wanted * self.settings.tensor_parallel, os.cpu_count() or 1)} if local else {}),
+                logging_level=logging.ERROR,
+                num_cpus=max(self.num_wanted * self.settings.tensor_parallel, os.cpu_count() or 1) if local else None,
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            raise ValueError(f"no Ray cluster at {self._address!r}: {reason}") from None
+            hint = "" if local or self._address == "auto" else "; is RAY_AUTH_TOKEN that of the cluster?"
+            raise ValueError(f"no Ray cluster at {self._address!r}: {reason}{hint}") from None
 
     def _deploy(self) -> Any:
         from ray import serve
@@ -156,9 +164,7 @@ class RayReplicas:
             except Exception:  # Ray's controller is being replaced: what is known stays
                 continue
 
-    async def answer(
-        self, scope: dict[str, Any], body: bytes, session: str
-    ) -> AsyncGenerator[list[Message], None]:
+    async def answer(self, scope: dict[str, Any], body: bytes, session: str) -> AsyncGenerator[list[Message], None]:
         """An answer's messages.
 
         Raises:
@@ -240,7 +246,7 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
         health_check_timeout_s=max(10.0, settings.watchdog),
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig(
-            request_router_class="foretoken.server.ray_router:SessionRouter"
+            request_router_class="foretoken.server.ray_router:SessionRouter",  # type: ignore[arg-type]
         ),
         ray_actor_options={
             **_resources(settings),
@@ -250,7 +256,7 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
     class Foretoken:
         """One model, one engine."""
 
-        async def __init__(self, settings: Settings) -> None:
+        async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]
             self.replica = Replica(settings, serve.get_replica_context().replica_id.unique_id)
             await self.replica.start()
 
@@ -273,6 +279,23 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
     return Foretoken.bind(settings)  # type: ignore[attr-defined]
 
 
+def _reach(address: str) -> None:
+    """Find out soon that nobody is at an address: Ray itself tries for minutes.
+
+    Raises:
+        ValueError: nobody is there.
+    """
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        raise ValueError(f"--ray-address must be local, auto or HOST:PORT, not {address!r}")
+    try:
+        socket.create_connection((host, int(port)), REACH_S).close()
+    except OSError as error:
+        raise ValueError(f"no Ray cluster at {address!r}: {error.strerror or error}") from None
+
+
 def _resources(settings: Settings) -> dict[str, float]:
     """A GPU for each process of a replica where the model runs on one."""
     import torch
@@ -284,11 +307,12 @@ def _resources(settings: Settings) -> dict[str, float]:
 def _running(name: str) -> int:
     """Replicas of an application that can serve."""
     from ray import serve
+    from ray.serve.schema import ReplicaState  # type: ignore[attr-defined]
 
     found = serve.status().applications.get(name)
     if found is None:
         return 0
-    return sum(one.replica_states.get("RUNNING", 0) for one in found.deployments.values())
+    return sum(one.replica_states.get(ReplicaState.RUNNING, 0) for one in found.deployments.values())
 
 
 def _reason(name: str, error: Exception) -> str:
