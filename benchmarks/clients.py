@@ -32,7 +32,7 @@ PACKAGES = {
     "litellm": ["litellm"],
     "langchain": ["langchain-openai"],
     "llm": ["llm"],
-    "lmeval": ["lm-eval[api]"],
+    "lmeval": ["lm-eval[api]", "transformers"],
     "guidellm": ["guidellm"],
     "vllm": ["vllm", "pandas", "datasets"],
     "aiperf": ["aiperf"],

@@ -89,14 +89,16 @@ def test_calls_of_tools_are_parsed(templated: Running, stream: bool, parallel: b
         "max_tokens": 120,
     }
     if stream:
-        answer = chat(templated, stream=True, **body).text
-        chunks = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+        text = chat(templated, stream=True, **body).text
+        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta.get("content") or "" for delta in deltas) == ""
         found = [call for delta in deltas for call in delta.get("tool_calls", [])]
         reason = chunks[-1]["choices"][0]["finish_reason"]
     else:
-        choice = chat(templated, **body).json()["choices"][0]
+        answer = chat(templated, **body)
+        assert answer.status_code == 200, answer.text
+        choice = answer.json()["choices"][0]
         found, reason = choice["message"]["tool_calls"], choice["finish_reason"]
         assert choice["message"]["content"] is None
     assert reason == "tool_calls" and len(found) == (2 if parallel else 1)
@@ -284,6 +286,43 @@ def test_hostile_grammars_leave_the_others_alone(server: Running) -> None:
             (503, "grammars_queued"),
         }
     assert any(answer.status_code == 400 for answer in answers)
+
+
+def test_the_server_answers_others_while_it_tokenises() -> None:
+    """R9: what takes long is done in threads; the event loop only waits."""
+    inside, leave = threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            if text == "slow":
+                inside.set()
+                leave.wait(30)
+            return self.inner(text, **options)
+
+    def make(settings: Settings) -> Llm:
+        llm = make_templated(settings)
+        llm.tokenizer = Slow(llm.tokenizer)
+        return llm
+
+    with served(make) as running:
+        answers: list[int] = []
+        asking = threading.Thread(target=lambda: answers.append(running.post("/tokenize", prompt="slow").status_code))
+        asking.start()
+        try:
+            assert inside.wait(30)
+            assert running.client.get("/health").status_code == 200
+            assert running.complete(max_tokens=2)
+            assert not answers
+        finally:
+            leave.set()
+        asking.join(30)
+        assert answers == [200]
 
 
 # -- the log and the wire --------------------------------------------------------------------------------------------

@@ -48,6 +48,31 @@ def test_a_request_names_its_drafter(auto: Running, method: str, drafter: str) -
     assert found["choices"][0]["speculative"]["why"] == f"drafts: the request named {drafter}"
 
 
+@pytest.mark.parametrize("body", [{"temperature": 0}, {"temperature": 1, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("method", [*MEMBERS, "auto"])
+def test_whoever_drafts_the_answer_is_plain_decodings(auto: Running, method: str, body: dict[str, Any]) -> None:
+    """R10: text, ids, usage and finish reason, whole and streamed; ``benchmarks/http_lossless.py`` has all drafters."""
+    prompts = ["def fib(n):", "The river", "class A:\n    x = 1\n\nclass B:", "import os\nimport "]
+    asked = {"prompt": prompts, "max_tokens": 24, "stop": ["zz", "\n\n\n"], "return_token_ids": True, **body}
+    plain = auto.complete(**asked, speculative={"enabled": False})
+    found = auto.complete(**asked, speculative={"method": method})
+
+    def said(answer: dict[str, Any]) -> Any:
+        names = ("text", "token_ids", "finish_reason", "stop_reason")
+        usage = [answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")]
+        return [[choice[name] for name in names] for choice in answer["choices"]], usage
+
+    assert said(found) == said(plain)
+    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0 or method == "auto"
+    text = auto.post("/v1/completions", **asked, speculative={"method": method}, stream=True).text
+    chunks = [json.loads(line[6:])["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
+    for index, choice in enumerate(plain["choices"]):
+        mine = [chunk for chunk in chunks if chunk["index"] == index]
+        assert "".join(chunk["text"] for chunk in mine) == choice["text"]
+        assert [token for chunk in mine for token in chunk["token_ids"]] == choice["token_ids"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+
+
 def test_a_drafter_that_is_not_there_is_refused(auto: Running) -> None:
     for wanted in ({"method": "telepathy"}, {"tree": "2x2"}):
         answer = auto.post("/v1/completions", prompt="x", speculative=wanted)

@@ -16,6 +16,7 @@ from foretoken.llm import Llm, load
 from foretoken.server.config import Settings
 from foretoken.server.errors import ApiError
 from foretoken.server.metrics import Metrics
+from foretoken.server.workers import GRAMMARS, in_thread
 
 log = logging.getLogger("foretoken.server")
 
@@ -41,6 +42,17 @@ def load_llm(settings: Settings) -> Llm:
         known=True,
         tensor_parallel=settings.tensor_parallel,
     )
+
+
+def warm_up(llm: Llm) -> None:
+    """Compile a grammar, so that the first request does not pay for the tokenizer's view and the trial's process out of
+    its two seconds."""
+    try:
+        from foretoken.grammar import compile_constraint
+
+        compile_constraint("regex", "a", llm.tokenizer, llm.target.vocab_size)
+    except (ModuleNotFoundError, ValueError, RuntimeError) as error:
+        log.info("no structured output: %s", str(error).splitlines()[0])
 
 
 @dataclass
@@ -86,6 +98,7 @@ class Serving:
                 prefix_cache=settings.prefix_cache,
             )
             await engine.start()
+            await in_thread(GRAMMARS, lambda: warm_up(llm))
             self._engine, self.started_s = engine, int(time.time())
         except Exception as error:  # told to whoever starts the server
             self.failed = error
