@@ -1,0 +1,140 @@
+"""How many draft tokens are accepted, per drafter and depth: discounted counts, shrunk from request to population.
+
+The chance that the token at depth i is accepted, given that those before it were, is hits / tries of that depth.  A
+request's own counts are shrunk towards those of all requests, and a depth of which little is known towards the depth
+before it, so that longer drafts are tried until they disappoint (Beta priors, counted in drafts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+REQUEST_KEEP = 0.98
+"""What a round is worth one round later, within its request."""
+POPULATION_KEEP = 0.999
+"""The same for all requests together: also what was not asked is forgotten, and so explored again."""
+PRIOR, FIRST_WEIGHT, DEPTH_WEIGHT = 0.6, 2.0, 4.0
+"""Chance where nothing is known and the drafts that it is worth; drafts that the depth before one is worth."""
+REQUEST_WEIGHT = 32.0
+"""Drafts, and tokens of the text, that the population is worth beside a request's own."""
+LARGEST_UNIT = 1e6
+
+
+@dataclass
+class Counts:
+    """What became of drafts.
+
+    Attributes:
+        tries: per depth, drafts that were asked to go there and whose tokens before it were accepted.
+        hits: those whose token there was accepted.
+        covered: tokens of the text where the drafter had a guess, when it was asked.
+        bare: tokens where it had none.
+    """
+
+    tries: list[float] = field(default_factory=list)
+    hits: list[float] = field(default_factory=list)
+    covered: float = 0.0
+    bare: float = 0.0
+
+    def add(self, depth: int, accepted: int, unit: float = 1.0) -> None:
+        """A round that was asked for ``depth`` tokens and wrote ``accepted`` + 1; depth 0: there was no guess."""
+        if depth == 0:
+            self.bare += unit * (accepted + 1)
+            return
+        self.covered += unit * (accepted + 1)
+        reached = min(accepted + 1, depth)
+        while len(self.tries) < reached:
+            self.tries.append(0.0)
+            self.hits.append(0.0)
+        for place in range(reached):
+            self.tries[place] += unit
+            self.hits[place] += unit * (place < accepted)
+
+    def scale(self, factor: float) -> None:
+        """Let all counts be worth less, or more."""
+        self.tries = [factor * tries for tries in self.tries]
+        self.hits = [factor * hits for hits in self.hits]
+        self.covered, self.bare = factor * self.covered, factor * self.bare
+
+    @classmethod
+    def pooled(cls, parts: Sequence[Counts]) -> Counts:
+        """Those of several requests together."""
+        whole = cls()
+        for part in parts:
+            missing = len(part.tries) - len(whole.tries)
+            whole.tries += [0.0] * missing
+            whole.hits += [0.0] * missing
+            for place, (tries, hits) in enumerate(zip(part.tries, part.hits, strict=True)):
+                whole.tries[place] += tries
+                whole.hits[place] += hits
+            whole.covered, whole.bare = whole.covered + part.covered, whole.bare + part.bare
+        return whole
+
+
+class Outlook(NamedTuple):
+    """What a drafter promises.
+
+    Attributes:
+        survival: per depth, chance that the draft is accepted at least so far.
+        share: of the text, for how much it has a guess.
+        drafts: of the population that this rests on, discounted.
+    """
+
+    survival: list[float]
+    share: float
+    drafts: float
+
+
+class AcceptanceModel:
+    """Counts of all requests, by drafter, apart for greedy and sampled ones.
+
+    Args:
+        members: how many drafters.
+        keep: what a round is worth one round later.
+    """
+
+    def __init__(self, members: int, keep: float = POPULATION_KEEP) -> None:
+        self.keep, self.unit = keep, 1.0
+        self.population = {greedy: [Counts() for _ in range(members)] for greedy in (True, False)}
+
+    def start_from(self, member: int, survival: Sequence[float], proposes: float, drafts: float = 16.0) -> None:
+        """Begin with what was measured before, worth so many drafts."""
+        for counts in (self.population[greedy][member] for greedy in (True, False)):
+            counts.tries = [drafts * before for before in [1.0, *survival][: len(survival)]]
+            counts.hits = [drafts * after for after in survival]
+            counts.covered, counts.bare = drafts * proposes * (1.0 + sum(survival)), drafts * (1.0 - proposes)
+
+    def tick(self) -> None:
+        """A round has passed: what comes is worth more, which takes less time than to scale what there is."""
+        self.unit /= self.keep
+        if self.unit > LARGEST_UNIT:
+            for counts in (*self.population[True], *self.population[False]):
+                counts.scale(1.0 / self.unit)
+            self.unit = 1.0
+
+    def add(self, greedy: bool, member: int, own: Counts, depth: int, accepted: int) -> None:
+        """A round of a request in which a drafter was asked for ``depth`` tokens (0: it had no guess)."""
+        own.scale(REQUEST_KEEP)
+        own.add(depth, accepted)
+        self.population[greedy][member].add(depth, accepted, self.unit)
+
+    def outlook(self, greedy: bool, member: int, own: Counts, depth: int, requests: int = 1) -> Outlook:
+        """For drafts of up to ``depth`` of requests that showed ``own`` together."""
+        all_, weight = self.population[greedy][member], REQUEST_WEIGHT * requests
+        chance, found, known = 1.0, [], PRIOR
+        for place in range(depth):
+            known = shrunk(all_, place, known, self.unit * (DEPTH_WEIGHT if place else FIRST_WEIGHT))
+            chance *= shrunk(own, place, known, weight)
+            found.append(chance)
+        share = (all_.covered + self.unit) / (all_.covered + all_.bare + self.unit)
+        share = (own.covered + weight * share) / (own.covered + own.bare + weight)
+        return Outlook(found, share, all_.tries[0] / self.unit if all_.tries else 0.0)
+
+
+def shrunk(counts: Counts, place: int, prior: float, weight: float) -> float:
+    """Chance at a depth, drawn towards ``prior`` as by ``weight`` further tries."""
+    if place >= len(counts.tries):
+        return prior
+    return (counts.hits[place] + weight * prior) / (counts.tries[place] + weight)
