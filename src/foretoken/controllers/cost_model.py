@@ -27,7 +27,7 @@ LINE_WEIGHT = 2.0
 """Rounds at a point that the line through all points is worth there: costs jump where kernels change."""
 NOISE = 0.1
 """Standard deviation of a round's time, as a part of it, beside which the shape of a line is known beforehand to 100 %."""
-ROUND_SHAPE, DRAFT_SHAPE, FREE_SHAPE = (0.85, 0.1, 0.05), (0.25, 0.6, 0.15), (0.9, 0.05, 0.05)
+ROUND_SHAPE, DRAFT_SHAPE, FREE_SHAPE = (0.85, 0.1, 0.05), (0.25, 0.6, 0.15), (0.96, 0.02, 0.02)
 """Parts of a cost that are constant, and that grow with the two features, until more is seen."""
 DRIFT_RATE, FACTOR_RATE, CLIP = 0.1, 0.05, 0.2
 """How fast the factors follow; a round counts at most as this much (natural logarithm) off: pauses are not costs."""
