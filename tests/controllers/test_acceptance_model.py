@@ -7,10 +7,10 @@ import pytest
 from foretoken.controllers.acceptance_model import (
     DEPTH_WEIGHT,
     FIRST_WEIGHT,
-    LARGEST_UNIT,
     PRIOR,
     REQUEST_KEEP,
     REQUEST_WEIGHT,
+    TOGETHER,
     AcceptanceModel,
     Counts,
 )
@@ -68,28 +68,15 @@ def test_requests_of_one_kind_say_nothing_of_the_other() -> None:
 
 
 def test_what_was_long_ago_counts_less_also_where_nothing_came_since() -> None:
-    model = AcceptanceModel(2, keep=0.9)
+    model = AcceptanceModel(2, keep=0.95)
     for member in (0, 1):
         for _ in range(50):
             model.add(False, member, Counts(), 1, 1)
-    before = model.outlook(False, 0, Counts(), 1).drafts
-    for _ in range(10):
+    for _ in range(TOGETHER):
         model.tick()
         model.add(False, 1, Counts(), 1, 0)
-    assert model.outlook(False, 0, Counts(), 1).drafts == pytest.approx(before * 0.9**10)
-    assert model.outlook(False, 1, Counts(), 1).survival[0] < 0.85 < model.outlook(False, 0, Counts(), 1).survival[0]
-
-
-def test_counts_stay_in_range() -> None:
-    """What comes is worth more and more, until all is scaled: the picture stays the same."""
-    model = AcceptanceModel(1, keep=0.5)
-    model.add(False, 0, Counts(), 2, 1)
-    expected = 1.0
-    for _ in range(60):
-        model.tick()
-        expected *= 0.5
-        assert model.unit <= LARGEST_UNIT
-    assert model.outlook(False, 0, Counts(), 1).drafts == pytest.approx(expected)
+    assert model.outlook(False, 0, Counts(), 1).drafts == pytest.approx(50 * 0.95**TOGETHER)
+    assert model.outlook(False, 1, Counts(), 1).survival[0] < 0.7 < 0.9 < model.outlook(False, 0, Counts(), 1).survival[0]
 
 
 def test_a_request_forgets_its_own_rounds() -> None:

@@ -19,7 +19,8 @@ PRIOR, FIRST_WEIGHT, DEPTH_WEIGHT = 0.6, 2.0, 4.0
 """Chance where nothing is known and the drafts that it is worth; drafts that the depth before one is worth."""
 REQUEST_WEIGHT = 32.0
 """Drafts, and tokens of the text, that the population is worth beside a request's own."""
-LARGEST_UNIT = 1e6
+TOGETHER = 16
+"""Rounds for which all counts are discounted at once."""
 
 
 @dataclass
@@ -38,25 +39,25 @@ class Counts:
     covered: float = 0.0
     bare: float = 0.0
 
-    def add(self, depth: int, accepted: int, unit: float = 1.0) -> None:
+    def add(self, depth: int, accepted: int) -> None:
         """A round that was asked for ``depth`` tokens and wrote ``accepted`` + 1; depth 0: there was no guess."""
         if depth == 0:
-            self.bare += unit * (accepted + 1)
+            self.bare += accepted + 1
             return
-        self.covered += unit * (accepted + 1)
+        self.covered += accepted + 1
         reached = min(accepted + 1, depth)
         while len(self.tries) < reached:
             self.tries.append(0.0)
             self.hits.append(0.0)
         for place in range(reached):
-            self.tries[place] += unit
-            self.hits[place] += unit * (place < accepted)
+            self.tries[place] += 1.0
+            self.hits[place] += place < accepted
 
-    def scale(self, factor: float) -> None:
-        """Let all counts be worth less, or more."""
-        self.tries = [factor * tries for tries in self.tries]
-        self.hits = [factor * hits for hits in self.hits]
-        self.covered, self.bare = factor * self.covered, factor * self.bare
+    def discount(self, keep: float) -> None:
+        """Let all counts be worth less."""
+        self.tries = [keep * tries for tries in self.tries]
+        self.hits = [keep * hits for hits in self.hits]
+        self.covered, self.bare = keep * self.covered, keep * self.bare
 
     @classmethod
     def pooled(cls, parts: Sequence[Counts]) -> Counts:
@@ -74,13 +75,8 @@ class Counts:
 
 
 class Outlook(NamedTuple):
-    """What a drafter promises.
-
-    Attributes:
-        survival: per depth, chance that the draft is accepted at least so far.
-        share: of the text, for how much it has a guess.
-        drafts: of the population that this rests on, discounted.
-    """
+    """What a drafter promises: per depth the chance that a draft is accepted at least so far, the share of the text for
+    which it has a guess, and the drafts of the population that this rests on."""
 
     survival: list[float]
     share: float
@@ -96,7 +92,7 @@ class AcceptanceModel:
     """
 
     def __init__(self, members: int, keep: float = POPULATION_KEEP) -> None:
-        self.keep, self.unit = keep, 1.0
+        self.keep, self._rounds = keep, 0
         self.population = {greedy: [Counts() for _ in range(members)] for greedy in (True, False)}
 
     def start_from(self, member: int, survival: Sequence[float], proposes: float, drafts: float = 16.0) -> None:
@@ -107,30 +103,29 @@ class AcceptanceModel:
             counts.covered, counts.bare = drafts * proposes * (1.0 + sum(survival)), drafts * (1.0 - proposes)
 
     def tick(self) -> None:
-        """A round has passed: what comes is worth more, which takes less time than to scale what there is."""
-        self.unit /= self.keep
-        if self.unit > LARGEST_UNIT:
+        """A round has passed.  What was seen is discounted for several at once, which takes less time."""
+        self._rounds += 1
+        if self._rounds % TOGETHER == 0:
             for counts in (*self.population[True], *self.population[False]):
-                counts.scale(1.0 / self.unit)
-            self.unit = 1.0
+                counts.discount(self.keep**TOGETHER)
 
     def add(self, greedy: bool, member: int, own: Counts, depth: int, accepted: int) -> None:
         """A round of a request in which a drafter was asked for ``depth`` tokens (0: it had no guess)."""
-        own.scale(REQUEST_KEEP)
+        own.discount(REQUEST_KEEP)
         own.add(depth, accepted)
-        self.population[greedy][member].add(depth, accepted, self.unit)
+        self.population[greedy][member].add(depth, accepted)
 
     def outlook(self, greedy: bool, member: int, own: Counts, depth: int, requests: int = 1) -> Outlook:
         """For drafts of up to ``depth`` of requests that showed ``own`` together."""
-        all_, weight = self.population[greedy][member], REQUEST_WEIGHT * requests
+        everyone, weight = self.population[greedy][member], REQUEST_WEIGHT * requests
         chance, found, known = 1.0, [], PRIOR
         for place in range(depth):
-            known = shrunk(all_, place, known, self.unit * (DEPTH_WEIGHT if place else FIRST_WEIGHT))
+            known = shrunk(everyone, place, known, DEPTH_WEIGHT if place else FIRST_WEIGHT)
             chance *= shrunk(own, place, known, weight)
             found.append(chance)
-        share = (all_.covered + self.unit) / (all_.covered + all_.bare + self.unit)
+        share = (everyone.covered + 1.0) / (everyone.covered + everyone.bare + 1.0)
         share = (own.covered + weight * share) / (own.covered + own.bare + weight)
-        return Outlook(found, share, all_.tries[0] / self.unit if all_.tries else 0.0)
+        return Outlook(found, share, everyone.tries[0] if everyone.tries else 0.0)
 
 
 def shrunk(counts: Counts, place: int, prior: float, weight: float) -> float:
