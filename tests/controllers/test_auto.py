@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -164,9 +165,8 @@ def test_what_is_not_in_use_is_explored_again_and_again_but_seldom() -> None:
     world = World([Member(0.02, 0.02)])
     controller = attached(world)
     world.play(controller, contexts(1), 100)
-    drafted = [depth > 0 for depth in depths_of(controller, world, contexts(1, start=2), 12000)]
-    assert 0 < sum(drafted) < 0.02 * len(drafted)
-    assert any(drafted[6000:])
+    drafted = [depth > 0 for depth in depths_of(controller, world, contexts(1, start=2), 6000)]
+    assert 0 < sum(drafted[:3000]) < 180 and 0 < sum(drafted[3000:]) < 180
 
 
 def test_a_plan_is_kept_for_some_rounds_but_not_for_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,11 +238,11 @@ def test_it_says_in_one_line_what_drafts_cost_and_bring() -> None:
     controller.budgets([request])
     assert controller.explain(request).startswith("a round with 8 drafts of b")
     assert controller.explain(request).endswith(" tokens") and "\n" not in controller.explain(request)
-    bad = World([Member(0.1, 0.3)])
+    bad = World([Member(0.08, 0.3)])
     plain = attached(bad)
     bad.play(plain, contexts(1), 300)
     found = plain.explain(request)
-    assert found.startswith("plain: a round with 1 draft of m0 costs 1.9") or found.startswith("plain: a round with 1 draft of m0 costs 2 ")
+    assert re.fullmatch(r"plain: a round with 1 draft of m0 costs 1\.[789]\d* rounds and brings 1\.[234] tokens", found)
     assert json.loads(json.dumps(plain.report()))["plan"] == "a round with no drafts costs 1 rounds and brings 1 tokens"
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 REQUEST_KEEP = 0.98
 """What a round is worth one round later, within its request."""
-POPULATION_KEEP = 0.999
+POPULATION_KEEP = 0.998
 """The same for all requests together: also what was not asked is forgotten, and so explored again."""
 PRIOR, FIRST_WEIGHT, DEPTH_WEIGHT = 0.6, 2.0, 4.0
 """Chance where nothing is known and the drafts that it is worth; drafts that the depth before one is worth."""

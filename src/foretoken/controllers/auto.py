@@ -21,7 +21,7 @@ from foretoken.types import Budget, Context, Limits, StepRecord
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Draft lengths that are weighed."""
-EXPLORE = 1.0
+EXPLORE = 1.5
 """Standard errors by which drafts may be better than they seem."""
 LONG, FIRST, LATER = 4, 3, 1
 """The longer draft that is measured (the other one has one token), and how often: for the first batch size, others."""
@@ -33,12 +33,7 @@ UNKNOWN, ENDING = 1 << 20, 16
 
 @dataclass
 class Request:
-    """What is known of a request.
-
-    Attributes:
-        counts: per member, what became of its drafts.
-        read: per member, how long the text was when it last drafted.
-    """
+    """What is known of a request, per member: what became of its drafts, and how long the text was when it last drafted."""
 
     counts: list[Counts]
     read: list[int]
@@ -65,12 +60,9 @@ class AutoController(Controller):
         """Learn who can draft, and how deep."""
         self.grouped = bool(limits.members)
         self.members = tuple(limits.members) or (limits,)
-        self.depths = [self._depths(member.max_depth) for member in self.members]
+        longest = [min(member.max_depth, self.k or member.max_depth) for member in self.members]
+        self.depths = [[*(depth for depth in DEPTHS if depth < most), most] for most in longest]
         self._reset()
-
-    def _depths(self, deepest: int) -> list[int]:
-        deepest = min(deepest, self.k or deepest)
-        return sorted({d for d in DEPTHS if d < deepest} | {deepest})
 
     def start_from(self, costs: RoundCosts) -> None:
         """Begin with costs and acceptances that were measured before."""
@@ -85,7 +77,7 @@ class AutoController(Controller):
             if cost is not None and cost.survival:
                 self.acceptance.start_from(index, cost.survival, cost.proposes)
         self.width = [1.0] * len(self.members)  # nodes of a draft per level that was asked for
-        self.plan, self.rival = Plan(), Plan()  # in use, and the best one that drafts
+        self.plan = self.chosen = self.rival = Plan()  # in use, the best one, and the best one that drafts
         self._budget, self._given, self._keep = Budget(0, 0), frozenset[int](), 0
         self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
         self._measures, self._pads, self._batch = False, False, 1
@@ -107,7 +99,7 @@ class AutoController(Controller):
         if measured or self._measures or self._keep <= 0 or not alike:
             self._given, self._batch, self._keep = requests, len(contexts), KEPT
             self._measures = measured is not None
-            self.plan = self._choose(contexts) if measured is None else measured
+            self.plan = measured or self._choose(contexts)
             self._budget = self.plan.budget(self.members, self.grouped)
         self._keep -= 1
         return [self._budget] * len(contexts)
@@ -122,18 +114,22 @@ class AutoController(Controller):
             points = [(-1, 0), *((index, depth) for index in models for depth in lengths[index])]
             times = 0 if self._start is not None else LATER if self._to_measure else FIRST
             todo = self._to_measure[size] = points * times
-        if not todo or max(map(remaining, contexts)) <= ENDING:
-            return None
-        member, depth = todo.pop(0)
-        return Plan() if member < 0 else Plan((Draft(member, depth, 1.0, 1.0 + depth, 0.0, 1.0),))
+        batch = len(contexts)
+        while todo and max(map(remaining, contexts)) > ENDING:
+            member, depth = todo.pop(0)
+            if member < 0:
+                return Plan()
+            if self.costs.draft_s(member, depth, batch) < depth * self.costs.round_s(batch, batch):  # else it never pays
+                return Plan((Draft(member, depth, 1.0, 1.0 + depth, 0.0, 1.0),))
+        return None
 
     def _choose(self, contexts: Sequence[Context]) -> Plan:
         """The best plan by what is known."""
         left = sum(map(remaining, contexts)) / len(contexts)
         drafts = [draft for index in range(len(self.members)) for draft in self._drafts(index, contexts, left)]
-        best, rival = best_plan(drafts, len(contexts), self.costs, self._pads)
-        self.rival = rival or best
-        return best
+        self.chosen, rival = best_plan(drafts, len(contexts), self.costs, self._pads)
+        self.rival = rival or self.chosen
+        return self.chosen
 
     def _drafts(self, index: int, contexts: Sequence[Context], left: float) -> list[Draft]:
         """A member at every length."""
@@ -210,7 +206,7 @@ class AutoController(Controller):
         """What the plan costs and brings, in rounds of plain decoding; of plain decoding, what the best drafts would."""
         plain_s = self.costs.round_s(self._batch, self._batch)
         told = self.rival.told(self.members, plain_s)
-        return told if self.plan.drafts or not self.rival.drafts else f"plain: {told}"
+        return told if self.chosen.drafts or not self.rival.drafts else f"plain: {told}"
 
     def report(self) -> dict[str, Any]:
         """The plan, and the factors by which costs have moved since they were calibrated."""

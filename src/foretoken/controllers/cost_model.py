@@ -21,9 +21,9 @@ import numpy as np
 from foretoken.controllers.costs import RoundCosts
 from foretoken.types import Limits, StepRecord
 
-SAMPLES, SURE = 9, 3
+SAMPLES, SURE = 20, 3
 """Rounds that a point is calibrated by, and from which on it tells of drift."""
-LINE_WEIGHT = 2.0
+LINE_WEIGHT = 5.0
 """Rounds at a point that the line through all points is worth there: costs jump where kernels change."""
 NOISE = 0.1
 """Standard deviation of a round's time, as a part of it, beside which the shape of a line is known beforehand to 100 %."""

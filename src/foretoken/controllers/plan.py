@@ -1,11 +1,10 @@
 """Plans: who drafts in a round, in which order and how much, and what a batch gains per second by it (its goodput).
 
-A text has stretches where a drafter has guesses (n-grams: where something repeats) and others where it has none, so a
-plan is an order of drafts, each for where those before it have no guess.  How much of the *text* lies in which does not
-depend on what is drafted there:
+A plan is an order of drafts, each for where those before it have no guess.  How much of the *text* has guesses of a
+drafter (n-grams: where something repeats) does not depend on what is drafted there:
 
     rounds per token  R = sum over drafts of (share of the text) / (tokens of such a round)
-    goodput             = B / (R T)         T: seconds of a round of the batch, drafts that any request needs included
+    goodput             = B / (R T)         T: seconds of a round of the batch, with all drafts that any request needs
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ class Draft:
     """One member at one length.
 
     Attributes:
-        member: index of the drafter.
-        depth: tokens that it is asked for.
-        tokens: of a round in which it has a guess, the target's own included.
+        member: index of the drafter; it is asked for ``depth`` tokens.
+        tokens: of a round in which it has a guess, the target's own included; ``hoped`` is their upper confidence bound,
+            by which drafts are chosen.
         nodes: that the target scores for one request then.
         seconds: of drafting for the batch.
-        hoped: upper confidence bound of the tokens, by which drafts are chosen.
         share: of the text, for how much it has a guess.
     """
 
@@ -42,14 +40,8 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a round does: drafts in the order in which they are asked; none is plain decoding.
-
-    Attributes:
-        drafts: each for requests for which those before it have no guess.
-        tokens: of a round, per request.
-        hoped: the same, if drafts are as good as they may be.
-        seconds: of a round of the batch.
-    """
+    """What a round does: drafts in the order in which they are asked (none: plain decoding), and what it is expected to
+    bring: tokens per request, their upper confidence bound, and seconds of the batch."""
 
     drafts: tuple[Draft, ...] = ()
     tokens: float = 1.0
@@ -77,13 +69,9 @@ class Plan:
 
 
 def planned(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False) -> Plan:
-    """The plan of some drafts in this order, with plain decoding where none has a guess.
+    """The plan of some drafts in this order, with plain decoding where none has a guess, for ``batch`` requests.
 
-    Args:
-        drafts: none for plain decoding.
-        batch: requests.
-        costs: of rounds.
-        pads: whether the target runs as many nodes for every request as for the one with most.
+    ``pads``: the target runs as many nodes for every request as for the one with most.
     """
     bare, seen, hoped = 1.0, [], []  # share of the text without a guess; rounds per token, by draft
     for draft in drafts:
@@ -113,11 +101,9 @@ def _target_s(widths: Sequence[tuple[float, float]], batch: int, costs: CostMode
 
 
 def best_plan(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False) -> tuple[Plan, Plan | None]:
-    """The plan with the highest goodput, and the best one that drafts: each member at the length that is best for it, in
-    the order of their rates down to any place, and each alone.
+    """The plan with the highest goodput, and the best one that drafts, of every member at every length.
 
-    Args:
-        drafts: every member at every length; the others as for :func:`planned`.
+    Each member drafts as much as is best for it; they are asked in the order of their rates, down to any place, or alone.
     """
     best: dict[int, tuple[float, Draft]] = {}
     for draft in drafts:
