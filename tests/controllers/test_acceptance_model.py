@@ -76,7 +76,9 @@ def test_what_was_long_ago_counts_less_also_where_nothing_came_since() -> None:
         model.tick()
         model.add(False, 1, Counts(), 1, 0)
     assert model.outlook(False, 0, Counts(), 1).drafts == pytest.approx(50 * 0.95**TOGETHER)
-    assert model.outlook(False, 1, Counts(), 1).survival[0] < 0.75 < 0.9 < model.outlook(False, 0, Counts(), 1).survival[0]
+    assert (
+        model.outlook(False, 1, Counts(), 1).survival[0] < 0.75 < 0.9 < model.outlook(False, 0, Counts(), 1).survival[0]
+    )
 
 
 def test_a_request_forgets_its_own_rounds() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+from worlds import Fixed, Member, World, best_fixed, contexts
 
 from foretoken.controllers.auto import ENDING, KEPT, AutoController
 from foretoken.controllers.constant import ConstantController
@@ -13,7 +14,6 @@ from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.goodput import GoodputController
 from foretoken.controllers.plan import Plan
 from foretoken.types import Context, Limits
-from worlds import Fixed, Member, World, best_fixed, contexts
 
 WORLDS = {
     "good draft": [Member(0.01, 0.8)],

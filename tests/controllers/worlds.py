@@ -1,7 +1,7 @@
 """Simulated worlds in which what rounds cost and how likely drafts are accepted is known.
 
-Rounds are drawn from a world and shown to the controller as the engine would show them.  Seconds are the world's own: no
-clock is read.
+Rounds are drawn from a world and shown to the controller as the engine would show them.  Seconds are the world's own:
+no clock is read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from foretoken.types import Budget, Context, Limits, Rng, StepRecord
 
 @dataclass(frozen=True)
 class Member:
-    """A drafter of a world: seconds per round and per level, chance of the first token and of further ones, share of the
-    text that it has guesses for."""
+    """A drafter of a world: seconds per round and per level, chance of the first token and of further ones, share of
+    the text that it has guesses for."""
 
     step_s: float
     accepts: float

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 REQUEST_KEEP = 0.98
@@ -25,14 +26,8 @@ TOGETHER = 16
 
 @dataclass
 class Counts:
-    """What became of drafts.
-
-    Attributes:
-        tries: per depth, drafts that were asked to go there and whose tokens before it were accepted.
-        hits: those whose token there was accepted.
-        covered: tokens of the text where the drafter had a guess, when it was asked.
-        bare: tokens where it had none.
-    """
+    """What became of drafts: per depth those that were to go there and got there (``tries``), and those whose token there
+    was accepted (``hits``); tokens of the text where the drafter had a guess (``covered``) or none (``bare``)."""
 
     tries: list[float] = field(default_factory=list)
     hits: list[float] = field(default_factory=list)
@@ -62,16 +57,9 @@ class Counts:
     @classmethod
     def pooled(cls, parts: Sequence[Counts]) -> Counts:
         """Those of several requests together."""
-        whole = cls()
-        for part in parts:
-            missing = len(part.tries) - len(whole.tries)
-            whole.tries += [0.0] * missing
-            whole.hits += [0.0] * missing
-            for place, (tries, hits) in enumerate(zip(part.tries, part.hits, strict=True)):
-                whole.tries[place] += tries
-                whole.hits[place] += hits
-            whole.covered, whole.bare = whole.covered + part.covered, whole.bare + part.bare
-        return whole
+        tries = [sum(column) for column in zip_longest(*(part.tries for part in parts), fillvalue=0.0)]
+        hits = [sum(column) for column in zip_longest(*(part.hits for part in parts), fillvalue=0.0)]
+        return cls(tries, hits, sum(part.covered for part in parts), sum(part.bare for part in parts))
 
 
 class Outlook(NamedTuple):
@@ -84,12 +72,7 @@ class Outlook(NamedTuple):
 
 
 class AcceptanceModel:
-    """Counts of all requests, by drafter, apart for greedy and sampled ones.
-
-    Args:
-        members: how many drafters.
-        keep: what a round is worth one round later.
-    """
+    """Counts of all requests, by drafter, apart for greedy and sampled ones; one round later they count ``keep``."""
 
     def __init__(self, members: int, keep: float = POPULATION_KEEP) -> None:
         self.keep, self._rounds = keep, 0

@@ -33,7 +33,7 @@ UNKNOWN, ENDING = 1 << 20, 16
 
 @dataclass
 class Request:
-    """What is known of a request, per member: what became of its drafts, and how long the text was when it last drafted."""
+    """A request, per member: what became of its drafts, and how long the text was when it last drafted."""
 
     counts: list[Counts]
     read: list[int]
@@ -119,7 +119,9 @@ class AutoController(Controller):
             member, depth = todo.pop(0)
             if member < 0:
                 return Plan()
-            if self.costs.draft_s(member, depth, batch) < depth * self.costs.round_s(batch, batch):  # else it never pays
+            if self.costs.draft_s(member, depth, batch) < depth * self.costs.round_s(
+                batch, batch
+            ):  # else it never pays
                 return Plan((Draft(member, depth, 1.0, 1.0 + depth, 0.0, 1.0),))
         return None
 
@@ -203,7 +205,7 @@ class AutoController(Controller):
     # -- telling -----------------------------------------------------------------------------------------------------
 
     def explain(self, context: Context) -> str:
-        """What the plan costs and brings, in rounds of plain decoding; of plain decoding, what the best drafts would."""
+        """What the plan costs and brings, in plain rounds; where that is plain decoding, what the best drafts would."""
         plain_s = self.costs.round_s(self._batch, self._batch)
         told = self.rival.told(self.members, plain_s)
         return told if self.chosen.drafts or not self.rival.drafts else f"plain: {told}"

@@ -15,8 +15,8 @@ from foretoken.types import Budget, Context, Limits, StepRecord
 
 @dataclass
 class Arm:
-    """One way to spend a round (depth 0 is plain decoding), how often it was played, the tokens that those rounds wrote, and
-    what they cost, in seconds or in target steps."""
+    """One way to spend a round (depth 0 is plain decoding), how often it was played, the tokens that those rounds wrote,
+    and what they cost, in seconds or in target steps."""
 
     budget: Budget
     rounds: int = 0
@@ -92,7 +92,7 @@ class BanditController(Controller):
 
     def attach(self, limits: Limits) -> None:
         """Make the arms of what the drafter can draft."""
-        count = len(limits.members) or 1
+        count = len(limits.members or (limits,))
         if len(self.costs) > 1 and len(self.costs) != count:
             raise ValueError(f"bandit has {len(self.costs)} costs for {count} drafters: give one per drafter")
         self._make_arms(limits)
@@ -125,11 +125,7 @@ class BanditController(Controller):
         return tables[size]
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The best arm's budget.
-
-        Nothing is learned between the requests of a round, so those that share a table get the same arm, and the
-        round's time is this arm's.
-        """
+        """The best arm's budget: nothing is learned within a round, so requests that share a table get the same."""
         table = self._table(context, batch_size)
         scores = table.scores(self.explore, self.delta)
         table.playing = scores.index(max(scores))

@@ -2,10 +2,9 @@
 
     round without drafting = a + b requests + c nodes           drafting = a + b depth + c depth requests
 
-Each is measured at a few points (the median of the first ``SAMPLES`` rounds there); between points and beyond them the
-line through all points holds.  A round at a point that is calibrated tells of the machine only: it moves the drift
-factor, and for drafting the drafter's own factor.  Costs are kept in units of the drift, so what was seen at different
-times can be compared.
+Each is measured at a few points, by the median of the first rounds there; between and beyond them the line through all
+points holds.  A round at a calibrated point tells of the machine only: it moves the drift factor, and for drafting the
+drafter's own factor.  Costs are kept in units of the drift: what was seen at different times can be compared.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ SAMPLES, SURE = 20, 3
 LINE_WEIGHT = 5.0
 """Rounds at a point that the line through all points is worth there: costs jump where kernels change."""
 NOISE = 0.1
-"""Standard deviation of a round's time, as a part of it, beside which the shape of a line is known beforehand to 100 %."""
+"""Standard deviation of a round's time, as a part of it; the parts of a shape are known beforehand to 100 %."""
 ROUND_SHAPE, DRAFT_SHAPE, FREE_SHAPE = (0.85, 0.1, 0.05), (0.25, 0.6, 0.15), (0.96, 0.02, 0.02)
 """Parts of a cost that are constant, and that grow with the two features, until more is seen."""
 DRIFT_RATE, FACTOR_RATE, CLIP = 0.1, 0.05, 0.2
@@ -41,12 +40,7 @@ CAUGHT_UP = 2
 
 @dataclass
 class Curve:
-    """A cost, in units of the drift: a line over two features, and what was seen at points of them.
-
-    Attributes:
-        shape: parts of the line, as known before anything is seen.
-        samples: seconds seen at every point.
-    """
+    """A cost: a line over two features, of a ``shape`` known beforehand, and the seconds seen at every point."""
 
     shape: tuple[float, float, float]
     samples: dict[tuple[int, int], list[float]] = field(default_factory=dict)
@@ -93,7 +87,7 @@ def fit(medians: Mapping[tuple[int, int], tuple[float, int]], shape: Sequence[fl
 
 
 class CostModel:
-    """Seconds of rounds by requests and nodes, and of drafts by drafter, depth and requests.
+    """Seconds of rounds by requests and nodes, and of drafts by drafter, depth and requests, in units of the drift.
 
     Args:
         members: the drafters; ``relative_cost`` 0 says that one runs no model.
@@ -113,9 +107,9 @@ class CostModel:
         for nodes, seconds in {} if start is None else start.target.seconds.items():
             self.rounds.samples[1, bucket(nodes)] = [seconds + start.rest_s] * SURE
         for curve, member in zip(self.drafts, members, strict=True):
-            cost = None if start is None else start.drafters.get(member.name)
-            for depth in () if cost is None else range(1, max(2, len(cost.survival)) + 1):
-                curve.samples[bucket(depth), bucket(depth)] = [cost.seconds(depth)] * SURE
+            if start is not None and (cost := start.drafters.get(member.name)) is not None:
+                for depth in range(1, max(2, len(cost.survival)) + 1):
+                    curve.samples[bucket(depth), bucket(depth)] = [cost.seconds(depth)] * SURE
 
     @property
     def known(self) -> bool:
@@ -123,11 +117,11 @@ class CostModel:
         return bool(self.rounds.samples)
 
     def round_s(self, batch: int, nodes: float) -> float:
-        """A round without its drafting, in units of the drift."""
+        """A round without its drafting."""
         return self.rounds.at(batch, max(round(nodes), 1)) if self.known else 1.0
 
     def draft_s(self, member: int, depth: int, batch: int) -> float:
-        """A draft for so many requests, in units of the drift; by its size while none was seen."""
+        """A draft for so many requests; by its size while none was seen."""
         curve = self.drafts[member]
         if not curve.samples:
             relative = self.members[member].relative_cost
@@ -142,15 +136,14 @@ class CostModel:
         return tokens * (READING * self.draft_s(member, 1, 1) if each is None else each)
 
     def observe(self, record: StepRecord, member: int, depth: int, asked: int, unread: int) -> None:
-        """Learn from a round in which ``asked`` requests got drafts of ``depth`` from one member (-1: from none, or from
-        several), which had to read ``unread`` tokens besides."""
+        """Learn from a round in which ``asked`` requests got drafts of ``depth`` from one member (-1: from none, or
+        from several), which had to read ``unread`` tokens besides."""
         if self._skip:
             self._skip -= 1
             return
         draft_s = 0.0 if member < 0 and record.round_nodes <= record.batch_size else record.draft_s
         point = bucket(record.batch_size), bucket(record.round_nodes or record.num_nodes)
-        off = self._learn(self.rounds, point, record.total_s - draft_s, 1.0)
-        self.drift *= math.exp(DRIFT_RATE * off)
+        self.drift *= math.exp(DRIFT_RATE * self._learn(self.rounds, point, record.total_s - draft_s, 1.0))
         if member < 0 or depth == 0 or draft_s <= 0:
             return
         if unread > CAUGHT_UP and self.drafts[member].samples and self.members[member].relative_cost:

@@ -18,14 +18,13 @@ from foretoken.types import Budget, Limits
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """One member at one length.
+    """A drafter (its index) that is asked for ``depth`` tokens.
 
     Attributes:
-        member: index of the drafter; it is asked for ``depth`` tokens.
-        tokens: of a round in which it has a guess, the target's own included; ``hoped`` is their upper confidence bound,
-            by which drafts are chosen.
+        tokens: of a round in which it has a guess, the target's own included.
         nodes: that the target scores for one request then.
         seconds: of drafting for the batch.
+        hoped: upper confidence bound of the tokens, by which drafts are chosen.
         share: of the text, for how much it has a guess.
     """
 
@@ -101,10 +100,8 @@ def _target_s(widths: Sequence[tuple[float, float]], batch: int, costs: CostMode
 
 
 def best_plan(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False) -> tuple[Plan, Plan | None]:
-    """The plan with the highest goodput, and the best one that drafts, of every member at every length.
-
-    Each member drafts as much as is best for it; they are asked in the order of their rates, down to any place, or alone.
-    """
+    """The plan with the highest goodput, and the best one that drafts: each member at the length that is best for it,
+    asked in the order of their rates down to any place, or alone."""
     best: dict[int, tuple[float, Draft]] = {}
     for draft in drafts:
         rate = draft.hoped / (draft.seconds + costs.round_s(batch, batch * draft.nodes))
