@@ -26,7 +26,7 @@ TOGETHER = 16
 
 @dataclass
 class Counts:
-    """What became of drafts: per depth those that were to go there and got there (``tries``), and those whose token there
+    """What became of drafts: per depth those that were to go there and did (``tries``), and those whose token there
     was accepted (``hits``); tokens of the text where the drafter had a guess (``covered``) or none (``bare``)."""
 
     tries: list[float] = field(default_factory=list)

@@ -15,7 +15,7 @@ from foretoken.types import Budget, Context, Limits, StepRecord
 
 @dataclass
 class Arm:
-    """One way to spend a round (depth 0 is plain decoding), how often it was played, the tokens that those rounds wrote,
+    """One way to spend a round (depth 0: plain decoding), how often it was played, the tokens that those rounds wrote,
     and what they cost, in seconds or in target steps."""
 
     budget: Budget
