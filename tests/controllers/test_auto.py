@@ -176,7 +176,12 @@ def test_a_plan_is_kept_for_some_rounds_but_not_for_other_requests(monkeypatch: 
     for some in (served[:2], served):
         world.play(controller, some, 50)
     choose = AutoController._choose
-    monkeypatch.setattr(AutoController, "_choose", lambda self, some: chosen.append(len(some)) or choose(self, some))
+
+    def choosing(self: AutoController, some: list[Context]) -> Plan:
+        chosen.append(len(some))
+        return choose(self, some)
+
+    monkeypatch.setattr(AutoController, "_choose", choosing)
     world.play(controller, served, 4 * KEPT)
     assert chosen == [4] * 4
     for some, anew in ((served[:4], 0), (served[:3], 1), (served[:2], 0), ([*served[:2], *contexts(1, start=9)], 1)):

@@ -80,8 +80,7 @@ class AutoController(Controller):
         self.plan = self.chosen = self.rival = Plan()  # in use, the best one, and the best one that drafts
         self._budget, self._given, self._keep = Budget(0, 0), frozenset[int](), 0
         self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
-        self._measures, self._pads, self._batch = False, False, 1
-        self._seen: list[tuple[Context, StepRecord]] = []
+        self._measures, self._pads, self._batch, self._seen = False, False, 1, list[tuple[Context, StepRecord]]()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
@@ -199,8 +198,7 @@ class AutoController(Controller):
         counts = [record.num_nodes for _, record in seen]
         if len(counts) == record.batch_size and max(counts) > min(counts):
             self._pads = record.round_nodes >= record.batch_size * max(counts)
-        member, depth = next(iter(asked)) if len(asked) == 1 else (-1, 0)
-        self.costs.observe(record, member, depth, drafting, unread)
+        self.costs.observe(record, *(next(iter(asked)) if len(asked) == 1 else (-1, 0)), drafting, unread)
 
     # -- telling -----------------------------------------------------------------------------------------------------
 

@@ -104,10 +104,14 @@ class CostModel:
         self.drift, self.factors = 1.0, [1.0] * len(members)
         self.reading: list[float | None] = [None] * len(members)
         self._skip = self.SKIPPED if start is None else 0
-        for nodes, seconds in {} if start is None else start.target.seconds.items():
+        if start is not None:
+            self._start_from(start)
+
+    def _start_from(self, start: RoundCosts) -> None:
+        for nodes, seconds in start.target.seconds.items():
             self.rounds.samples[1, bucket(nodes)] = [seconds + start.rest_s] * SURE
-        for curve, member in zip(self.drafts, members, strict=True):
-            if start is not None and (cost := start.drafters.get(member.name)) is not None:
+        for curve, member in zip(self.drafts, self.members, strict=True):
+            if (cost := start.drafters.get(member.name)) is not None:
                 for depth in range(1, max(2, len(cost.survival)) + 1):
                     curve.samples[bucket(depth), bucket(depth)] = [cost.seconds(depth)] * SURE
 
