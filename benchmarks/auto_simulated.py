@@ -141,8 +141,6 @@ class World:
         contexts = [request.context for request in running]
         count, even = len(running), len(running) > 1 and len({len(c.tokens) for c in contexts}) == 1
         budgets = controller.budgets(contexts)
-        if isinstance(controller, AutoController):
-            controller._planning_s = 0.0  # real time is no part of this world
         drafts = [self.draft(budget, request) for budget, request in zip(budgets, running, strict=True)]
         nodes = sum(1 + depth for _, depth, _ in drafts)
         target = (5.1 + 0.9 * count + 0.27 * nodes) * (0.97 if even and nodes == count else 1.0)
@@ -214,7 +212,7 @@ def one_controller(kind: Kind, size: int, seed: int, bursts: float) -> tuple[Sco
         world.batch(controller, Score())
     for _ in range(max(32 // size, 4)):
         world.batch(controller, score)
-    return score, controller.costs.speed.value
+    return score, controller.costs.drift
 
 
 def main() -> None:

@@ -387,7 +387,7 @@ def test_in_a_router() -> None:
     requests = [Request(prompt, max_new_tokens=24, ignore_eos=True) for prompt in PROMPTS]
     plain = outputs(engine(target), requests)
     kangaroo = drafter_for(target, net_for(target, idle=True))
-    router = RouterDrafter([NgramDrafter(n=1, k=2), kangaroo, ModelDrafter(model(), k=2)], explore=3.0)
+    router = RouterDrafter([NgramDrafter(n=1, k=2), kangaroo, ModelDrafter(model(), k=2)])
     assert outputs(engine(target, router, max_batch=2), requests) == plain
     assert not kangaroo.adapter._sequences
     with pytest.raises(ValueError, match="cannot be in an ensemble"):

@@ -157,7 +157,7 @@ def test_in_a_group_the_positions_are_its_own(group: str) -> None:
     target, draft = llamas()
     drafter = OnlineDrafter(draft, k=3, target=target, every=100, top=0)
     members = [NgramDrafter(n=2, k=3), drafter]
-    whole = RouterDrafter(members, explore=0.5) if group == "router" else EnsembleDrafter(members)
+    whole = RouterDrafter(members) if group == "router" else EnsembleDrafter(members)
     lessons = collecting(drafter)
     serve(engine(target, whole), [Request(prompt, T1, 40, seed=i) for i, prompt in enumerate(PROMPTS)])
     mistakes = [(lesson.tokens[: m.position], m) for lesson in lessons for m in lesson.mistakes]

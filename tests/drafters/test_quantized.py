@@ -250,7 +250,7 @@ def test_groups(params: SamplingParams) -> None:
     for group in (
         EnsembleDrafter([NgramDrafter(n=2, k=3), own, QuantizedDrafter(target, "4", tree="2x1")]),
         EnsembleDrafter([own, SparseKvDrafter(target, k=2, budget=24, chunk=4)]),
-        RouterDrafter([own, NgramDrafter(n=2)], explore=2.0),
+        RouterDrafter([own, NgramDrafter(n=2)]),
     ):
         assert outputs(engine(target, group), requests(params)) == plain
 

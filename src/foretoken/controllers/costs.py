@@ -16,11 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TargetCost:
-    """Seconds of one target call by the number of nodes in it, summed over the batch: v(n) in absolute units.
-
-    Attributes:
-        seconds: node count -> seconds, medians of measured calls.
-    """
+    """Seconds of one target call (medians) by the number of nodes in it, summed over the batch: v(n), not relative."""
 
     seconds: Mapping[int, float]
 
@@ -80,13 +76,8 @@ class DrafterCost:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """A target and the drafters that were measured with it on one machine.
-
-    Attributes:
-        target: cost of a target call.
-        drafters: spec -> its cost and acceptance.
-        rest_s: seconds of a round that are neither drafting nor the target call.
-    """
+    """A target and the drafters (by spec) that were measured with it; ``rest_s`` are the seconds of a round that are
+    neither drafting nor the target call."""
 
     target: TargetCost
     drafters: Mapping[str, DrafterCost] = field(default_factory=dict)
@@ -122,15 +113,10 @@ class RoundCosts:
         """
         try:
             target = TargetCost({int(n): float(s) for n, s in found["target_s"].items()})
-            drafters = {
-                spec: DrafterCost(**{key: _numbers(value) for key, value in cost.items()})
-                for spec, cost in found["drafters"].items()
-            }
+            drafters = {}
+            for spec, cost in found["drafters"].items():
+                numbers = {key: float(value) for key, value in cost.items() if key != "survival"}
+                drafters[spec] = DrafterCost(**numbers, survival=[float(chance) for chance in cost.get("survival", ())])
             return cls(target, drafters, float(found["rest_s"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"these are no measured costs: {error}") from None
-
-
-def _numbers(value: Any) -> Any:
-    """A number, or a list of them, as floats."""
-    return [float(item) for item in value] if isinstance(value, list | tuple) else float(value)

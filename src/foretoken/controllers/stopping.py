@@ -50,11 +50,8 @@ class MovingThreshold:
     Draft & Verify, arXiv 2309.08168: ``rate`` and ``value`` are moving averages, and one round moves the value by at
     most ``(1 - smoothing) * step``.
 
-    Attributes:
-        value: a draft ends where its signal is below this; kept within [0, 1], where all signals lie.
-        rate: smoothed share of accepted draft tokens.
-        aim: the share that is steered to.
-        step: how far the value is drawn before smoothing.
+    A draft ends where its signal is below ``value``, which stays within [0, 1], where all signals lie; ``rate`` is
+    steered to ``aim``, and ``step`` is how far the value is drawn before smoothing.
     """
 
     value: float

@@ -30,11 +30,10 @@ class Part:
 
 @dataclass(slots=True)
 class Proposal:
-    """A group's tree, the parts of the members (by index) that it is made of, and whether the group chose these."""
+    """A group's tree, and the parts of the members (by index) that it is made of."""
 
     tree: TokenTree
     parts: Mapping[int, Part]
-    is_choice: bool = True
 
 
 class GroupDrafter(Drafter):
