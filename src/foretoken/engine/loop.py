@@ -26,7 +26,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Emission, Origin, Running
 from foretoken.engine.requests import Requests, Turn
-from foretoken.engine.trace import trace
+from foretoken.engine.trace import Witness, trace
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.clock import now
 from foretoken.trees.operations import truncate
@@ -198,10 +198,11 @@ class Engine(Requests):
 
     def _verify(self, turns: Sequence[Turn]) -> None:
         verifiers = [self._verifier_for(turn.tree, turn.scores) for turn in turns]
-        rngs = [turn.run.context.rng for turn in turns]
+        rngs = [Witness(t.run.context.rng) if t.run.request.explain else t.run.context.rng for t in turns]
         verdicts = verify_together(verifiers, [turn.scores for turn in turns], rngs)
-        for turn, verdict in zip(turns, verdicts, strict=True):
-            turn.verdict = verdict
+        for turn, rule, verdict, rng in zip(turns, verifiers, verdicts, rngs, strict=True):
+            turn.rule, turn.verdict = rule, verdict
+            turn.taken = rng.taken if isinstance(rng, Witness) else ()
 
     def _fit(self, run: Running, budget: Budget) -> Budget:
         """Never draft past the room that is left (one token of every round is the target's own) or past what the
@@ -240,7 +241,7 @@ class Engine(Requests):
             run, tree, scores, verdict = turn.run, turn.tree, turn.scores, turn.verdict
             if run.request.explain:
                 name = self.drafter.name if self.drafter is not None else "none"
-                run.rounds.append(trace(len(run.rounds), tree, scores, verdict, name))
+                run.rounds.append(trace(len(run.rounds), tree, scores, verdict, name, turn.rule, turn.taken))
             path = [0, *verdict.path]
             self.target.commit(run.text, path)
             tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]

@@ -38,6 +38,8 @@ class Turn:
 
     Attributes:
         planned: whether its draft is what the controller has decided.
+        rule: the acceptance rule.
+        taken: the uniforms that it took, where a trace was asked for.
     """
 
     run: Running
@@ -45,6 +47,8 @@ class Turn:
     tree: TokenTree = field(init=False)
     scores: Scores = field(init=False)
     verdict: Verdict = field(init=False)
+    rule: Verifier = field(init=False)
+    taken: Sequence[float] = ()
     emission: Emission = field(init=False)
 
 
