@@ -21,6 +21,7 @@ from foretoken.cli import (
     parity,
     plan,
     serve,
+    show,
     train,
     tune,
     tune_all,
@@ -35,6 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("generate")(generate.generate_command)
+app.command("show")(show.show_command)
 app.command("chat")(chat.chat_command)
 app.command("methods")(methods.methods_command)
 app.command("drafters")(drafters.drafters_command)

@@ -40,6 +40,7 @@ class RoundTrace:
         verifier: the acceptance rule.
         tosses: its tests in order; empty for rules that test nothing at random.
         next_p: the target's probability of the next token, before anything was rejected.
+        probes: nodes that were scored for the drafter alone.
         draft_s, target_s, verify_s, overhead_s: seconds of the round, those of the whole batch.
     """
 
@@ -59,6 +60,7 @@ class RoundTrace:
     verifier: str = ""
     tosses: list[Toss] = field(default_factory=list)
     next_p: float | None = None
+    probes: list[int] = field(default_factory=list)
 
     def timed(self, draft_s: float, target_s: float, verify_s: float, total_s: float) -> RoundTrace:
         """The round with its times, of which what is left of the whole is overhead."""
@@ -131,6 +133,7 @@ def trace(
         verifier=rule.name,
         tosses=tosses_of(tree, scores, verdict, rule, taken),
         next_p=float(scores.p(last)[verdict.next_token]),
+        probes=[node for node, is_probe in enumerate(tree.probes) if is_probe],
     )
 
 

@@ -53,10 +53,10 @@ def render(run: Run) -> str:
     made = [(name, content) for name, make in SECTIONS if (content := make(run)) is not None]
     links = [tag("a", name, href=f"#{_id(content)}") for name, content in made]
     body = join(sections.header(run), tag("nav", *links, aria_label="sections"), *(content for _, content in made))
-    return Template(_resource("template.html")).substitute(
+    return Template(resource("template.html")).substitute(
         title=safe(f"foretoken bench: {run.name}"),
-        css=palette() + _resource("report.css"),
-        js=_resource("report.js"),
+        css=palette() + resource("tree.css") + resource("report.css"),
+        js=resource("report.js"),
         body=body,
         data=embedded({"traces": run.traces}),
     )
@@ -66,7 +66,8 @@ def _id(content: Markup) -> str:
     return content.split('id="', 1)[1].split('"', 1)[0]
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """A style, script or template of the report."""
     return files("foretoken.bench.report").joinpath(name).read_text(encoding="utf-8")
 
 
