@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from foretoken.bench.report.markup import Markup, tag
 from foretoken.bench.report.page import resource
-from foretoken.show.run import Shown, Word
+from foretoken.show.run import Round, Shown, Word
 from foretoken.show.texts import visible, width
 from foretoken.show.tree import LETTER, draw_tree
+from foretoken.show.why import Node
 
 MARGIN = 16.0
 LINE = 22.0
@@ -19,7 +20,8 @@ MOST_LINES = 7
 
 STYLE = """
 svg { font: 13px system-ui, sans-serif; } .panel { fill: var(--panel); stroke: var(--edge); }
-.soft { fill: var(--soft); } .title { font-weight: 600; } .ribbon { font: 13px ui-monospace, monospace; white-space: pre; }
+.soft { fill: var(--soft); } .title { font-weight: 600; }
+.ribbon { font: 13px ui-monospace, monospace; white-space: pre; }
 .back.accepted { fill: var(--accepted); } .back.recovered { fill: var(--recovered); }
 .back.bonus { fill: var(--bonus); }
 .back.plain, .back.prompt { fill: none; } svg .prompt { fill: var(--soft); }
@@ -52,18 +54,53 @@ def render(run: Shown, round_index: int) -> str:
     y += 40 + 18 * len(lines)
     parts.append(tag("g", tree.markup, transform=f"translate({MARGIN:.0f},{y:.0f})"))
     y += tree.height + 14
+    reasons, y = _reasons(one, y)
+    legend, y = _legend(y + 4)
+    return _picture([*parts, *reasons, *legend], wide, y, f"round {round_index + 1}: {one.caption}")
+
+
+def render_tree(one: Round, title: str, most: int) -> str:
+    """A round alone, with a title and its reasons; nodes that were never tried are left out above ``most`` nodes."""
+    nodes = list(one.nodes)
+    dropped = 0
+    for kinds in (("probe",), ("untried",), ("rejected",)):
+        while len(nodes) > most and (spare := _spare(nodes, kinds)) is not None:
+            nodes.remove(spare)
+            dropped += 1
+    tree = draw_tree(nodes, one.next_token)
+    wide = max(LEAST, tree.width + 2 * MARGIN)
+    more = f" ({dropped} nodes are not drawn)" if dropped else ""
+    parts = [_text(MARGIN, 24, title, "title")]
+    lines = _wrapped(one.caption.split("; draft")[0] + more, int((wide - 2 * MARGIN) / 6.6))
+    parts += [_text(MARGIN, 44 + 18 * i, line, "soft") for i, line in enumerate(lines)]
+    y = 40.0 + 18 * len(lines)
+    parts.append(tag("g", tree.markup, transform=f"translate({MARGIN:.0f},{y:.0f})"))
+    reasons, y = _reasons(one, y + tree.height + 14)
+    return _picture([*parts, *reasons], wide, y + 2, f"{title}; {one.caption}")
+
+
+def _spare(nodes: Sequence[Node], kinds: Sequence[str]) -> Node | None:
+    """The last leaf of such a kind."""
+    parents = {node.parent for node in nodes}
+    return next((n for n in reversed(nodes) if n.status in kinds and n.index not in parents), None)
+
+
+def _reasons(one: Round, y: float) -> tuple[list[Markup], float]:
+    parts = []
     for node in one.reasons[:MOST_REASONS]:
         parts.append(_text(MARGIN, y, visible(node.text), "token"))
         parts.append(_text(MARGIN + 140, y, node.why, "soft"))
         y += 19
-    legend, y = _legend(y + 4)
+    return parts, y
+
+
+def _picture(parts: Sequence[Markup], wide: float, high: float, label: str) -> str:
     background = tag("rect", width="100%", height="100%", rx=10, class_="panel")
-    picture = tag(
-        "svg", tag("style", Markup(resource("tree.css") + STYLE)), background, *parts, *legend,
-        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {wide:.0f} {y:.0f}", width=f"{wide:.0f}",
-        height=f"{y:.0f}", role="img", aria_label=f"round {round_index + 1}: {one.caption}",
-    )  # fmt: skip
-    return picture + "\n"
+    return tag(
+        "svg", tag("style", Markup(resource("tree.css") + STYLE)), background, *parts,
+        xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {wide:.0f} {high:.0f}", width=f"{wide:.0f}",
+        height=f"{high:.0f}", role="img", aria_label=label,
+    ) + "\n"  # fmt: skip
 
 
 def _text(x: float, y: float, words: str, class_: str) -> Markup:

@@ -15,6 +15,8 @@ SMALL = 6.2
 ROW = 46.0
 HEIGHT = 38.0
 GAP = 30.0
+OWN = 1 << 20
+"""Index of the target's own token, behind those of all nodes."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def draw_tree(nodes: Sequence[Node], next_token: Node) -> Drawn:
         next_token: the target's own; its status is not looked at, its ``why`` says where it came from.
     """
     last = max((n.index for n in nodes if n.status == "accepted"), default=0)
-    own = Node(len(nodes), last, next_token.token, next_token.text, "accepted", next_token.why, next_token.p, None)
+    own = Node(OWN, last, next_token.token, next_token.text, "accepted", next_token.why, next_token.p, None)
     everyone = [*nodes, own]
     boxes = _places(everyone)
     edges = [_edge(boxes[n.parent], boxes[n.index], n.status == "accepted") for n in everyone[1:]]
