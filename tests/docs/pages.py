@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-sys.path.insert(0, str(DOCS))
 
 PAGES = sorted([ROOT / "README.md", *(p for p in ROOT.glob("*.md") if p.name != "README.md"), *DOCS.rglob("*.md")])
 BLOCK = re.compile(r"^```([\w-]*)[^\n]*\n(.*?)^```$", re.M | re.S)
@@ -43,7 +41,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The ``foretoken`` commands of a block, without the name, with or without a prompt; a backslash continues a line."""
+    """The ``foretoken`` commands of a block, without the name, with or without a prompt; a backslash joins lines."""
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         words = line.removeprefix("$ ")
         if not words.startswith("foretoken "):

@@ -1,7 +1,7 @@
 """What the how-to pages, the tutorials and the walk through the articles tell people to run, runs.
 
 Blocks marked ``console`` are run, a page's in order in one empty folder; ``python`` blocks run in one namespace; a
-block with a title is a file that the commands read.  ``bash`` blocks name the reader's own models: they are parsed only.
+block with a title is a file that the commands read.  ``bash`` blocks name the reader's own models: only parsed.
 """
 
 from __future__ import annotations

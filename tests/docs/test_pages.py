@@ -109,3 +109,17 @@ def test_the_reference_has_every_command_and_name(site: Path) -> None:
     api = (site / "reference" / "api.html").read_text(encoding="utf-8")
     for name in set(foretoken.__all__) - {"__version__"}:
         assert f".{name}" in api, name
+
+
+def test_the_gallery_is_current() -> None:
+    import make_gallery
+
+    assert make_gallery.PAGE.read_text(encoding="utf-8") == make_gallery.page(), "make reference writes it anew"
+
+
+def test_every_method_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    import make_gallery
+
+    monkeypatch.setattr(make_gallery, "PLACES", make_gallery.PLACES[1:])
+    with pytest.raises(ValueError, match="give each method one place"):
+        make_gallery.page()
