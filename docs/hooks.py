@@ -28,3 +28,14 @@ def on_files(files: Files, config: Any) -> Files:
     for place, make in reference_pages.PAGES.items():
         files.append(File.generated(config, place, content=make()))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Put a method's picture behind its heading."""
+    place = Path(page.file.src_uri)
+    if place.parent.name != "methods":
+        return markdown
+    found = [f for f in files if Path(f.src_uri).match(f"figures/methods/*-{place.stem}.svg")]
+    pictures = "".join(f"![A round of {place.stem}](../{f.src_uri})\n\n" for f in found)
+    heading, end, rest = markdown.partition("\n")
+    return f"{heading}{end}\n{pictures}{rest}"

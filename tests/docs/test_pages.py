@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import typer.main
 from pages import DOCS, PAGES, ROOT, anchors, blocks, commands, links
 
 from foretoken.cli.main import app
+from foretoken.registry import Row, rows
 
 GENERATED = {DOCS / "reference" / "api.md", DOCS / "reference" / "cli.md"}
 SHELL = ("bash", "console", "sh", "")
@@ -123,3 +125,13 @@ def test_every_method_has_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_gallery, "PLACES", make_gallery.PLACES[1:])
     with pytest.raises(ValueError, match="give each method one place"):
         make_gallery.page()
+
+
+@pytest.mark.parametrize("row", [r for r in rows("drafter") if r.name != "scripted"], ids=lambda row: row.name)
+def test_every_drafter_has_a_picture(row: Row) -> None:
+    import make_gallery
+
+    root = ElementTree.fromstring(make_gallery.picture(row).read_text(encoding="utf-8"))
+    nodes = [r for r in root.iter("{http://www.w3.org/2000/svg}rect") if "node" in r.get("class", "").split()]
+    assert len(nodes) >= 2, f"python docs/make_gallery.py --pictures {row.name}"
+    assert row.name in root.attrib["aria-label"]
