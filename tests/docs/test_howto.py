@@ -17,10 +17,16 @@ from pages import DOCS, blocks, commands
 
 from foretoken.cli.main import main
 
-RUN = [*sorted((DOCS / "howto").glob("*.md")), DOCS / "explain" / "when_it_does_not_pay.md", DOCS / "index.md"]
+RUN = [
+    *sorted((DOCS / "howto").glob("*.md")),
+    DOCS / "explain" / "when_it_does_not_pay.md",
+    DOCS / "index.md",
+    DOCS / "zh" / "README.md",
+    DOCS / "zh" / "articles.md",
+]
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.M | re.S)
 
-each_page = pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+each_page = pytest.mark.parametrize("page", RUN, ids=lambda page: f"{page.parent.name}-{page.stem}")
 
 
 @each_page
