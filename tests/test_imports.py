@@ -57,8 +57,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": LIBRARY - {"hub"},
     "formats": {*LAWS, "trees", "models", "drafters", "loading", "registry"},
     "bench": LIBRARY,
+    "show": LIBRARY - {"hub"},
+    "jobs": {"engine", "llm"},
     "server": {*LIBRARY, "grammar"},
-    "cli": {*LIBRARY, "server", "grammar"},
+    "cli": {*LIBRARY, "show", "jobs", "server", "grammar"},
     "__main__": {"cli"},
 }
 """Package -> what it may import besides itself."""

@@ -247,7 +247,9 @@ def test_it_says_in_one_line_what_drafts_cost_and_bring() -> None:
     plain = attached(bad)
     bad.play(plain, contexts(1), 300)
     found = plain.explain(request)
-    assert re.fullmatch(r"plain: a round with 1 draft of m0 costs 1\.[789]\d plain rounds and brings 1\.[234]\d tokens", found)
+    assert re.fullmatch(
+        r"plain: a round with 1 draft of m0 costs 1\.[789]\d plain rounds and brings 1\.[234]\d tokens", found
+    )
     report = json.loads(json.dumps(plain.report()))
     assert (report["plan"], report["predicted_speedup"], report["why"]) == ([], 1.0, found)
     assert [(row["drafter"], row["depth"]) for row in report["options"]] == [("m0", 1)]

@@ -58,7 +58,7 @@ def generate_command(
             result = _compare(llm, text, options, repeat)
             report = result.public()
         elif explain or as_json:
-            output = llm.generate(text, **options)
+            output = llm.generate(text, **options, explain=explain)
             report = {
                 "text": output.text,
                 "token_ids": output.token_ids,

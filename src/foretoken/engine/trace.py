@@ -31,6 +31,8 @@ class RoundTrace:
         tests: the rule's acceptance tests in their order, as ``{"u": uniform, "chance": chance}``: passed where u is
             below the chance, which a rule that goes token by token takes to be p / q.  None where nothing is left to
             chance: for greedy requests and for seeded ones, whose noise is fixed.
+        next_p: the target's probability of the next token, before anything was rejected.
+        probes: nodes that were scored for the drafter alone.
         draft_s, target_s, verify_s, overhead_s: seconds of the round, those of the whole batch.
     """
 
@@ -50,6 +52,8 @@ class RoundTrace:
     rejected: list[int] = field(default_factory=list)
     verifier: str = ""
     tests: list[dict[str, float]] = field(default_factory=list)
+    next_p: float | None = None
+    probes: list[int] = field(default_factory=list)
 
     def timed(self, draft_s: float, target_s: float, verify_s: float, total_s: float) -> RoundTrace:
         """The round with its times, of which what is left of the whole is overhead."""
@@ -71,6 +75,7 @@ def trace(
     tests: Sequence[tuple[float, float]] = (),
 ) -> RoundTrace:
     """The round without its times."""
+    last = verdict.path[-1] if verdict.path else 0
     return RoundTrace(
         index,
         list(tree.tokens),
@@ -84,6 +89,8 @@ def trace(
         rejected=_rejected(tree, verdict),
         verifier=verifier,
         tests=[{"u": u, "chance": chance} for u, chance in tests],
+        next_p=float(scores.p(last)[verdict.next_token]),
+        probes=[node for node, is_probe in enumerate(tree.probes) if is_probe],
     )
 
 

@@ -62,10 +62,10 @@ def render(run: Run) -> str:
     made = [(name, content) for name, make in parts if (content := make(run)) is not None]
     links = [tag("a", name, href=f"#{_id(content)}") for name, content in made]
     body = join(header(run), tag("nav", *links, aria_label="sections"), *(content for _, content in made))
-    return Template(_resource("template.html")).substitute(
+    return Template(resource("template.html")).substitute(
         title=safe(f"foretoken bench: {run.name}"),
-        css=palette() + _resource("report.css"),
-        js=_resource("report.js"),
+        css=palette() + resource("tree.css") + resource("report.css"),
+        js=resource("report.js"),
         body=body,
         data=embedded({"traces": run.traces}),
     )
@@ -75,7 +75,7 @@ def _id(content: Markup) -> str:
     return content.split('id="', 1)[1].split('"', 1)[0]
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
     return files("foretoken.bench.report").joinpath(name).read_text(encoding="utf-8")
 
 
