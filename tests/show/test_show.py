@@ -24,7 +24,7 @@ from foretoken.show.lines import lines_of
 from foretoken.show.run import Shown, shown
 from foretoken.show.texts import token_text, visible
 from foretoken.show.tree import draw_tree
-from foretoken.show.why import passed, statuses, deciding_tests
+from foretoken.show.why import deciding_tests, passed, statuses
 from toys import engine, serve, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
