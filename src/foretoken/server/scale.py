@@ -121,7 +121,7 @@ class RayReplicas:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                num_cpus=max(self.num_wanted * self.settings.tensor_parallel, os.cpu_count() or 1) if local else None,
+                num_cpus=max(self.num_wanted * self.settings.tensor_parallel, _cores()) if local else None,
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
@@ -143,7 +143,7 @@ class RayReplicas:
 
     def _threads(self) -> int:
         """Threads of a replica that computes on the CPU, where the replicas share this machine."""
-        return max(1, (os.cpu_count() or 1) // self.num_wanted) if self._address == "local" else 0
+        return max(1, _cores() // self.num_wanted) if self._address == "local" else 0
 
     async def _tell(self) -> None:
         """Say what is waited for, where starting takes long: most often the cluster has no room."""
@@ -277,6 +277,11 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
             await self.replica.stop()
 
     return Foretoken.bind(settings)  # type: ignore[attr-defined]
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _reach(address: str) -> None:
