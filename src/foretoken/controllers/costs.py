@@ -1,6 +1,6 @@
 """What a round costs and promises: measured once by ``foretoken tune``, or learned while serving.
 
-    expected tokens E = 1 + sum over depths of the chance that the draft stands that far
+    expected tokens E = 1 + sum over depths of the chance that the draft is accepted so far
     round time      T = target(nodes of the batch) + draft(member, depth) + rest
 
 Section 8 of the specification; SmartSpec, arXiv 2406.14066.
@@ -49,7 +49,7 @@ class DrafterCost:
     Attributes:
         call_s: seconds per round, whatever the length.
         step_s: seconds per further depth of the draft.
-        survival: per depth (1 first) the chance that a draft stands at least that far, over all rounds asked.
+        survival: per depth (1 first) the chance that a draft is accepted at least so far, over all rounds asked.
         proposes: share of the rounds in which it guessed anything at all.
         nodes_per_depth: draft nodes per depth (1 for a chain).
     """

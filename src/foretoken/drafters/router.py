@@ -131,8 +131,8 @@ def cost_of(drafter: Drafter, target: LanguageModel | None) -> float:
     """What one draft token costs, in target steps.
 
     A drafter may say so itself (``relative_cost``).  A draft model costs its share of the target's bytes, because
-    reading weights is what a step takes; a drafter that runs no model costs nothing, a group as much as its dearest
-    member.
+    reading weights is what a step takes; a drafter that runs no model costs nothing, a group as much as its most
+    expensive member.
     """
     stated: float | None = getattr(drafter, "relative_cost", None)
     if stated is not None:
