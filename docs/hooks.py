@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,3 +40,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     pictures = "".join(f"![A round of {place.stem}](../{f.src_uri})\n\n" for f in found)
     heading, end, rest = markdown.partition("\n")
     return f"{heading}{end}\n{pictures}{rest}"
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Docstrings name things as ``:class:`~foretoken.llm.Llm```: show the name alone."""
+    if not page.file.src_uri.startswith("reference/"):
+        return html
+    html = re.sub(r":(?:class|func|meth|mod|data|attr):(?=<code>)", "", html)
+    return re.sub(r"<code>~[\w.]*\.(\w+)</code>", r"<code>\1</code>", html)

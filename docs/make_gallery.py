@@ -105,25 +105,28 @@ def _check() -> None:
 def _section(place: Place) -> Iterator[str]:
     yield f"## {place.title}\n"
     yield f"*{place.chinese}.* {place.words}\n"
-    yield "| method | what it does | paper | |"
-    yield "|---|---|---|---|"
-    found = [find(place.role, name) for name in place.names]  # type: ignore[arg-type]
-    for row in found:
-        yield f"| [`{row.name}`]({row.name}.md) | {row.summary} | {row.paper} | {_notes(row)} |"
-    yield ""
-    for row in found:
-        if picture(row).is_file():
-            yield f"![A round of {row.name}](../figures/methods/{picture(row).name})\n"
+    for name in place.names:
+        yield from _entry(find(place.role, name))  # type: ignore[arg-type]
 
 
-def _notes(row: Row) -> str:
-    """What a reader asks first: proposal kind, training, needs, an example."""
-    notes = [f"`{row.example}`"]
-    if row.needs_training:
-        notes.append("trained")
+def _entry(row: Row) -> Iterator[str]:
+    """A method: what it does, whose it is, how it is asked for, and its picture."""
+    words = [f"**[`{row.name}`]({row.name}.md)** {row.summary}"]
+    if row.paper:
+        words.append(f"*{row.paper}.*")
+    words.append(f"`{row.example}`" + "".join(f", {note}" for note in _notes(row)))
+    yield " ".join(words) + "\n"
+    if picture(row).is_file():
+        yield f"![A round of {row.name}](../figures/methods/{picture(row).name})\n"
+
+
+def _notes(row: Row) -> Iterator[str]:
+    if row.needs_training and "trained" not in row.needs:
+        yield "trained"
+    if row.needs:
+        yield f"needs {row.needs}"
     if not row.lossless:
-        notes.append("lossy")
-    return ", ".join(notes)
+        yield "lossy"
 
 
 def picture(row: Row) -> Path:

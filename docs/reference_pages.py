@@ -91,22 +91,25 @@ def _command(words: tuple[str, ...], command: Any) -> str:
     usage = " ".join(filter(None, (name, "[OPTIONS]" if options else "", shown)))
     lines = [f"## {name}", "", text, "", f"```text\n{usage}\n```", ""]
     if arguments or options:
-        lines += ["| | default | meaning |", "|---|---|---|"]
-        lines += [_row(f"`{p.name}`", p) for p in arguments]
+        lines += ["| | meaning |", "|---|---|"]
+        lines += [_row(f"`{_word(p)}`", p) for p in arguments]
         lines += [_row(", ".join(f"`{o}`" for o in (*p.opts, *p.secondary_opts)), p) for p in options]
     return "\n".join([*lines, ""])
 
 
+def _word(argument: Any) -> str:
+    return str(argument.metavar or argument.name.upper())
+
+
 def _metavar(argument: Any) -> str:
-    word = argument.name.upper()
-    return word if argument.required else f"[{word}]"
+    return _word(argument) if argument.required else f"[{_word(argument)}]"
 
 
 def _row(name: str, parameter: Any) -> str:
     default = parameter.default
-    shown = "" if default in (None, False, (), []) or callable(default) else f"`{default}`"
-    words = " ".join((getattr(parameter, "help", "") or "").split())
-    return f"| {name} | {shown} | {_cell(words)} |"
+    nothing = default is None or default is False or default in ((), []) or callable(default)
+    words = _cell(" ".join((getattr(parameter, "help", "") or "").split()))
+    return f"| {name} | {words}{'' if nothing else f' Default: `{default}`.'} |"
 
 
 def _cell(text: str) -> str:
