@@ -28,7 +28,7 @@ from time import get_clock_info, perf_counter, thread_time
 import torch
 from torch import Tensor
 
-from foretoken.models.layouts import LAYOUTS, Layout, Maker
+from foretoken.models.layouts import LAYOUTS, Layout, Maker, usable_layouts
 
 ROWS = (1, 2, 5, 8)
 """Rows that are timed: a plain step, the beginning of speculation, usual rounds."""
@@ -36,6 +36,7 @@ SMALLEST, LARGEST = 256, 4096
 """Sides of the weights that are timed; others count as the nearest power of two between them."""
 COPIES_BYTES, MOST_COPIES_BYTES = 32 * 2**20, 256 * 2**20
 """Copies of a weight that are multiplied in turn take at least, and at most, this much; twice what the cache holds."""
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MOST_COPIES = 16
 """A weight of which so many fit into the cache belongs to a model that does."""
 PASSES = 3
@@ -79,6 +80,12 @@ def fastest_layout(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]], names:
     costs = {name: sum(n * _cost(name, dtype, *size) for size, n in counts.items()) for name in names}
     best = min(costs, key=lambda name: costs[name])
     return best if costs[best] < MARGIN * costs["plain"] else "plain"
+
+
+def step_s(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> float:
+    """Seconds of one row through weights of these shapes, each in the layout that is fastest for it on the CPU."""
+    counts, names = Counter(size_class(shape[0], shape[1]) for shape in shapes), usable_layouts(dtype)
+    return sum(n * min(min(_times(name, dtype, *size).values()) for name in names) for size, n in counts.items())
 
 
 def _cost(layout: str, dtype: torch.dtype, out: int, inner: int) -> float:
@@ -128,7 +135,7 @@ def _one_thread() -> Iterator[None]:
 def _copies_bytes() -> int:
     """Twice the last cache's size, where Linux tells it."""
     sizes = [0]
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+    for file in CACHES.glob("index*/size"):
         with suppress(OSError, ValueError):
             sizes.append(int(file.read_text().strip().removesuffix("K")) * 2**10)
     return min(MOST_COPIES_BYTES, max(COPIES_BYTES, 2 * max(sizes)))
