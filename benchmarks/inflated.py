@@ -1,11 +1,12 @@
-"""The built-in target inflated to a size that users have: methods against plain greedy decoding and other engines.
+"""The built-in target inflated to a size that users have: methods against plain decoding and other engines.
 
 One run, arms taking turns on every prompt, medians of ``--repeat`` runs, the same token ids.  The predicted speed-up is
 the cost model's, from the measured v(n), the cost of drafting and the tokens per round; what a round spends beside the
 drafter and the target is the overhead.  Engines that are not installed are left out, with a line that says so.
 
     python benchmarks/inflated.py [--size 1b] [--dtype bfloat16] [--prompts 10] [--new-tokens 96] [--repeat 3]
-                                  [--drafters SPEC ...] [--engines SPEC ...] [--out run.jsonl] [--resume]
+                                  [--temperatures 0 1] [--drafters SPEC ...] [--engines SPEC ...]
+                                  [--out run.jsonl] [--resume]
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ def tell(began: float, done: int, total: int, text: str) -> None:
     print(f"\r{done} of {total}, {spent:.0f} s: {text:60.60}", end="", file=sys.stderr, flush=True)
 
 
-def table(cells: list[dict[str, Any]], category: str) -> None:
-    """Markdown: one row per arm of a category, fastest first, plain decoding on top."""
-    rows = [cell for cell in cells if cell["category"] == category]
+def table(cells: list[dict[str, Any]], category: str, temperature: float = 0.0) -> None:
+    """Markdown: one row per arm of a category at a temperature, fastest first, plain decoding on top."""
+    rows = [cell for cell in cells if (cell["category"], cell["temperature"]) == (category, temperature)]
     best = max((row for row in rows if not is_foreign(row["arm"])), key=lambda row: row["tokens_per_s"])
-    print(f"\n### {category}\n")
+    print(f"\n### {category}, T={temperature:g}\n")
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|")
     for row in sorted(rows, key=lambda row: (row["arm"] != PLAIN, -row["tokens_per_s"])):
         predicted, low_high = row["predicted_speedup"], row["speedup_ci95"]
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=10, help="how many of code and of prose (at most 20)")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--drafters", nargs="*", default=list(DRAFTERS))
     parser.add_argument("--engines", nargs="*", default=list(ENGINES))
     parser.add_argument("--controller", default="constant", help="for drafters that name none")
@@ -138,14 +140,15 @@ def main() -> None:
         max_new_tokens=options.new_tokens,
         inflate=options.size,
     )
-    settings = BenchSettings([*options.drafters, *engines], repeat=options.repeat)
+    settings = BenchSettings([*options.drafters, *engines], options.temperatures, repeat=options.repeat)
     began = time.perf_counter()
     result = run_bench(
         shared, prompts, settings, options.out, options.resume, lambda done, total, text: tell(began, done, total, text)
     )
     print(file=sys.stderr)
-    for category in prompts:
-        table(result.cells, category)
+    for temperature in options.temperatures:
+        for category in prompts:
+            table(result.cells, category, temperature)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import foretoken as ft
 from foretoken.drafters.mtp import MtpDrafter
-from foretoken.loading import LoadError, load_model, read_head
+from foretoken.loading import LoadError, load_model, load_tokenizer, read_head
 from foretoken.models.native_mtp import fused, native_module
 from native_checkpoints import (
     SIZE,
@@ -126,6 +128,34 @@ def test_a_head_in_a_file_of_its_own(tmp_path: Path) -> None:
     module = random_module(network)
     add_tensors(tmp_path, published("glm4_moe", 0, 2, module.state_dict()), "mtp.safetensors")
     assert ft.load(tmp_path, "mtp").generate(PROMPT, max_new_tokens=4).stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_head_of_a_hub_id(shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that is named as on the hub, in the local cache as the hub's client lays it out."""
+    from huggingface_hub import constants
+
+    commit, home = "0123456789abcdef0123456789abcdef01234567", tmp_path / "models--some--target"
+    folder = home / "snapshots" / commit
+    network, _ = save_family(folder, "glm4_moe")
+    if shards > 1:
+        network.save_pretrained(folder / "split", max_shard_size="20KB")
+        (folder / "model.safetensors").rename(folder / "head.safetensors")
+        index = json.loads((folder / "split" / "model.safetensors.index.json").read_text())
+        index["weight_map"] |= {
+            name: "head.safetensors" for name in load_file(folder / "head.safetensors") if ".layers.2." in name
+        }
+        for file in (folder / "split").glob("*.safetensors"):
+            file.rename(folder / file.name)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    llm = ft.load("some/target", "mtp", dtype="float64", tokenizer=load_tokenizer("builtin"))
+    assert isinstance(llm.drafter, MtpDrafter)
+    out = llm.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
+    assert out.stats.num_draft_tokens
+    assert out.token_ids == llm.plain.generate(PROMPT, max_new_tokens=8, ignore_eos=True).token_ids
 
 
 def test_an_unknown_feed(glm: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import OlmoConfig, OlmoForCausalLM
 
-from foretoken.loading import load_model
+from foretoken.loading import draft_models, load_model
 from foretoken.loading.draft_models import COMPILED_ROWS, build_draft_model
 from foretoken.models import packing
 from foretoken.models.base import Feed, Rows
@@ -38,15 +38,25 @@ def test_what_has_no_lean_forward_is_packed_layer_by_layer(tmp_path: Path, monke
     assert float((got - wanted).abs().max()) < 0.05 * float(wanted.std())
 
 
-@pytest.mark.parametrize(("dtype", "fast"), [("bfloat16", True), ("bfloat16", False), ("float32", True)])
+@pytest.mark.parametrize(
+    ("dtype", "has", "step_s"),
+    [("bfloat16", True, 1.0), ("bfloat16", True, 3.0), ("bfloat16", False, 1.0), ("float32", True, 1.0)],
+)
 def test_products_of_a_packed_draft_model_are_compiled_when_it_is_loaded(
-    dtype: str, fast: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: str, has: bool, step_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For every number of rows, as oneDNN does it for each: first drafts would else take two to three times as long.
 
-    Where the CPU has no products of bfloat16 of its own, the draft model is a float32 one.
+    Where the CPU has no products of bfloat16 of its own, or slower ones, the draft model is a float32 one.
     """
-    monkeypatch.setattr(packing, "has_bfloat16", lambda: fast)
+    asked: list[tuple[int, ...]] = []
+
+    def measured(kind: torch.dtype, shapes: list[tuple[int, ...]]) -> float:
+        asked.extend(shapes)
+        return step_s if kind == torch.bfloat16 else 2.0
+
+    monkeypatch.setattr(packing, "has_bfloat16", lambda: has)
+    monkeypatch.setattr(draft_models, "step_s", measured)
     if dtype == "bfloat16" and "onednn" not in usable_layouts(torch.bfloat16):
         pytest.skip("this CPU has no packed bfloat16 products")
     target = load_model("builtin", dtype=dtype)
@@ -59,7 +69,8 @@ def test_products_of_a_packed_draft_model_are_compiled_when_it_is_loaded(
 
     monkeypatch.setattr(HuggingFaceModel, "forward", counted)
     draft = build_draft_model(None, target, "builtin", None, None)
-    packs = dtype == "bfloat16" and fast
+    packs = dtype == "bfloat16" and has and step_s < 2.0
+    assert ((8192, 192) in asked) == (dtype == "bfloat16" and has) and all(len(shape) == 2 for shape in asked)
     assert set(rows) == (set(range(1, COMPILED_ROWS + 1)) if packs else set())
     assert draft.dtype == (torch.bfloat16 if packs else torch.float32)
     fresh = draft.open()

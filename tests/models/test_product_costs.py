@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from foretoken.models.product_costs import (
     least_rows,
     product_times,
     size_class,
+    step_s,
 )
 
 BF16 = torch.bfloat16
@@ -117,3 +119,33 @@ def test_measuring_leaves_the_number_of_threads() -> None:
     before = torch.get_num_threads()
     product_times("plain", BF16, 256, 256)
     assert torch.get_num_threads() == before
+
+
+def test_a_step_takes_the_fastest_layout_of_every_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"plain": (10, 10, 10, 10), "onednn": (9, 4, 4, 4), "half": (6, 6, 7, 13)}
+    times(monkeypatch, table)
+    monkeypatch.setattr(product_costs, "usable_layouts", lambda dtype: tuple(table))
+    assert step_s(BF16, [(512, 512), (512, 512), (4096, 256)]) == 3 * 4
+    product_costs._times.cache_clear()
+    monkeypatch.setattr(product_costs, "usable_layouts", lambda dtype: ("plain", "half"))
+    assert step_s(BF16, [(512, 512)]) == 6
+
+
+def test_copies_do_not_fit_into_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Twice the largest cache that Linux tells of, within bounds."""
+    for index, size in enumerate(("48K", "2048K", "65536K", "odd")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
+    monkeypatch.setattr(product_costs, "CACHES", tmp_path)
+    assert product_costs._copies_bytes.__wrapped__() == 128 * 2**20
+    (tmp_path / "index3" / "size").write_text("999999K")
+    assert product_costs._copies_bytes.__wrapped__() == product_costs.MOST_COPIES_BYTES
+    monkeypatch.setattr(product_costs, "CACHES", tmp_path / "nowhere")
+    assert product_costs._copies_bytes.__wrapped__() == product_costs.COPIES_BYTES
+
+
+def test_other_processes_are_not_counted() -> None:
+    """Calls are timed by the thread's own clock where that is fine enough: waiting for a processor takes none of it."""
+    began = product_costs._clock()
+    time.sleep(0.05)
+    assert product_costs._clock is time.perf_counter or product_costs._clock() - began < 0.04

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from foretoken.loading.checkpoints import ADAPTER_CONFIG, LoadError, is_adapter, resolve
 from foretoken.models.low_rank import merged
+from foretoken.models.packing import is_plain
 
 WEIGHTS = "adapter_model.safetensors"
 KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -93,6 +94,8 @@ def merge_adapter(network: nn.Module, folder: Path, config: AdapterConfig) -> No
     for name, found in sorted(factors.items()):
         if name not in layers:
             raise LoadError(f"{folder} updates {name}, which {config.base} does not have: it is of another model")
+        if not is_plain(layers[name]):
+            raise LoadError(f"{folder} updates {config.base}, whose weights are quantised: take the full model as base")
         weight = layers[name].weight
         a, b = found["A"].to(weight.device), found["B"].to(weight.device)
         if a.ndim != 2 or b.shape != (len(weight), len(a)) or a.shape[1] != weight.shape[1]:

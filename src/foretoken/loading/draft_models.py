@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from foretoken.loading.checkpoints import BUILTIN, is_builtin, resolve
 from foretoken.loading.models import load_model
@@ -13,6 +14,7 @@ from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularie
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.graphs import follow
 from foretoken.models.packing import pays_packed
+from foretoken.models.product_costs import step_s
 
 COMPILED_ROWS = 32
 """Rows up to which a packed draft model's products are compiled when it is loaded: eight requests with a new token and
@@ -76,14 +78,14 @@ def build_foreign_draft_model(
 def _load_draft_model(
     path: str, target: LanguageModel, device: Any, packed: bool = True, quantize: str | None = None
 ) -> LanguageModel:
-    # A draft model's law may be anything: on a CPU small ones are fastest in bfloat16 where it has products of that and
-    # they can be packed, and in float32 elsewhere (docs/log.md).  A few bits of packed ones depend on the batch, so
-    # that only a target that is like that itself gets one.
+    # A draft model's distribution may be anything: small ones run in bfloat16 where the CPU has products of that in which a step
+    # is faster than in float32 (docs/log.md).  A few bits of packed ones depend on the batch, so that only a target
+    # that is like that itself gets one.
     device = getattr(target, "device", None) if device is None else device
     on_cpu = device is None or str(device) == "cpu"
     small = on_cpu and _is_small(path)
     alike = getattr(target, "dtype", None) == torch.bfloat16 and getattr(target, "exact", "") == "distribution"
-    half = packed and alike and pays_packed(torch.empty(2, 2, dtype=torch.bfloat16))
+    half = small and packed and alike and _steps_faster_in_bfloat16(path)
     draft = load_model(
         path,
         role="draft",
@@ -108,6 +110,25 @@ def _compile(draft: LanguageModel) -> None:
     draft.release(sequence)
 
 
+def _files(path: str) -> list[Path]:
+    """Weights in a local folder."""
+    return sorted(Path(resolve(path, "draft")).glob("*.safetensors"))
+
+
 def _is_small(path: str) -> bool:
-    folder = Path(resolve(path, "draft"))
-    return folder.is_dir() and sum(p.stat().st_size for p in folder.glob("*.safetensors")) < 20_000_000
+    return 0 < sum(file.stat().st_size for file in _files(path)) < 20_000_000
+
+
+def _steps_faster_in_bfloat16(path: str) -> bool:
+    """By what products of one row take here; an embedding stands for the vocabulary projection that is tied to it."""
+    if not pays_packed(torch.empty(2, 2, dtype=torch.bfloat16)):
+        return False
+    shapes: list[tuple[int, ...]] = []
+    for file in _files(path):
+        try:
+            with safe_open(file, "pt") as tensors:
+                shapes += [tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()]  # noqa: SIM118
+        except SafetensorError:  # who loads it is told what is wrong
+            return False
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    return step_s(torch.bfloat16, matrices) < step_s(torch.float32, matrices)

@@ -164,8 +164,10 @@ def inflate(
         on_layer: told after every layer how many of all are done.
 
     Raises:
-        ValueError: another architecture, a size below the model's own, or more than fits into memory.
+        ValueError: another architecture, quantised weights, a size below the model's own, or more than fits into memory.
     """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError("cannot inflate a model whose weights are quantised: give its full checkpoint")
     small = model.config.get_text_config()
     shape = size if isinstance(size, Shape) else shape_for(small, size)
     config = big_config(small, shape)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.models.call import Call
@@ -21,7 +21,7 @@ from foretoken.models.lean_families import Family, family_of, part
 from foretoken.models.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary, joined
 from foretoken.models.lean_parts import Norm, norm_of
 from foretoken.models.masks import LayerMask, RowPlan, additive_mask
-from foretoken.models.packing import Projection, pays_packed, unpack_linears
+from foretoken.models.packing import Projection, is_plain, pays_packed, unpack_linears
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
@@ -220,7 +220,7 @@ def _has_plain_linears(model: Any, family: Family) -> bool:
     mlp = () if family.experts else (*family.gate_up, family.up, family.down)
     names = {*family.qkv, family.out, "lm_head", *mlp}
     return hasattr(model, "lm_head") and all(
-        type(module) is nn.Linear or hasattr(module, "joined")
+        is_plain(module) or hasattr(module, "joined")
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in names
     )

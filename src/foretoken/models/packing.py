@@ -135,7 +135,7 @@ class Packing:
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype, device: torch.device, blocks: bool, in_place: bool) -> Packing:
         """For a whole model: 16-bit weights all get one layout, so that activations have one dtype throughout."""
-        shapes = [tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear)]
+        shapes = [tuple(m.weight.shape) for m in plain_linears(model)]
         narrow = dtype in NARROW and shapes
         layout = fastest_layout(dtype, shapes, usable_layouts(dtype, device)) if narrow else "auto"
         return cls(layout, blocks, model if in_place else None)
@@ -219,6 +219,20 @@ class PackedLinear(nn.Module):
         return out[:, self.start : self.stop].view(*x.shape[:-1], self.out_features)
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is an ``nn.Linear`` whose weight is there and is all that it multiplies by.
+
+    Packages that read ready-made quantised checkpoints keep the class and give its objects other weights and another
+    ``forward``.
+    """
+    return type(module) is nn.Linear and "weight" in module._parameters and "forward" not in vars(module)
+
+
+def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
+    """The modules below ``model`` that :func:`is_plain` holds for."""
+    return (module for module in model.modules() if isinstance(module, nn.Linear) and is_plain(module))
+
+
 def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
     """Let packed layers take the place of every ``nn.Linear`` below ``model`` that they are faster than; returns how
     many.
@@ -228,7 +242,7 @@ def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
     """
     count, tied = 0, _embedded(model)
     for parent, name, linear in list(_children(model)):
-        if type(linear) is not nn.Linear or id(linear.weight) in tied:
+        if not isinstance(linear, nn.Linear) or not is_plain(linear) or id(linear.weight) in tied:
             continue
         projection = Projection(linear.weight.detach(), _detached(linear.bias), packing.layout, packing.blocks)
         if projection.layout.name != "plain":
@@ -281,7 +295,7 @@ def check_packable(model: Any) -> None:
     Raises:
         ValueError: it has no linear layers, or they are on a device or in a dtype that has the plain layout alone.
     """
-    kinds = {(m.weight.device, m.weight.dtype) for m in model.modules() if type(m) is nn.Linear}
+    kinds = {(m.weight.device, m.weight.dtype) for m in plain_linears(model)}
     if not kinds:
         raise ValueError(f"pack=True: {type(model).__name__} has no torch.nn.Linear layers that could be packed")
     if all(usable_layouts(dtype, device) == ("plain",) for device, dtype in kinds):

@@ -4,9 +4,10 @@ A matrix product of a few rows is made of reading the weight and of arithmetic, 
 kernel does it, differs by CPU, dtype and shape: on a CPU with AMX oneDNN's bfloat16 scores 32 rows for the price of
 one, on one with AVX2 alone every row of it costs as much as the first, while exact float16 weights give six for little
 more than one.  So every layout is timed once per machine and size of weight, for a fraction of a second, on several
-copies (a decoding step finds its weights in memory, not in the cache), by one thread: beside another busy process two
-threads that wait for each other are timed at twenty times what they take.  What was measured is kept in the user's
-cache folder; ``foretoken doctor`` shows it.
+copies (a decoding step of a large model finds its weights in memory, not in the cache), by one thread, in the time of
+that thread: beside another busy process two threads that wait for each other are timed at twenty times what they take,
+and the time of day counts what other processes take.  What was measured is kept in the user's cache folder;
+``foretoken doctor`` shows it.
 """
 
 from __future__ import annotations
@@ -19,24 +20,28 @@ import platform
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from time import perf_counter
+from time import get_clock_info, perf_counter, thread_time
 
 import torch
 from torch import Tensor
 
-from foretoken.models.layouts import LAYOUTS, Layout, Maker
+from foretoken.models.layouts import LAYOUTS, Layout, Maker, usable_layouts
 
 ROWS = (1, 2, 5, 8)
 """Rows that are timed: a plain step, the beginning of speculation, usual rounds."""
 SMALLEST, LARGEST = 256, 4096
 """Sides of the weights that are timed; others count as the nearest power of two between them."""
-COPIES_BYTES = 32 * 2**20
-"""Copies of a weight that are multiplied in turn take about this much, more than a cache holds."""
+COPIES_BYTES, MOST_COPIES_BYTES = 32 * 2**20, 256 * 2**20
+"""Copies of a weight that are multiplied in turn take at least, and at most, this much; twice what the cache holds."""
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MOST_COPIES = 16
+"""A weight of which so many fit into the cache belongs to a model that does."""
 PASSES = 3
+FINE_CLOCK_S = 1e-6
+"""A thread's own clock is used where it tells times as short as this apart."""
 MARGIN, ROWS_MARGIN = 0.95, 0.85
 """Another layout than the plain one must be at least 5 % faster, more rows than there are 15 %: less is noise."""
 
@@ -77,6 +82,12 @@ def fastest_layout(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]], names:
     return best if costs[best] < MARGIN * costs["plain"] else "plain"
 
 
+def step_s(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]]) -> float:
+    """Seconds of one row through weights of these shapes, each in the layout that is fastest for it on the CPU."""
+    counts, names = Counter(size_class(shape[0], shape[1]) for shape in shapes), usable_layouts(dtype)
+    return sum(n * min(min(_times(name, dtype, *size).values()) for name in names) for size, n in counts.items())
+
+
 def _cost(layout: str, dtype: torch.dtype, out: int, inner: int) -> float:
     times = product_times(layout, dtype, out, inner)
     return min(times.values()) + times[8]
@@ -97,7 +108,7 @@ def _measure(make: Maker, dtype: torch.dtype, out: int, inner: int) -> Times:
     """Per number of rows what the quickest quarter of all calls takes at most: others met another process."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(out, inner, generator=generator) / inner**0.5).bfloat16().to(dtype)
-    copies = min(MOST_COPIES, max(2, COPIES_BYTES // weight.nbytes))
+    copies = min(MOST_COPIES, max(2, _copies_bytes() // weight.nbytes))
     products: list[Layout] = [make(weight.clone()) for _ in range(copies)]
     inputs = [torch.randn(rows, inner, generator=generator).to(products[0].activations) for rows in ROWS]
     calls: dict[int, list[float]] = {rows: [] for rows in ROWS}
@@ -120,10 +131,23 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@cache
+def _copies_bytes() -> int:
+    """Twice the last cache's size, where Linux tells it."""
+    sizes = [0]
+    for file in CACHES.glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(file.read_text().strip().removesuffix("K")) * 2**10)
+    return min(MOST_COPIES_BYTES, max(COPIES_BYTES, 2 * max(sizes)))
+
+
+_clock = thread_time if get_clock_info("thread_time").resolution <= FINE_CLOCK_S else perf_counter
+
+
 def _one_call(product: Layout, x: Tensor) -> float:
-    began = perf_counter()
+    began = _clock()
     product(x, None)
-    return perf_counter() - began
+    return _clock() - began
 
 
 def _key(layout: str, dtype: torch.dtype, out: int, inner: int) -> str:
@@ -152,7 +176,8 @@ def _machine() -> str:
     info = Path("/proc/cpuinfo")
     about = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
     lines = [line for line in about if line.startswith(("model name", "flags", "model\t", "stepping"))]
-    text = "\n".join([*lines, platform.processor(), platform.machine(), str(os.cpu_count()), torch.__version__])
+    way = f"{_clock.__name__} {_copies_bytes()}"  # what was measured in another way is measured again
+    text = "\n".join([*lines, platform.processor(), platform.machine(), str(os.cpu_count()), torch.__version__, way])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError
+from foretoken.models.packing import is_plain
 from foretoken.models.quantised import QuantisedProduct, available, fastest_target_product, make_product
 
 KINDS = ("int8", "int4")
@@ -79,6 +80,11 @@ class SideBySide:
         return residual + self(x)
 
 
+def is_ready_made(model: Any) -> bool:
+    """Whether a network was read from a checkpoint whose weights are quantised (GPTQ, AWQ, compressed-tensors, ...)."""
+    return getattr(model.config, "quantization_config", None) is not None
+
+
 def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
     """Replace every ``nn.Linear`` below ``model`` by a quantised one, one after another; returns how many.
 
@@ -101,12 +107,14 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
         raise CapabilityError(f"quantize={kind} is for the cpu, and the weights are on {model.device}: use device=cpu")
     if not available():
         raise CapabilityError("this build of PyTorch has no products of quantised weights")
+    if is_ready_made(model):
+        raise CapabilityError("the weights of this checkpoint are quantised already: leave quantize out")
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings()
     found = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or id(child.weight) in embeddings:
+            if not isinstance(child, nn.Linear) or not is_plain(child) or id(child.weight) in embeddings:
                 continue
             bits = "8" if child is head else kind.removeprefix("int")
             product = fastest_target_product(child.out_features, child.in_features, GROUP, bits)

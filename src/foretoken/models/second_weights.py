@@ -21,9 +21,9 @@ from foretoken.models.call import Call
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.inflation import available_bytes
 from foretoken.models.layers import LayerPlan, _replace
-from foretoken.models.packing import PackedLinear, Packing
+from foretoken.models.packing import PackedLinear, Packing, is_plain
 from foretoken.models.quantised import QuantisedProduct, available, fastest_draft_product, make_product
-from foretoken.models.quantised_linear import QuantisedLinear
+from foretoken.models.quantised_linear import QuantisedLinear, is_ready_made
 from foretoken.models.quantised_weights import GROUPS, fits_int4
 from foretoken.models.taps import decoder_layers
 
@@ -173,7 +173,7 @@ def linears(model: Any) -> Iterator[Any]:
     """The linear layers of a Transformers model that a draft reads: those of its decoder layers, and its head."""
     head = model.get_output_embeddings()
     for module in [m for layer in decoder_layers(model) for m in layer.modules()] + [head]:
-        if type(module) is nn.Linear or isinstance(module, PackedLinear):
+        if is_plain(module) or isinstance(module, PackedLinear):
             yield module
 
 
@@ -191,7 +191,7 @@ def check_quantisable(owner: HuggingFaceModel, scheme: Scheme) -> None:
         )
     if not available():
         raise CapabilityError("this build of PyTorch has no products of quantised weights")
-    if any(isinstance(module, QuantisedLinear) for module in owner.model.modules()):
+    if is_ready_made(owner.model) or any(isinstance(module, QuantisedLinear) for module in owner.model.modules()):
         raise CapabilityError("the target's weights are quantised already: use another drafter, for example ngram")
     head = owner.model.get_output_embeddings()
     inner = [linear for linear in linears(owner.model) if linear is not head]
