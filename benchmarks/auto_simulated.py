@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 from foretoken.controllers.auto import AutoController
 from foretoken.controllers.base import Controller
+from foretoken.core import Budget, Context, Limits, Rng, StepRecord
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Limits, Rng, StepRecord
 
 NEW_TOKENS, WARM_UP, DEEPEST = 96, 250, 16
 SHORT, LONG = 40, 90
@@ -137,7 +137,7 @@ class World:
             running = [request for request in running if not is_done(request.context)]
 
     def step(self, controller: Controller, running: Sequence[Request], score: Score) -> None:
-        """A round: its price in milliseconds, and what the controller sees of it."""
+        """A round: its cost in milliseconds, and what the controller sees of it."""
         contexts = [request.context for request in running]
         count, even = len(running), len(running) > 1 and len({len(c.tokens) for c in contexts}) == 1
         budgets = controller.budgets(contexts)

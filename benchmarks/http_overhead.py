@@ -27,7 +27,7 @@ import psutil
 import foretoken as ft
 from foretoken.bench.load.run import Address, run_load
 from foretoken.bench.load.settings import Level, LoadSettings
-from foretoken.bench.prompts import BenchPrompt, load_prompts
+from foretoken.measure.prompts import BenchPrompt, load_prompts
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import foretoken as ft
 import foretoken.registry as registry
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.router import RouterDrafter
 from foretoken.loading import (
@@ -28,7 +29,6 @@ from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.table import TableModel
 from foretoken.registry import Row, rows
-from foretoken.types import Budget, Context, TokenTree
 from native_checkpoints import save_family
 from toys import llama
 

@@ -19,18 +19,18 @@ from transformers import (
 )
 
 import foretoken as ft
-from foretoken.bench.law import chi_square_p
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.core.noise import unseeded_from
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.hub import SpeculativeOutput
 from foretoken.hub_params import params_of
-from foretoken.noise import unseeded_from
+from foretoken.parity.statistics import chi_square_p
 from foretoken.sampling import Sampler
-from foretoken.types import Budget, Context, TokenTree
 
 VOCAB = 24
-FALSE_ALARM = 1e-4  # of each law test; seeds are fixed
+FALSE_ALARM = 1e-4  # of each distribution test; seeds are fixed
 
 
 def llama(seed: int = 0, vocab: int = VOCAB, eos: int | list[int] | None = 0, noise: float = 0.0) -> LlamaForCausalLM:
@@ -169,17 +169,17 @@ def test_stopping_criteria_of_the_user_cut_the_output_at_their_token(model: Any)
 # -- sampled ---------------------------------------------------------------------------------------------------------
 
 
-def law_of_two(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """[V * V] exact law of the next two tokens under Transformers' own processors."""
+def distribution_of_two(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """[V * V] exact distribution of the next two tokens under Transformers' own processors."""
     config = GenerationConfig(do_sample=True, **options)
     processors = model._get_logits_processor(config, ids.shape[1], device="cpu")
-    laws = []
+    distributions = []
     with torch.no_grad():
         first = torch.softmax(processors(ids, model(ids).logits[:, -1]), -1)[0]
         for token in range(len(first)):
             longer = torch.cat([ids, torch.tensor([[token]])], 1)
-            laws.append(first[token] * torch.softmax(processors(longer, model(longer).logits[:, -1]), -1)[0])
-    return torch.stack(laws).double().flatten()
+            distributions.append(first[token] * torch.softmax(processors(longer, model(longer).logits[:, -1]), -1)[0])
+    return torch.stack(distributions).double().flatten()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def law_of_two(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     ids=lambda options: "-".join(options),
 )
 @pytest.mark.parametrize("kind", ["model", "ngram"])
-def test_sampled_output_has_the_law_of_generate(options: dict[str, Any], kind: str) -> None:
+def test_sampled_output_has_the_distribution_of_generate(options: dict[str, Any], kind: str) -> None:
     small = llama(seed=3, vocab=5, eos=None)
     drafter = llama(seed=3, vocab=5, noise=0.1, eos=None) if kind == "model" else "ngram,n=1,k=3"
     ids, count = torch.tensor([[2, 4, 2, 1, 2]]), 500
@@ -204,7 +204,7 @@ def test_sampled_output_has_the_law_of_generate(options: dict[str, Any], kind: s
         )  # fmt: skip
     pairs = out[:, 5] * 5 + out[:, 6]
     counts = torch.bincount(pairs, minlength=25)
-    assert chi_square_p(counts, count * law_of_two(small, ids, **options)) > FALSE_ALARM
+    assert chi_square_p(counts, count * distribution_of_two(small, ids, **options)) > FALSE_ALARM
 
 
 def test_seeds(model: Any) -> None:
@@ -258,8 +258,8 @@ def test_temperature_and_filters_are_applied_once(model: Any) -> None:
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 7, 0.8, 0.1)
     assert params.processors == ()
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
-    law = Sampler(params).law(logits, [])
-    assert torch.allclose(law, torch.softmax(processors(ONE, logits[None]), -1)[0], atol=1e-6)
+    distribution = Sampler(params).distribution(logits, [])
+    assert torch.allclose(distribution, torch.softmax(processors(ONE, logits[None]), -1)[0], atol=1e-6)
 
 
 # -- output forms and side effects -----------------------------------------------------------------------------------

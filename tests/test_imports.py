@@ -14,8 +14,8 @@ import foretoken
 ROOT = Path(foretoken.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-LAWS = {"noise", "types", "sampling"}
-AXES = {*LAWS, "registry", "trees", "verifiers", "models", "drafters", "controllers"}
+BASE = {"core", "sampling"}
+AXES = {*BASE, "registry", "trees", "verifiers", "models", "drafters", "controllers"}
 LIBRARY = {
     *AXES,
     "constraints",
@@ -25,7 +25,11 @@ LIBRARY = {
     "llm",
     "hub",
     "hub_params",
-    "analysis",
+    "io",
+    "theory",
+    "measure",
+    "tune",
+    "parity",
     "training",
     "formats",
     "bench",
@@ -34,28 +38,30 @@ LIBRARY = {
 
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": LIBRARY,
-    "noise": set(),
-    "types": {"noise"},
+    "core": set(),
     "registry": set(),
     "config": {"registry"},
-    "sampling": {"noise", "types"},
-    "trees": {*LAWS, "registry"},
+    "sampling": {"core"},
+    "trees": {*BASE, "registry"},
     "io": set(),
-    "verifiers": {*LAWS, "trees", "registry"},
-    "models": {*LAWS, "trees"},
-    "controllers": {*LAWS, "trees"},
-    "drafters": {*LAWS, "trees", "models", "io"},
+    "verifiers": {*BASE, "trees", "registry"},
+    "models": {*BASE, "trees"},
+    "controllers": {*BASE, "trees"},
+    "drafters": {*BASE, "trees", "models", "io"},
     "constraints": {"sampling"},
     "options": {"constraints", "sampling", "engine"},
     "grammar": {"constraints"},
     "engine": {*AXES, "constraints"},
     "loading": {*AXES, "config"},
-    "llm": LIBRARY - {"bench", "hub"},
-    "hub": LIBRARY - {"bench"},
+    "llm": {*AXES, "engine", "loading", "options", "constraints", "measure"},
+    "hub": {*AXES, "engine", "loading", "llm", "hub_params"},
     "hub_params": {"sampling"},
-    "training": {*LAWS, "trees", "models", "drafters", "loading", "registry", "io"},
-    "analysis": LIBRARY - {"hub"},
-    "formats": {*LAWS, "trees", "models", "drafters", "loading", "registry"},
+    "training": {*BASE, "trees", "models", "drafters", "loading", "registry", "io"},
+    "theory": {"controllers"},
+    "measure": {*AXES, "engine", "loading", "options"},
+    "tune": LIBRARY - {"hub", "bench", "parity"},
+    "parity": LIBRARY - {"hub", "bench", "tune"},
+    "formats": {*BASE, "trees", "models", "drafters", "loading", "registry"},
     "bench": LIBRARY,
     "show": LIBRARY - {"hub"},
     "jobs": {"engine", "llm"},
@@ -170,7 +176,7 @@ def test_every_package_has_a_rule() -> None:
         ("engine/x.py", "from transformers.cache_utils import Cache", "only models/"),
         ("engine/x.py", "from foretoken.cli.main import main", "must not import foretoken.cli"),
         ("bench/x.py", "def f():\n    import foretoken.server.app", "must not import foretoken.server.app"),
-        ("types.py", "from foretoken.sampling import Sampler", "must not import foretoken.sampling"),
+        ("core/x.py", "from foretoken.sampling import Sampler", "must not import foretoken.sampling"),
     ],
 )
 def test_wrong_imports_are_seen(place: str, source: str, words: str) -> None:
@@ -183,7 +189,7 @@ def test_wrong_imports_are_seen(place: str, source: str, words: str) -> None:
     [
         (
             "verifiers/x.py",
-            "import torch\nfrom foretoken.types import Kind\nfrom foretoken.trees.operations import merge",
+            "import torch\nfrom foretoken.core import Kind\nfrom foretoken.trees.operations import merge",
         ),
         (
             "drafters/x.py",

@@ -10,10 +10,10 @@ import pytest
 import foretoken
 from foretoken import registry
 from foretoken.controllers.base import Controller
+from foretoken.core import Kind
 from foretoken.drafters.base import Drafter
 from foretoken.loading import build_controller, build_drafter
 from foretoken.registry import Row, convert_options, find, options_of, parse_spec, split_specs
-from foretoken.types import Kind
 from foretoken.verifiers.base import Verifier
 from toys import tables
 

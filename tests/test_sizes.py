@@ -23,7 +23,7 @@ LARGER_FILES = {
     "src/foretoken/drafters/model.py": 406,
     "src/foretoken/models/huggingface.py": 570,
     "src/foretoken/registry.py": 420,
-    "src/foretoken/types.py": 459,
+    "src/foretoken/core/tree.py": 459,
 }
 LARGER_FUNCTIONS: dict[str, int] = {}
 

@@ -19,6 +19,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from foretoken.controllers.base import Controller
+from foretoken.core.noise import samples_of, seeds_of
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request
@@ -27,7 +28,6 @@ from foretoken.hub_params import STATEFUL, params_of
 from foretoken.llm import Llm, load
 from foretoken.loading import check_vocabularies, load_tokenizer
 from foretoken.models import wrap
-from foretoken.noise import samples_of, seeds_of
 from foretoken.verifiers.base import Verifier
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def custom_generate(
     """Decode speculatively for ``model.generate(**inputs, custom_generate=custom_generate)``.
 
     Greedy output equals that of ``model.generate`` without it (up to ties that rounding turns over); sampled output
-    has the same law.  The model is left as it was found.  What drafters and controllers learn is forgotten after the
+    has the same distribution.  The model is left as it was found.  What drafters and controllers learn is forgotten
+    after the
     call: :class:`CustomGenerate` keeps it.
 
     Args:
@@ -78,7 +79,7 @@ def custom_generate(
         drafter: spec string, drafter, a draft model (``PreTrainedModel``), or ``None`` for plain decoding.
         verifier: as in :func:`foretoken.load`.
         controller: as in :func:`foretoken.load`.
-        allow_lossy: permit verifiers that change the law.
+        allow_lossy: permit verifiers that change the distribution.
         seed: fixes sampled output, whatever drafts; one per row, or one from which the rows count up.  Without one,
             randomness comes from torch's own generator, so that ``torch.manual_seed`` works.
         token_streamer: a Transformers streamer that gets the prompt and then every round's tokens (one row only).
@@ -156,7 +157,7 @@ class CustomGenerate:
 
     def __call__(self, model: Any, input_ids: Tensor, *args: Any, **options: Any) -> Tensor | SpeculativeOutput:
         """What :meth:`generate` of a Transformers model calls."""
-        return custom_generate(model, input_ids, *args, drafter=self, **options)
+        return custom_generate(model, input_ids, *args, drafter=self, **options)  # type: ignore[misc]
 
     def llm(self, model: Any, predicted: bool = False) -> Llm:
         """The engine for a model.

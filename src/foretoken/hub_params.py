@@ -16,7 +16,7 @@ STATEFUL = (
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
     hf.SynthIDTextWatermarkLogitsProcessor,
 )
-"""Processors that remember earlier calls: a law must be a pure function of the prefix."""
+"""Processors that remember earlier calls: a distribution must be a pure function of the prefix."""
 
 _OWN_ORDER = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
 
@@ -25,7 +25,7 @@ def params_of(processors: Sequence[Any], row: int, padding: int, config: Generat
     """The row's sampling pipeline.
 
     Transformers puts temperature and filters into the processor list.  Those at its end, in the order in which our own
-    sampler applies them, become plain parameters (so that laws need no prefix); all others stay processors.
+    sampler applies them, become plain parameters (so that distributions need no prefix); all others stay processors.
     """
     rest = list(processors)
     own: dict[str, Any] = {}

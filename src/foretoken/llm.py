@@ -10,6 +10,7 @@ from typing import Any, Unpack, overload
 import torch
 
 from foretoken.controllers.base import Controller
+from foretoken.core.noise import samples_of, seeds_of
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.known import KnownDrafter
 from foretoken.engine.loop import Engine
@@ -27,9 +28,9 @@ from foretoken.loading import (
     read_profile,
 )
 from foretoken.loading.memory import told_when_full
+from foretoken.measure.profile import costs_for
 from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import with_graphs
-from foretoken.noise import samples_of, seeds_of
 from foretoken.options import BatchOptions, Options, Prompt, encode, make_request
 from foretoken.registry import make
 from foretoken.verifiers.base import Verifier
@@ -256,7 +257,7 @@ def load(
         device: where the models run: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``"auto"`` for the first of cuda, mps
             and cpu that there is.  By default the cpu, or where a handed-in model is; draft models go where the target
             is.
-        allow_lossy: permit verifiers that change the target's law.
+        allow_lossy: permit verifiers that change the target's distribution.
         exact: ``"distribution"`` or ``"bitwise"`` (slower; sums do not depend on how many tokens are scored together:
             a bfloat16 target then gives the same tokens with and without speculation).
         profile: a JSON file with ``drafter``, ``verifier`` and ``controller`` specs for what is left at ``"auto"``, and
@@ -309,8 +310,6 @@ def load(
 
 def _start_from(llm: Llm, tuned: Mapping[str, Any], profile: str | Path) -> None:
     """Hand a profile's costs to a controller that uses them."""
-    from foretoken.analysis.profile import costs_for
-
     controller = llm.engine.controller
     wanted = controller is not None and type(controller).start_from is not Controller.start_from
     costs = costs_for(tuned, llm.target, profile, wanted)

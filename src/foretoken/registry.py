@@ -28,7 +28,7 @@ class Row:
         paper: title or arXiv number with its year; empty for folklore.
         summary: one sentence.
         kind: how a drafter's siblings are drawn, or which kinds a verifier takes.
-        lossless: whether the target's law is kept.
+        lossless: whether the target's distribution is kept.
         needs_training: whether weights must be trained first.
         improves_by_training: whether it runs on any target, and better on one that was trained for it.
         needs: what it needs beyond the target's logits, in words.
@@ -134,7 +134,7 @@ ROWS: tuple[Row, ...] = (
              kind="iid, without_replacement or point", needs="a target with nn.Linear layers on a CPU",
              example="quantized,bits=8,k=5"),
     _drafter("ensemble", "EnsembleDrafter", "SpecInfer, arXiv 2305.09781",
-             "Several drafters guess at once: their trees are verified as one, each token against its own law.",
+             "Several drafters guess at once: one tree is verified, each token against its own distribution.",
              kind="iid, without_replacement or point", needs="tree attention; what its members need",
              example="ensemble,drafters=(model,k=4|ngram)"),
     _drafter("router", "RouterDrafter", "",
@@ -145,7 +145,7 @@ ROWS: tuple[Row, ...] = (
              "A draft model whose own writing is speculated by a smaller drafter, to any depth.",
              kind="iid or point", needs="draft model", example="cascade,k=8,inner=(ngram,n=3,k=8)"),
     _drafter("staged", "StagedDrafter", "Spector, Re 2023, arXiv 2308.04623",
-             "A cascade's chain with siblings of every token, from laws that are known anyway.",
+             "A cascade's chain with siblings of every token, from distributions that are known anyway.",
              kind="without_replacement, iid or point", needs="draft model; tree attention",
              example="staged,k=6,width=3"),
     _drafter("sparse_kv", "SparseKvDrafter", "TriForce, arXiv 2404.11912",
@@ -193,7 +193,7 @@ ROWS: tuple[Row, ...] = (
     _verifier("coupled", "CoupledVerifier", "Daliri, Musco, Suresh 2024, arXiv 2408.07978",
               "Target and draft race on noise of the seed, which then fixes the text, whatever drafts.", "any"),
     _verifier("multi_round", "MultiRoundVerifier", "SpecInfer, arXiv 2305.09781",
-              "Independent children tried one after another, each against its own law.", "iid, point"),
+              "Independent children tried one after another, each against its own distribution.", "iid, point"),
     _verifier("without_replacement", "WithoutReplacementVerifier", "arXiv 2402.14160; Sequoia, arXiv 2402.12374",
               "Recursive rejection for children drawn without replacement.", "without_replacement, point"),
     _verifier("kseq", "KseqVerifier", "SpecTr, arXiv 2310.15141",
@@ -204,7 +204,7 @@ ROWS: tuple[Row, ...] = (
     _verifier("typical", "TypicalVerifier", "Medusa, arXiv 2401.10774",
               "Accepts tokens that are plausible given the target's entropy.", "any", lossless=False),
     _verifier("lenient", "LenientVerifier", "Leviathan et al. 2023, appendix, arXiv 2211.17192",
-              "Rejection with the draft law scaled by a lenience below one.", "iid, point", lossless=False),
+              "Rejection with the draft distribution scaled by a lenience below one.", "iid, point", lossless=False),
     _verifier("top_k", "TopKVerifier", "Stern et al. 2018, arXiv 1811.03115",
               "Accepts any of the target's k most likely tokens.", "any", lossless=False),
     _verifier("distance", "DistanceVerifier", "Stern et al. 2018, arXiv 1811.03115",
@@ -243,9 +243,9 @@ ROWS: tuple[Row, ...] = (
     _controller("draft_verify", "DraftVerifyController", "Draft & Verify, arXiv 2309.08168",
                 "Stops where no token is likely enough; the bar follows the request's acceptance rate."),
     _controller("adaedl", "AdaedlController", "AdaEDL, arXiv 2410.18351",
-                "Stops where the entropy of the draft's law promises too little acceptance; the bar moves."),
+                "Stops where the entropy of the draft's distribution promises too little acceptance; the bar moves."),
     _controller("svip", "SvipController", "SVIP, arXiv 2411.18462",
-                "Stops where the entropy of the draft's law is too high."),
+                "Stops where the entropy of the draft's distribution is too high."),
     _controller("specdec_pp", "SpecdecPpController", "SpecDec++, arXiv 2405.19715",
                 "Stops when a trained head on the draft model's hidden states expects a rejection.",
                 needs="draft model with hidden states; trained head", needs_training=True),

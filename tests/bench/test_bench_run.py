@@ -169,7 +169,7 @@ def test_a_rule_that_changes_the_output_is_seen(table: MarkovTable) -> None:
 
 
 def test_lengths_are_equal_unless_texts_may_end(table: MarkovTable) -> None:
-    ending = MarkovTable(table.law, 4, eos_token_ids={1})
+    ending = MarkovTable(table.distribution, 4, eos_token_ids={1})
     counts = {}
     for ignore_eos in (True, False):
         found = run_bench(shared(ending, ignore_eos=ignore_eos), PROMPTS, BenchSettings(("ngram",), temperatures=(1,)))
@@ -232,7 +232,7 @@ def test_bad_settings(table: MarkovTable) -> None:
 
 
 def test_prompts_that_are_too_long_lose_their_beginning(table: MarkovTable) -> None:
-    short = MarkovTable(table.law, 4, context_length=20)
+    short = MarkovTable(table.distribution, 4, context_length=20)
     found = Bench(shared(short), {"a": [[1] * 3 + [2] * 8]}, BenchSettings(("ngram",)))
     assert found.ids == {"a": [[2] * 8]} and found.num_cut == 1
 

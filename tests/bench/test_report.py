@@ -461,7 +461,7 @@ def test_the_verdict_says_what_is_fastest_and_why_another_is_slow(tmp_path: Path
     assert found[3] == "Output equals plain decoding's in all 3 compared cells."
 
 
-def test_a_dear_draft_is_named(tmp_path: Path) -> None:
+def test_a_expensive_draft_is_named(tmp_path: Path) -> None:
     """Costs follow from times, tokens and L alone: 1 + extra costs = L / speed-up."""
     run = read_run(written(tmp_path, cell("plain"), cell(DEAR), cell(DEAR, "prose"), summary()))
     assert verdict.why(run, (0.0, 1), DEAR) == (

@@ -20,7 +20,7 @@ from foretoken.bench.load import client, figures
 from foretoken.bench.load.run import Address, LoadResult, parse_addresses, run_load
 from foretoken.bench.load.sample import Drafts, Sample, drafts_of
 from foretoken.bench.load.settings import Level, LoadSettings, arrivals
-from foretoken.bench.prompts import BenchPrompt
+from foretoken.measure.prompts import BenchPrompt
 
 SPEC = {"num_draft_tokens": 6, "num_accepted_draft_tokens": 3, "num_spec_steps": 2}
 PREDICTED = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 1}

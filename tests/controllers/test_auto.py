@@ -13,7 +13,7 @@ from foretoken.controllers.constant import ConstantController
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.goodput import GoodputController
 from foretoken.controllers.plan import Plan
-from foretoken.types import Context, Limits
+from foretoken.core import Context, Limits
 
 WORLDS = {
     "good draft": [Member(0.01, 0.8)],

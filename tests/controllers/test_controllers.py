@@ -1,4 +1,4 @@
-"""Controllers: their update rules, and that none of them changes the output's law."""
+"""Controllers: their update rules, and that none of them changes the output's distribution."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from foretoken.controllers.base import Controller
 from foretoken.controllers.confidence import ConfidenceController, best_threshold
 from foretoken.controllers.constant import ConstantController
 from foretoken.controllers.heuristic import HeuristicController
+from foretoken.core import Budget, Context, Limits, Rng, StepRecord
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.router import RouterDrafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_controller
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Limits, Rng, StepRecord
-from toys import FALSE_ALARM, Law, engine, joint_law, outputs, sampled_p_value, tables
+from toys import FALSE_ALARM, Distribution, engine, joint_distribution, outputs, sampled_p_value, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
 MODES = {"T=1": SamplingParams(temperature=1.0), "T=0.6": SamplingParams(temperature=0.6)}
@@ -152,7 +152,9 @@ def test_the_threshold_follows_what_is_accepted() -> None:
 def test_a_budget_stops_after_the_unlikely_token() -> None:
     budget = Budget(5, 64, min_confidence=0.4)
     assert [budget.stops_after(None, chance) for chance in (0.39, 0.4, 0.41)] == [True, False, False]
-    ruled = Budget(5, 64, stop=lambda law, chance: law is not None and float(law.max()) < 0.5)
+    ruled = Budget(
+        5, 64, stop=lambda distribution, chance: distribution is not None and float(distribution.max()) < 0.5
+    )
     assert ruled.stops_after(torch.tensor([0.4, 0.3, 0.3]), 0.4) and not ruled.stops_after(
         torch.tensor([0.6, 0.4]), 0.4
     )
@@ -185,8 +187,8 @@ DRAFTERS = {"chain": {"k": 4}, "iid-tree": {"tree": "2x2x1", "draw": "iid"}, "wo
 
 
 @cache
-def laws() -> dict[str, Law]:
-    return {mode: joint_law(tables()[0], params, PROMPT, 4) for mode, params in MODES.items()}
+def distributions() -> dict[str, Distribution]:
+    return {mode: joint_distribution(tables()[0], params, PROMPT, 4) for mode, params in MODES.items()}
 
 
 def made(spec: str) -> Controller:
@@ -198,11 +200,11 @@ def made(spec: str) -> Controller:
 @pytest.mark.parametrize(
     "spec", [*CONTROLLERS, "confidence,threshold=0.8,adapt=false", "heuristic,start=1,persist=true"]
 )
-def test_controllers_keep_the_law(spec: str, shape: str) -> None:
+def test_controllers_keep_the_distribution(spec: str, shape: str) -> None:
     """False alarm 1e-4."""
     target, draft = tables()
     speculative = engine(target, ModelDrafter(draft, **DRAFTERS[shape]), None, made(spec), max_batch=4)  # type: ignore[arg-type]
-    assert sampled_p_value(speculative, MODES, laws(), PROMPT, 4, 300) > FALSE_ALARM
+    assert sampled_p_value(speculative, MODES, distributions(), PROMPT, 4, 300) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("spec", CONTROLLERS)
@@ -220,10 +222,10 @@ def group() -> RouterDrafter:
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("spec", ["auto", "bandit,c=0.1"])
-def test_a_controller_that_picks_drafters_keeps_the_law(spec: str, batch: int) -> None:
+def test_a_controller_that_picks_drafters_keeps_the_distribution(spec: str, batch: int) -> None:
     """False alarm 1e-4."""
     picking = engine(tables()[0], group(), None, made(spec), max_batch=batch)
-    assert sampled_p_value(picking, MODES, laws(), PROMPT, 4, 300) > FALSE_ALARM
+    assert sampled_p_value(picking, MODES, distributions(), PROMPT, 4, 300) > FALSE_ALARM
 
 
 def test_auto_over_a_group_keeps_greedy_outputs_and_seeds() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from foretoken.controllers.cost_model import SAMPLES, SURE, CostModel, Curve, bucket, fit
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
-from foretoken.types import Limits, StepRecord
+from foretoken.core import Limits, StepRecord
 
 MEMBERS = (Limits("model", 8, 8, relative_cost=0.2), Limits("ngram", 10, 10, relative_cost=0.0))
 SHAPE = (0.8, 0.1, 0.1)

@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.controllers.cost_model import CostModel
 from foretoken.controllers.plan import Draft, Plan, best_plan, planned
-from foretoken.types import Budget, Limits
+from foretoken.core import Budget, Limits
 
 MEMBERS = (Limits("model", 4, 4), Limits("ngram", 10, 10))
 COPY = Draft(1, 8, 5.0, 9.0, 0.0, 5.0, share=0.5)

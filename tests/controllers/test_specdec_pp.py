@@ -1,4 +1,4 @@
-"""SpecDec++: when its stop rule ends a draft, that it keeps the law, and heads that do not belong."""
+"""SpecDec++: when its stop rule ends a draft, that it keeps the distribution, and heads that do not belong."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foretoken import registry
 from foretoken.controllers.specdec_pp import HeadStop, SpecdecPpController
+from foretoken.core import Budget, Context, Limits, PathStop, Rng, TokenTree
 from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.model import ModelDrafter
@@ -26,8 +27,7 @@ from foretoken.loading import ZOO, build_controller, load_model
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Limits, PathStop, Rng, TokenTree
-from toys import FALSE_ALARM, engine, joint_law, llama, llamas, outputs, sampled_p_value, tables
+from toys import FALSE_ALARM, engine, joint_distribution, llama, llamas, outputs, sampled_p_value, tables
 
 T1 = SamplingParams(temperature=1.0)
 PROMPT = [0, 1, 2, 3, 0, 1]
@@ -136,7 +136,7 @@ def test_where_there_are_no_hidden_states_it_never_stops() -> None:
 
     budget = Budget(8, 64, stop=Never())
     assert not budget.stops_after(None, 0.0) and not budget.stops_after(torch.tensor([0.5, 0.5]), 0.5)
-    assert budget.path_stop is budget.stop and Budget(stop=lambda law, chance: True).path_stop is None
+    assert budget.path_stop is budget.stop and Budget(stop=lambda distribution, chance: True).path_stop is None
     assert propose(ModelDrafter(tables()[1], k=4), budget).num_drafts == 4
     target, _ = llamas()
     context = Context(0, list(PROMPT), 6, Sampler(T1, 6), Rng(0), sequence=target.open())
@@ -150,14 +150,14 @@ def test_where_there_are_no_hidden_states_it_never_stops() -> None:
 
 
 @pytest.mark.parametrize("shape", [{"k": 4}, {"tree": "2x1x1", "draw": "iid"}, {"tree": "2x2x1"}], ids=str)
-def test_the_law_is_kept(shape: dict[str, str]) -> None:
+def test_the_distribution_is_kept(shape: dict[str, str]) -> None:
     """False alarm 1e-4; the head ends drafts at every length."""
     target, draft = HuggingFaceModel(llama(4)), HuggingFaceModel(llama(4, noise=0.3))
     modes = {"T=1": T1, "T=0.6": SamplingParams(temperature=0.6)}
-    laws = {mode: joint_law(target, params, PROMPT, 4) for mode, params in modes.items()}
+    distributions = {mode: joint_distribution(target, params, PROMPT, 4) for mode, params in modes.items()}
     controller = SpecdecPpController(head(), fingerprint(draft), threshold=0.6)
     speculative = engine(target, ModelDrafter(draft, **shape), None, controller, max_batch=4)  # type: ignore[arg-type]
-    assert sampled_p_value(speculative, modes, laws, PROMPT, 4, 100) > FALSE_ALARM
+    assert sampled_p_value(speculative, modes, distributions, PROMPT, 4, 100) > FALSE_ALARM
 
 
 def test_greedy_outputs_are_kept_and_drafts_have_many_lengths() -> None:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from foretoken.controllers.base import Controller
+from foretoken.core import Budget, Context, Limits, Rng, StepRecord
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Limits, Rng, StepRecord
 
 
 @dataclass(frozen=True)

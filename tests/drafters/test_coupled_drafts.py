@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from foretoken import types as types_module
+from foretoken.core import Budget, Context, Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
+from foretoken.core.noise import Noise
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.bpd import BpdDrafter
 from foretoken.drafters.cascade import CascadeDrafter
@@ -56,11 +58,9 @@ from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.parts import TargetParts
 from foretoken.models.table import TableModel
-from foretoken.noise import Noise
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.trees.base import Candidates
-from foretoken.types import Budget, Context, Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
-from foretoken.verifiers.pairing import inner_rule
+from foretoken.verifiers.compatibility import inner_rule
 from toys import engine, llamas, next_logits, outputs, serve, tables
 
 PROMPT, WRITTEN = [0, 1, 2, 3, 0, 1], [2, 0]
@@ -111,7 +111,7 @@ def race(context: Context, logits: Tensor, drafts: Sequence[int], count: int, se
     Penalties see the text and the drafts before, or with ``seen=False`` the text alone.
     """
     maker = context.maker
-    q = Sampler(maker.params, maker.prompt_length).law(logits, [*context.tokens, *(drafts if seen else ())])
+    q = Sampler(maker.params, maker.prompt_length).distribution(logits, [*context.tokens, *(drafts if seen else ())])
     position = len(context.tokens) + len(drafts) - context.prompt_length
     times = Noise(maker.noise.seed).exponentials(position, len(q)) / q.double()
     return [token for token in times.argsort().tolist() if float(q[token]) > 0][:count]
@@ -126,7 +126,7 @@ def children_of(tree: TokenTree, node: int) -> list[int]:
 
 
 def check_points(tree: TokenTree) -> None:
-    assert tree.kind is Kind.POINT and tree.q is None and not any(row >= 0 for row in tree.law_of)
+    assert tree.kind is Kind.POINT and tree.q is None and not any(row >= 0 for row in tree.q_rows)
     assert len(tree) > 1
 
 
@@ -290,10 +290,10 @@ def watched(drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     candidates = type(drafter)._candidates
 
     def noted(self: ModelDrafter, tree: _Growing, logits: Tensor, parent: int, width: int) -> Any:
-        law, chosen = candidates(self, tree, logits, parent, width)
+        distribution, chosen = candidates(self, tree, logits, parent, width)
         then = replace(tree.context, tokens=list(tree.context.tokens))
         choices.append(Choice(then, list(tree.path_of[parent]), logits.clone(), width, list(chosen)))
-        return law, chosen
+        return distribution, chosen
 
     with monkeypatch.context() as patch:
         patch.setattr(type(drafter), "_candidates", noted)
@@ -616,7 +616,7 @@ def test_look_ahead_tokens(draw: str, params: SamplingParams) -> None:
                 assert [token] == race(context, row, before, 1)
             else:
                 maker = Sampler(params, len(PROMPT))
-                assert token == int(maker.law(row, [*context.tokens, *before]).argmax())
+                assert token == int(maker.distribution(row, [*context.tokens, *before]).argmax())
 
 
 @each_mode
@@ -835,7 +835,7 @@ def test_greedy_drafts_are_the_likeliest_tokens(seed: int | None, mode: str) -> 
         check_points(tree)
         for node in range(len(tree)):
             text = [*context.tokens, *path_of(tree, node)]
-            q = Sampler(MODES[mode], len(PROMPT)).law(next_logits(draft, text), text)
+            q = Sampler(MODES[mode], len(PROMPT)).distribution(next_logits(draft, text), text)
             found = children_of(tree, node)
             assert found == q.argsort(descending=True)[: len(found)].tolist()
 

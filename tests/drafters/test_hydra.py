@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters.hydra import HydraDrafter
 from foretoken.drafters.medusa import MedusaDrafter
 from foretoken.drafters.nets.decoder import LayerConfig
@@ -25,7 +26,6 @@ from foretoken.models.parts import TargetParts
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch, Recipe
-from foretoken.types import Budget, Context, Rng
 from toys import engine, llamas, outputs, serve
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.prediction import PredictionDrafter
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
 from foretoken.loading import LoadingContext
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng
 from toys import engine, llamas, outputs, serve, tables
 
 PROMPT = [900, 901]

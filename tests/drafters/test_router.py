@@ -9,6 +9,7 @@ import pytest
 from foretoken import registry
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
+from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
@@ -24,7 +25,6 @@ from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.models.base import LanguageModel
 from foretoken.sampling import SamplingParams
-from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict
 from toys import MarkovTable, engine, llamas, outputs, serve, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
@@ -32,10 +32,10 @@ PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 
 def cycle(length: int = 4) -> MarkovTable:
     """A target that repeats 0 1 2 ... for ever: n-grams are always right."""
-    laws = [
+    distributions = [
         [0.97 if t == (last + 1) % length else 0.03 / (length - 1) for t in range(length)] for last in range(length)
     ]
-    return MarkovTable(lambda prefix: laws[prefix[-1]], length)
+    return MarkovTable(lambda prefix: distributions[prefix[-1]], length)
 
 
 class Logged(RouterDrafter):

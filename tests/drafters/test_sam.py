@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from test_ngram_cache import Words
 
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters.datastore import Datastore, build_datastore
 from foretoken.drafters.sam import AutomatonCorpus, DatastoreCorpus, SamDrafter
 from foretoken.drafters.sources import Automaton
 from foretoken.engine.request import Request
 from foretoken.loading import LoadingContext
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng
 from toys import engine, llamas, outputs, tables
 
 GOLDEN = [1, 2, 3, 4, 5, 1, 2, 3, 9, 1, 2, 3, 4, 7, 1, 2, 3]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
+from foretoken.core import Budget, Context
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
@@ -21,7 +22,6 @@ from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
-from foretoken.types import Budget, Context
 from toys import engine, llama, llamas
 
 POISON = 31
@@ -102,13 +102,13 @@ Plant = Callable[[Engine, Counter, pytest.MonkeyPatch], None]
 
 
 def plant_verify(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
-    together = loop.verify_together
+    together = loop.verify_batch
 
     def verify(verifiers: Any, scores: Any, rngs: Any) -> Any:
         counter.see(any(one.prefix[0] == POISON for one in scores))
         return together(verifiers, scores, rngs)
 
-    patch.setattr(loop, "verify_together", verify)
+    patch.setattr(loop, "verify_batch", verify)
 
 
 def plant_stopper(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_a_poisoned_request_ends_alone(
 
 @each_drafter
 def test_a_poisoned_sampling_processor_ends_its_request_alone(make: Callable[[HuggingFaceModel], Drafter]) -> None:
-    """In the draft's laws as in the target's: a request's processor runs wherever tokens are drawn."""
+    """In the draft's distributions as in the target's: a request's processor runs wherever tokens are drawn."""
 
     def processor(ids: Tensor, scores: Tensor) -> Tensor:
         if ids.shape[-1] > 1 + 1 + 5 * PLACE + 4:

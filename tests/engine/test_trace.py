@@ -101,7 +101,7 @@ def test_probabilities_are_those_of_the_target(name: str, params: SamplingParams
             if found is None:
                 continue
             above = [*text, *path(trace, trace.parents[node])]
-            wanted = sampler.law(target.law(above).log(), above)
+            wanted = sampler.distribution(target.distribution(above).log(), above)
             assert found == pytest.approx(float(wanted[trace.tokens[node]]), abs=1e-9)
         text += written(trace)
 
@@ -112,7 +112,7 @@ def test_draft_probabilities_are_those_that_were_drawn_from() -> None:
     for trace in run.rounds:
         for node in range(1, len(trace.tokens)):
             found = trace.q[node]
-            wanted = float(draft.law([*text, *path(trace, trace.parents[node])])[trace.tokens[node]])
+            wanted = float(draft.distribution([*text, *path(trace, trace.parents[node])])[trace.tokens[node]])
             assert found == pytest.approx(wanted, abs=1e-9)
             seen += 1
         text += written(trace)

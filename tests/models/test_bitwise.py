@@ -10,12 +10,12 @@ from checkpoints import new_model, prompt_of
 from torch import Tensor
 
 import foretoken as ft
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.models.base import Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.layouts import usable_layouts
 from foretoken.trees.operations import from_paths
-from foretoken.types import Budget, Context, TokenTree
 
 pytestmark = pytest.mark.skipif(
     len(usable_layouts(torch.bfloat16)) == 1,

@@ -13,6 +13,7 @@ from checkpoints import VOCAB, new_model, plain_logits, prompt_of, save
 
 import foretoken as ft
 from foretoken.controllers.constant import ConstantController
+from foretoken.core import TokenTree
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.loop import Engine
@@ -21,7 +22,6 @@ from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.capabilities import detect
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.sequential import SequentialModel
-from foretoken.types import TokenTree
 
 HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 """A quarter of heads of 12 would be an odd number."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ensemble import EnsembleDrafter
-from foretoken.drafters.learning.divergences import log_law
+from foretoken.drafters.learning.divergences import log_distribution
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import assemble
@@ -76,7 +76,9 @@ class Alignment:
         start = self.prompts.shape[1] - 1
         own: Any = self.target.model  # type: ignore[attr-defined]
         p, q = (
-            log_law(model(input_ids=self.text[:, :-1].to(model.device), use_cache=False).logits[:, start:]).cpu()
+            log_distribution(
+                model(input_ids=self.text[:, :-1].to(model.device), use_cache=False).logits[:, start:]
+            ).cpu()
             for model in (own, network)
         )
         width = min(p.shape[-1], q.shape[-1])

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from foretoken.bench.cost_measure import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 from foretoken.bench.specs import PLAIN
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.engine.stats import SpecStats
+from foretoken.measure.costs import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 
 RESAMPLES = 1000
 """Bootstrap samples of a confidence interval."""

@@ -34,7 +34,7 @@ class Shared:
         verifier, controller: specs for arms that name no controller of their own.
         profile: a tuned profile, for the arm ``auto``; the others are what their specs say.
         device: where draft models run.
-        allow_lossy: permit verifiers that change the target's law.
+        allow_lossy: permit verifiers that change the target's distribution.
         max_new_tokens: length of every output.
         ignore_eos: go on behind an end-of-text token, so that every arm writes the same number of tokens.
         filters: ``top_k``, ``top_p``, ``min_p``.

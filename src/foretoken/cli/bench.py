@@ -93,8 +93,8 @@ def bench_command(
     lines_out = as_json or (out is None and not sys.stdout.isatty())
     with json_only(lines_out):
         from foretoken.bench.partial import check_out
-        from foretoken.bench.prompts import load_prompts, select
         from foretoken.bench.run import BenchSettings
+        from foretoken.measure.prompts import load_prompts, select
 
         if out is not None:
             check_out(out, resume)

@@ -138,7 +138,7 @@ def _object(text: str) -> dict[str, Any]:
 def _prompts(
     files: Sequence[Path] | None, format: str, category: Sequence[str] | None, most: int | None
 ) -> dict[str, Any]:
-    from foretoken.bench.prompts import load_prompts, select
+    from foretoken.measure.prompts import load_prompts, select
 
     loaded = [prompt for source in (files or [None]) for prompt in load_prompts(source, format)]  # type: ignore[list-item]
     return select(loaded, category or (), most)

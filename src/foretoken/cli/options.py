@@ -61,7 +61,7 @@ class Common:
     min_p: Annotated[float, typer.Option(help="Drop tokens below this fraction of the most likely one.")] = 0.0
     seed: Annotated[int | None, typer.Option(help="Fixes the output when sampling.")] = None
     allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Permit verifiers that change the target's law.")
+        bool, typer.Option("--allow-lossy", help="Permit verifiers that change the target's distribution.")
     ] = False
 
     @property
@@ -83,7 +83,7 @@ class Common:
         if self.controller != "auto":
             find("controller", parse_spec(self.controller).name)
         if self.seed is not None:
-            from foretoken.noise import check_seed
+            from foretoken.core.noise import check_seed
 
             check_seed(self.seed)
 

@@ -11,7 +11,7 @@ from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.analysis.tuned import Job, Outcome
+    from foretoken.tune.tuned import Job, Outcome
 
 
 @with_common(
@@ -65,12 +65,12 @@ def _refuse_options(ctx: typer.Context) -> None:
 
 
 def _job(common: Common, names: str, prompts: Path | None, new_tokens: int, most: int, minutes: float) -> Job:
-    from foretoken.analysis.choices import parse_names
-    from foretoken.analysis.probe import Workload
-    from foretoken.analysis.tuned import Job
-    from foretoken.bench.prompts import load_prompts
     from foretoken.loading import load_tokenizer
+    from foretoken.measure.prompts import load_prompts
     from foretoken.sampling import SamplingParams
+    from foretoken.tune.choices import parse_names
+    from foretoken.tune.probe import Workload
+    from foretoken.tune.tuned import Job
 
     common.check()
     SamplingParams(common.temperature)
@@ -97,7 +97,7 @@ def _fitting(encoded: list[list[int]], context: int, new_tokens: int) -> list[li
 def _tuned(job: Job, out: Path, resume: bool) -> Outcome:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from foretoken.analysis.tuner import partial_file, tune
+    from foretoken.tune.tuner import partial_file, tune
 
     console = screen(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

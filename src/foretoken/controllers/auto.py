@@ -17,7 +17,7 @@ from foretoken.controllers.base import Controller
 from foretoken.controllers.cost_model import CostModel
 from foretoken.controllers.costs import RoundCosts
 from foretoken.controllers.plan import Draft, Plan, best_drafts, best_plan, planned
-from foretoken.types import Budget, Context, Limits, StepRecord
+from foretoken.core import Budget, Context, Limits, StepRecord
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Draft lengths that are weighed."""

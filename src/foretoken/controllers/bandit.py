@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import RoundCosts
-from foretoken.types import Budget, Context, Limits, StepRecord
+from foretoken.core import Budget, Context, Limits, StepRecord
 
 
 @dataclass

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from foretoken.controllers.stopping import Stop, StoppingController, levels
-from foretoken.types import Context, StepRecord
+from foretoken.core import Context, StepRecord
 
 REMEMBERED = 1000
 """Drafted tokens whose probability and fate are remembered; Transformers keeps all of them."""
@@ -50,7 +50,7 @@ class ConfidenceController(StoppingController):
         drafted: list[float] = []
         context.state[self] = drafted
 
-        def stop(law: Tensor | None, probability: float) -> bool:
+        def stop(distribution: Tensor | None, probability: float) -> bool:
             drafted.append(probability)
             return probability < threshold
 

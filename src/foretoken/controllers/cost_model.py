@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 
 from foretoken.controllers.costs import RoundCosts
-from foretoken.types import Limits, StepRecord
+from foretoken.core import Limits, StepRecord
 
 SAMPLES, SURE = 20, 3
 """Rounds that a point is calibrated by, and from which on it tells of drift."""

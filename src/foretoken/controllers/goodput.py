@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from foretoken.controllers.auto import AutoController
-from foretoken.types import Limits
+from foretoken.core import Limits
 
 
 class GoodputController(AutoController):

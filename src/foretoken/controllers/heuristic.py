@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foretoken.controllers.base import Controller
-from foretoken.types import Budget, Context, Limits, StepRecord
+from foretoken.core import Budget, Context, Limits, StepRecord
 
 
 class HeuristicController(Controller):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.controllers.cost_model import CostModel
-from foretoken.types import Budget, Limits
+from foretoken.core import Budget, Limits
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.controllers.base import Controller
-from foretoken.types import Budget, Context, Limits, PathStop
+from foretoken.core import Budget, Context, Limits, PathStop
 
 
 class StopHeads(Protocol):

@@ -9,15 +9,17 @@ import math
 from dataclasses import dataclass
 
 from foretoken.controllers.stopping import Stop, StoppingController, entropy, levels, margin, top
-from foretoken.types import Context, StepRecord
+from foretoken.core import Context, StepRecord
 
 RULES: tuple[Stop, ...] = (
-    lambda law, probability: top(law, probability) < 0.5,  # no token is likely
-    lambda law, probability: entropy(law, probability) > 1.0,
+    lambda distribution, probability: top(distribution, probability) < 0.5,  # no token is likely
+    lambda distribution, probability: entropy(distribution, probability) > 1.0,
     # AdaEDL's estimate of the acceptance rate, which is below .4 above 1.8 nats
-    lambda law, probability: 1.0 - math.sqrt(0.2 * max(entropy(law, probability), 0.0)) < 0.4,
-    lambda law, probability: entropy(law, probability) > 0.6,  # SVIP's root of the entropy, with .15, is above .3
-    lambda law, probability: margin(law, probability) < 0.2,  # the two best tokens are close
+    lambda distribution, probability: 1.0 - math.sqrt(0.2 * max(entropy(distribution, probability), 0.0)) < 0.4,
+    lambda distribution, probability: (
+        entropy(distribution, probability) > 0.6
+    ),  # SVIP's root of the entropy, with .15, is above .3
+    lambda distribution, probability: margin(distribution, probability) < 0.2,  # the two best tokens are close
 )
 
 

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from foretoken.core import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
 from foretoken.models.base import LanguageModel
-from foretoken.types import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
 
 
 class Drafter(ABC):
@@ -82,7 +82,7 @@ class Drafter(ABC):
 
     @property
     def states(self) -> Any:
-        """Fingerprint of the draft model whose hidden states it tells a :class:`~foretoken.types.PathStop`, or None."""
+        """Fingerprint of the draft model whose hidden states it tells a :class:`~foretoken.core.PathStop`, or None."""
         return None
 
     def at_least(self, context: Context, budget: Budget) -> Budget:

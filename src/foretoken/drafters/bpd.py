@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.drawing import best_ahead
 from foretoken.drafters.features import load_net
 from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
 from foretoken.models.parts import TargetParts
-from foretoken.types import Budget, Context, TokenTree
 
 
 class BpdDrafter(Drafter):
@@ -90,7 +90,7 @@ class BpdDrafter(Drafter):
 def _confident(chain: list[int], logits: Tensor, budget: Budget) -> list[int]:
     """The chain up to and including the token after which the budget stops; logits [depth, V]."""
     for place, token in enumerate(chain):
-        law = torch.softmax(logits[place].float(), -1)
-        if budget.stops_after(law, float(law[token])):
+        distribution = torch.softmax(logits[place].float(), -1)
+        if budget.stops_after(distribution, float(distribution[token])):
             return chain[: place + 1]
     return chain

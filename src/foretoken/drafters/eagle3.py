@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core import Context
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.features import FeatureDrafter, load_net
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
@@ -18,7 +19,6 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.features import FeatureModel
 from foretoken.models.packing import Projection, pays_packed
 from foretoken.models.parts import TargetParts
-from foretoken.types import Context
 
 
 class Eagle3Drafter(FeatureDrafter):

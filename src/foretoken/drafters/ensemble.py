@@ -1,7 +1,7 @@
 """Several drafters guess at once: their trees are verified as one.
 
 SpecInfer, Miao et al. 2023 (https://arxiv.org/abs/2305.09781): the merged token tree of several draft models, every
-node with the law that it was really drawn from.
+node with the distribution that it was really drawn from.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.trees.operations import merge_with_places
-from foretoken.types import Budget, Context, Kind, TokenTree
 
 
 class EnsembleDrafter(GroupDrafter):
     """The union of its members' trees.
 
     Each member guesses on the same text.  Nodes of deterministic members that say the same become one; a drawn node
-    stays a trial of its own, with its own law.  The nodes of the budget are shared evenly in the members' order, and
-    what one does not use is left to those after it.
+    stays a trial of its own, with its own distribution.  The nodes of the budget are shared evenly in the members'
+    order, and what one does not use is left to those after it.
 
     Args:
         drafters: the members, those that are tried first at every node first.  The members of an ensemble among them

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
 from foretoken.trees.medusa_tree import TYPICAL
 from foretoken.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
-from foretoken.types import Budget, Context, TokenTree
 
 
 class HeadsDrafter(Drafter):

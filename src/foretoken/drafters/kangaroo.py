@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.features import load_net
 from foretoken.drafters.model import _Growing
@@ -21,7 +22,6 @@ from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import PREFILL_CHUNK
 from foretoken.models.layers import LayerPlan
-from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
 
 ETA = 0.4
 """A chain ends after a token that the draft gives less than this."""

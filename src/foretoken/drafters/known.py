@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
+from foretoken.core import Budget, Context, Kind, Limits, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.drafters.prediction import PredictionDrafter
 from foretoken.trees.operations import select
-from foretoken.types import Budget, Context, Kind, Limits, TokenTree
 
 
 @runtime_checkable

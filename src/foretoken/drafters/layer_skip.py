@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.drafters.skip_sets import SkipSet, load_skips
 from foretoken.models.base import LanguageModel
-from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
 
 AIM = 0.9
 """Acceptance rate that the threshold steers to."""
@@ -25,7 +25,7 @@ STEP, RATE_SMOOTHING, SMOOTHING = 0.01, 0.5, 0.9
 
 @dataclass
 class Threshold:
-    """When a draft ends: after a token whose draft law had no probability as high as ``value``.
+    """When a draft ends: after a token whose draft distribution had no probability as high as ``value``.
 
     Attributes:
         value: gamma.
@@ -55,7 +55,8 @@ class LayerSkipDrafter(OwnLayersDrafter):
         attention: layers whose attention is skipped, ``1+3+6-8`` or ``none``.
         mlp: layers whose MLP is skipped.  When neither is given, both sublayers of all odd layers but the last are.
         k: longest draft, when no tree is asked for.
-        adaptive: end a draft where its law is unsure; the threshold follows the acceptance rate of the request.
+        adaptive: end a draft where its distribution is unsure; the threshold follows the acceptance rate of the
+            request.
         tree: children per level, as for the drafter ``model``.
         draw: how siblings are drawn, as for the drafter ``model``.
 
@@ -124,9 +125,9 @@ class LayerSkipDrafter(OwnLayersDrafter):
         threshold.limit = min(self.max_depth, budget.max_depth, budget.max_nodes)
         gamma = threshold.value
 
-        def stop(law: Tensor | None, probability: float) -> bool:
-            unsure = law is not None and float(law.max()) < gamma
-            return unsure or (budget.stop is not None and budget.stop(law, probability))
+        def stop(distribution: Tensor | None, probability: float) -> bool:
+            unsure = distribution is not None and float(distribution.max()) < gamma
+            return unsure or (budget.stop is not None and budget.stop(distribution, probability))
 
         return replace(budget, stop=stop)
 

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.jacobi import predictions
 from foretoken.trees.operations import first_nodes, from_paths
-from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
 
 Gram = tuple[int, ...]
 UNLIMITED = 16

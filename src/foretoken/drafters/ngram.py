@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from foretoken.core import Budget, Context
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
-from foretoken.types import Budget, Context
 
 Places = dict[tuple[int, ...], list[int]]
 

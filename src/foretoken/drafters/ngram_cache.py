@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from foretoken.core import Budget, Context
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.datastore import encoded, fingerprint, joined
 from foretoken.drafters.ngram_counts import SIZES, CountTable, Followers, NgramCache
 from foretoken.drafters.sources import Guess, NgramSource, SourceDrafter
 from foretoken.drafters.tenants import Tenants
-from foretoken.types import Budget, Context
 
 STATIC_SIZES = range(2, 3)
 LAX = ((2, 66), (2, 50), (1, 50), (1, 50))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from foretoken.core import Context
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.model import ModelDrafter, _Growing
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.layers import LayerPlan
-from foretoken.types import Context
 
 
 def num_layers_of(target: LanguageModel) -> int:

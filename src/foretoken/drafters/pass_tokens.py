@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes
 from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.drawing import draw_without_replacement, ranked
 from foretoken.drafters.model import asks_for_confidence
@@ -31,7 +32,6 @@ from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
-from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes
 
 
 @dataclass
@@ -118,7 +118,7 @@ class PassTokensDrafter(Drafter):
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """What the look-ahead tokens said, as a chain, and new ones below its nodes."""
         state: _LookAhead = context.state.setdefault(self, _LookAhead())
-        drafts, laws = self._drafts(context, budget, state.logits)
+        drafts, distributions = self._drafts(context, budget, state.logits)
         tokens, parents = [context.root, *drafts], list(range(-1, len(drafts)))
         room = self.context_length - len(context.tokens)  # positions behind the root
         state.groups = {}
@@ -133,9 +133,13 @@ class PassTokensDrafter(Drafter):
         if context.maker.fixed or self.draw == "greedy":
             state.proposed = TokenTree(tuple(tokens), tuple(parents), probes=tuple(probes))
         else:
-            law_of = (-1, *range(len(drafts)), *[-1] * sum(probes))
-            q = torch.stack(laws) if laws else torch.empty(0, self.vocab_size, device=self.net.rows.device)
-            state.proposed = TokenTree(tuple(tokens), tuple(parents), Kind.IID, q, law_of, tuple(probes))
+            q_rows = (-1, *range(len(drafts)), *[-1] * sum(probes))
+            q = (
+                torch.stack(distributions)
+                if distributions
+                else torch.empty(0, self.vocab_size, device=self.net.rows.device)
+            )
+            state.proposed = TokenTree(tuple(tokens), tuple(parents), Kind.IID, q, q_rows, tuple(probes))
         return state.proposed
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
@@ -147,7 +151,7 @@ class PassTokensDrafter(Drafter):
         state.proposed = None
 
     def _drafts(self, context: Context, budget: Budget, logits: Tensor | None) -> tuple[list[int], list[Tensor]]:
-        """The chain's tokens, and the laws [V] that they were drawn from where they were drawn."""
+        """The chain's tokens, and the distributions [V] that they were drawn from where they were drawn."""
         count = 0 if logits is None else min(len(logits), budget.max_depth, budget.max_nodes)
         if logits is None or count == 0:
             return [], []
@@ -156,7 +160,7 @@ class PassTokensDrafter(Drafter):
         if (maker.greedy or likeliest) and maker.context_free and not confident:
             return argmaxes(logits[:count])[0], []
         drafts: list[int] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         for row in logits[:count]:
             prefix = () if maker.context_free else [*context.tokens, *drafts]
             if maker.noise is not None and not likeliest:
@@ -164,16 +168,16 @@ class PassTokensDrafter(Drafter):
                 ranking = ranked(maker, row[None], [length], [prefix])[0]
                 if not bool(ranking.max() > -torch.inf):
                     break  # the request allows nothing here
-                law = torch.softmax(ranking, -1)
+                distribution = torch.softmax(ranking, -1)
             else:
-                law = maker.law(row, prefix)
+                distribution = maker.distribution(row, prefix)
             if maker.fixed or likeliest:
-                drafts.append(int(law.argmax()))
+                drafts.append(int(distribution.argmax()))
             else:
-                drafts += draw_without_replacement(law, 1, context)
-                laws.append(law)
+                drafts += draw_without_replacement(distribution, 1, context)
+                distributions.append(distribution)
             # A stop may only suppress what comes after the token: the token itself stays in the draft.
-            belief = torch.softmax(row.float(), -1) if confident and maker.greedy else law
+            belief = torch.softmax(row.float(), -1) if confident and maker.greedy else distribution
             if confident and budget.stops_after(belief, float(belief[drafts[-1]])):
                 break
-        return drafts, laws
+        return drafts, distributions

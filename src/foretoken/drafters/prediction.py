@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from foretoken.core import Budget, Context
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
-from foretoken.types import Budget, Context
 
 LONGEST = 12
 """Matching tokens beyond this many tell nothing more."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.model import ModelDrafter
@@ -17,7 +18,6 @@ from foretoken.drafters.staged import StagedDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.quantised_gain import expected_gain
 from foretoken.models.second_weights import OwnWeightsModel, Scheme
-from foretoken.types import Budget, Context, TokenTree
 
 PAYS = 1.2
 """Expected speed over plain decoding from which on ``auto`` has it: half of what is expected may not come true."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.vocabulary import (
@@ -24,7 +25,6 @@ from foretoken.drafters.vocabulary import (
     whole_characters,
 )
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
-from foretoken.types import Budget, Context, TokenTree
 
 CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
 """Bytes that no character begins with."""
@@ -203,5 +203,5 @@ def _stops(budget: Budget, logits: Tensor, token: int) -> bool:
     """Whether the draft ends behind a token that was drawn from logits [V']."""
     if not asks_for_confidence(budget):
         return False
-    law = torch.softmax(logits.float(), -1)
-    return budget.stops_after(law, float(law[token]))
+    distribution = torch.softmax(logits.float(), -1)
+    return budget.stops_after(distribution, float(distribution[token]))

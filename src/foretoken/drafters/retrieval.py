@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foretoken.core import Budget, Context
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.datastore import DEPTH, SEPARATOR, Datastore, encoded
 from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
-from foretoken.types import Budget, Context
 
 STANDARD_LIBRARY = ("argparse", "collections/__init__", "csv", "dataclasses", "json/decoder", "json/encoder", "shutil",
                     "textwrap", "unittest/case")  # fmt: skip

@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from foretoken.core import Budget, Context, Kind, Limits, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.models.base import LanguageModel
-from foretoken.types import Budget, Context, Kind, Limits, TokenTree
 
 UNKNOWN_COST = 0.1
 """Cost of a draft token of a model whose size is not known, in target steps."""

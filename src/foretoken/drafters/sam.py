@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from foretoken.core import Budget, Context
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.datastore import DEPTH, SEPARATOR, Datastore
 from foretoken.drafters.sources import NOTHING, Automaton, Guess, NgramSource, SourceDrafter
-from foretoken.types import Budget, Context
 
 
 class Corpus(Protocol):

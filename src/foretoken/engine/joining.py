@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from foretoken.core import Context, Rng
+from foretoken.core.noise import Noise, random_seed
 from foretoken.engine.processors import MinTokens
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stopping import Stopper
 from foretoken.models.base import LanguageModel
-from foretoken.noise import Noise, random_seed
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Context, Rng
 
 
 def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> Stopper:

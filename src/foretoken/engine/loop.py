@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from foretoken.controllers.base import Controller
+from foretoken.core import Budget, Kind, Scores, StepRecord, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Emission, Origin, Running
@@ -30,10 +31,9 @@ from foretoken.engine.trace import trace
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.clock import now
 from foretoken.trees.operations import truncate
-from foretoken.types import Budget, Kind, Scores, StepRecord, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
-from foretoken.verifiers.pairing import auto_verifier, check_pair, check_proposals
-from foretoken.verifiers.together import verify_together
+from foretoken.verifiers.batched import verify_batch
+from foretoken.verifiers.compatibility import auto_verifier, check_pair, check_proposals
 
 OnRound = Callable[[Sequence[Running], Sequence[TokenTree], Sequence[Verdict], tuple[float, float, float, float]], None]
 """Told of every round: the requests, their trees and verdicts, and (draft_s, target_s, verify_s, total_s)."""
@@ -43,12 +43,12 @@ class Engine(Requests):
     """Serves requests over one target.
 
     Args:
-        target: the model whose law is kept.
+        target: the model whose distribution is kept.
         drafter: what guesses, or ``None`` for plain decoding.
         verifier: the acceptance rule, or ``None`` to choose the best lossless one for every tree.
         controller: how much to guess; needed with a drafter.
         tokenizer: for stop strings.
-        allow_lossy: accept a verifier that changes the target's law.
+        allow_lossy: accept a verifier that changes the target's distribution.
         max_batch: most requests that run together; others wait.
         kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
         prefill_chunk: tokens of prompts that are read before every round; ``None`` reads whole prompts at once.
@@ -206,7 +206,7 @@ class Engine(Requests):
     def _verify(self, turns: Sequence[Turn]) -> None:
         verifiers = [self._verifier_for(turn.tree, turn.scores) for turn in turns]
         rngs = [turn.run.context.rng for turn in turns]
-        verdicts = verify_together(verifiers, [turn.scores for turn in turns], rngs)
+        verdicts = verify_batch(verifiers, [turn.scores for turn in turns], rngs)
         for turn, verdict in zip(turns, verdicts, strict=True):
             turn.verdict = verdict
 

@@ -10,13 +10,13 @@ from typing import Literal
 from torch import Tensor
 
 from foretoken.constraints import Constraint
+from foretoken.core import Context
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import FinishReason, Stopper
 from foretoken.engine.trace import RoundTrace
 from foretoken.models.base import SequenceState
 from foretoken.sampling import SamplingParams
-from foretoken.types import Context
 
 Origin = Literal["accepted", "recovered", "bonus", "plain"]
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from foretoken.controllers.base import Controller
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.engine.admission import KvBudget, check
 from foretoken.engine.errors import is_full_memory
@@ -27,7 +28,6 @@ from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stopping import FinishReason
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.clock import now
-from foretoken.types import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
 
 log = logging.getLogger("foretoken.engine")

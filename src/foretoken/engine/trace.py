@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 
 
 @dataclass(frozen=True)
@@ -113,5 +113,5 @@ def _target_probability(node: int, tree: TokenTree, scores: Scores) -> float | N
 
 
 def _draft_probability(node: int, tree: TokenTree) -> float | None:
-    drawn_from = tree.law(node)
+    drawn_from = tree.distribution(node)
     return None if drawn_from is None else float(drawn_from[tree.tokens[node]])

@@ -78,9 +78,9 @@ def build_foreign_draft_model(
 def _load_draft_model(
     path: str, target: LanguageModel, device: Any, packed: bool = True, quantize: str | None = None
 ) -> LanguageModel:
-    # A draft model's distribution may be anything: small ones run in bfloat16 where the CPU has products of that in which a step
-    # is faster than in float32 (docs/log.md).  A few bits of packed ones depend on the batch, so that only a target
-    # that is like that itself gets one.
+    # A draft model's distribution may be anything: small ones run in bfloat16 where the CPU has products of that in
+    # which a step is faster than in float32 (docs/log.md).  A few bits of packed ones depend on the batch, so that only
+    # a target that is like that itself gets one.
     device = getattr(target, "device", None) if device is None else device
     on_cpu = device is None or str(device) == "cpu"
     small = on_cpu and _is_small(path)
@@ -101,7 +101,7 @@ def _load_draft_model(
 
 def _compile(draft: LanguageModel) -> None:
     """Run calls with one row, two rows, and so on: oneDNN makes a kernel for every number of rows, which takes two to
-    three times as long as a small model's call, and who prices drafts by the first ones would think them dear."""
+    three times as long as a small model's call, and who costs drafts by the first ones would think them expensive."""
     sequence = draft.open()
     draft.prefill(sequence, [0])
     for rows in range(1, min(COMPILED_ROWS, draft.context_length - 1) + 1):

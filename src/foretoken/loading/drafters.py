@@ -11,13 +11,13 @@ from torch import Tensor
 
 from foretoken.drafters.base import BuildContext, Drafter, Verify
 from foretoken.drafters.ensemble import EnsembleDrafter
-from foretoken.drafters.inside import works_inside
+from foretoken.drafters.nested import works_nested
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model
 from foretoken.loading.native_heads import has_head, read_head
 from foretoken.models.base import LanguageModel
 from foretoken.registry import convert_options, find, parse_spec, rows, split_specs
-from foretoken.verifiers.pairing import inner_rule
+from foretoken.verifiers.compatibility import inner_rule
 
 DEFAULT_GROUP = "router,drafters=(model,k=8|ngram,k=10)"
 
@@ -72,7 +72,7 @@ class LoadingContext(BuildContext):
     def nested(self, outer: str, spec: str, *, for_target: bool = True) -> Drafter:
         """One of those that can be nested."""
         name = parse_spec(spec).name
-        able = [row.name for row in rows("drafter") if works_inside(row.load())]
+        able = [row.name for row in rows("drafter") if works_nested(row.load())]
         context = self if for_target else LoadingContext(self.target, "", self.tokenizer, self.device)
         built = None if name == "none" or find("drafter", name).name not in able else context.drafter(spec)
         if built is None:

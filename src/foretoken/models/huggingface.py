@@ -52,7 +52,7 @@ class HuggingFaceModel(LanguageModel):
         model: any causal LM whose attention takes additive 4-D masks.
         exact: ``"distribution"`` (any kernel) or ``"bitwise"`` (attention sums in float64 and matrix products on a
             constant number of rows, so that a bfloat16 target gives the same tokens with and without speculation), or
-            ``"approximate"`` (cheaper arithmetic for a draft model, whose law may be anything).
+            ``"approximate"`` (cheaper arithmetic for a draft model, whose distribution may be anything).
         lean: run models of known families on a forward with few Python calls, after checking it against the public one.
         in_place: the model is ours to change: projections take the place of its linear layers where this machine
             multiplies them faster in another layout (:meth:`unpack` takes that back).  Otherwise the lean forward has

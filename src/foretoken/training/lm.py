@@ -196,7 +196,7 @@ def train_lm(
     ``out`` receives the model in Hugging Face's layout (bfloat16 safetensors, tokenizer), ``losses.csv``,
     ``losses.png`` and ``training.json``.  ``tokenizer_from`` shares another model's tokenizer; ``init_from`` starts
     from another model's weights (and tokenizer) with fresh optimizers.  With a ``teacher`` the loss is mostly the
-    divergence from that model's law, which is what a draft model needs.
+    divergence from that model's distribution, which is what a draft model needs.
 
     Raises:
         ValueError: empty or too short data, a checkpoint of another architecture in ``out``, or weights of another

@@ -152,7 +152,7 @@ class Workshop:
         )  # fmt: skip
 
     def written_weights(self, rows: Tensor) -> Tensor:
-        """Float32 [n, context]: 1 where the law of a written token counts."""
+        """Float32 [n, context]: 1 where the distribution of a written token counts."""
         weights = torch.ones(rows.shape[0], rows.shape[1] - 1)
         weights[:, : self.config.prompt_tokens - 1] = 0
         return weights

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier
-from foretoken.verifiers.longest import close, graded_law, longest_run
+from foretoken.verifiers.longest import close, graded_distribution, longest_run
 
 
 class DistanceVerifier(Verifier):
@@ -37,5 +37,5 @@ class DistanceVerifier(Verifier):
         def stands(node: int, p: Tensor, token: int) -> bool:
             return abs(token - scores.argmax(node)) <= self.eps
 
-        path = longest_run(tree, lambda node: graded_law(scores, node), stands)
+        path = longest_run(tree, lambda node: graded_distribution(scores, node), stands)
         return close(tree, scores, coins, path, self.sample_next)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier
 from foretoken.verifiers.longest import close, longest_run
 
@@ -37,7 +37,7 @@ class TypicalVerifier(Verifier):
         self.eps, self.delta, self.sample_next = eps, delta, sample_next
 
     def threshold(self, p: Tensor) -> float:
-        """The probability that a token must exceed under the law ``p`` [V]; the entropy is in nats."""
+        """The probability that a token must exceed under the distribution ``p`` [V]; the entropy is in nats."""
         return min(self.eps, self.delta * math.exp(-float(torch.special.entr(p).sum())))
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:

@@ -14,7 +14,7 @@ import httpx
 from foretoken.bench.load.client import ask, counters, open_client
 from foretoken.bench.load.sample import Drafts, Sample
 from foretoken.bench.load.settings import Arm, Ask, Level, LoadSettings, arrivals
-from foretoken.bench.prompts import BenchPrompt
+from foretoken.measure.prompts import BenchPrompt
 
 Tell = Callable[[int, int, str], None]
 """Called with requests done, requests in all, and what runs."""

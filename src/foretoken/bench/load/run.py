@@ -15,13 +15,13 @@ from typing import Any
 
 import httpx
 
-from foretoken.bench.cpu import cpu_info
 from foretoken.bench.load import figures
 from foretoken.bench.load.client import find_server
 from foretoken.bench.load.drive import Pass, Tell, drive
 from foretoken.bench.load.settings import PLAIN, SERVER, SPECULATIVE, Arm, LoadSettings
 from foretoken.bench.load.ties import find_gaps
-from foretoken.bench.prompts import BenchPrompt
+from foretoken.measure.cpu import cpu_info
+from foretoken.measure.prompts import BenchPrompt
 
 LATE_S = 0.05
 """Requests that are sent so much later than planned are told of."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from foretoken.bench.prompts import BenchPrompt
+from foretoken.measure.prompts import BenchPrompt
 
 Shape = Literal["concurrency", "rate"]
 LARGEST_TIE = 0.3

@@ -1,4 +1,4 @@
-"""How far a draft model's law q is from the target's law p, per token: what alignment makes small.
+"""How far a draft model's distribution q is from the target's distribution p, per token: what alignment makes small.
 
 DistillSpec, Zhou et al. 2023 (https://arxiv.org/abs/2310.08461), table of divergences.
 """
@@ -15,7 +15,7 @@ FLOOR = -1e4
 """Log-probability of an impossible token: finite, so that 0 * log 0 is 0; in float32 its exponential is exactly 0."""
 
 
-def log_law(logits: Tensor) -> Tensor:
+def log_distribution(logits: Tensor) -> Tensor:
     """Float32 log-probabilities [..., V] of logits [..., V], none below :data:`FLOOR`."""
     return torch.log_softmax(logits.float(), -1).clamp(min=FLOOR)
 
@@ -38,7 +38,7 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float = 0.5) -> Tensor:
 
 
 def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """sum |p - q| / 2 = 1 - sum min(p, q) [...]: the probability that a draft token of law q is rejected."""
+    """sum |p - q| / 2 = 1 - sum min(p, q) [...]: the probability that a draft token of distribution q is rejected."""
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
 
 
@@ -61,7 +61,7 @@ def divergence(name: str, target: Tensor, draft: Tensor, beta: float = 0.5) -> T
         ValueError: as :func:`check_loss`.
     """
     check_loss(name, beta)
-    log_p, log_q = log_law(target), log_law(draft)
+    log_p, log_q = log_distribution(target), log_distribution(draft)
     if name == "jsd":
         return jensen_shannon(log_p, log_q, beta)
     return {"fkl": forward_kl, "rkl": reverse_kl, "tvd": total_variation}[name](log_p, log_q)

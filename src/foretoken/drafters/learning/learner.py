@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.learning.divergences import check_loss, divergence
-from foretoken.drafters.learning.lessons import Lesson, Mistake, stored_law
+from foretoken.drafters.learning.lessons import Lesson, Mistake, stored_distribution
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.packing import PackedLinear
@@ -32,12 +32,13 @@ class LearnConfig:
     Attributes:
         every: finished requests between two updates.
         lr: learning rate of AdamW, constant.
-        loss: the divergence between the target's law and the draft model's: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.
+        loss: the divergence between the target's distribution and the draft model's: ``fkl``, ``rkl``, ``jsd`` or
+            ``tvd``.
         beta: the target's share of the mixture of ``jsd``.
         budget: largest share of the serving time that learning may take; 1 sets no limit.
         keep: requests that wait for an update; older ones fall out.
         window: tokens that the draft model reads before the first rejection of a request when it learns from it.
-        top: tokens of a law that are stored, the most likely ones; 0 stores the whole law.
+        top: tokens of a distribution that are stored, the most likely ones; 0 stores the whole distribution.
 
     Raises:
         ValueError: a value outside its range.
@@ -157,11 +158,12 @@ class Learner:
     # -- collecting --------------------------------------------------------------------------------------------------
 
     def mistake(self, position: int, logits: Tensor) -> Mistake:
-        """The target's own law from its logits [V]: temperature 1, no filters, whatever the request draws with."""
+        """The target's own distribution from its logits [V]: temperature 1, no filters, whatever the request draws
+        with."""
         began = self.clock()
-        law = torch.softmax(logits[: self.served.vocab_size].float(), -1)
-        best = law.topk(min(self.config.top or len(law), len(law)))
-        found = Mistake(position, len(law), best.indices.int(), best.values.half())
+        distribution = torch.softmax(logits[: self.served.vocab_size].float(), -1)
+        best = distribution.topk(min(self.config.top or len(distribution), len(distribution)))
+        found = Mistake(position, len(distribution), best.indices.int(), best.values.half())
         self._report.mistakes += 1
         self._report.learning_s += self.clock() - began
         return found
@@ -232,7 +234,7 @@ class Learner:
         """The divergence at every mistake of a request, [n].
 
         The token at index t is predicted by the position before it: the student's logits there are compared with the
-        law that the target had there.
+        distribution that the target had there.
         """
         rows = [mistake.position - 1 for mistake in lesson.mistakes]
         first = max(0, rows[0] - self.config.window)
@@ -246,7 +248,7 @@ class Learner:
             logits_to_keep=torch.tensor([row - first for row in rows], device=device),
             use_cache=False,
         ).logits[0]
-        wanted = torch.stack([stored_law(mistake).log() for mistake in lesson.mistakes])
+        wanted = torch.stack([stored_distribution(mistake).log() for mistake in lesson.mistakes])
         return divergence(self.config.loss, wanted, logits[:, : wanted.shape[-1]], self.config.beta)
 
     def _restore(self) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 FLOOR = 1e-8
-"""Least probability in a stored law: half precision says 0 for less, and a divergence may be infinite there."""
+"""Least probability in a stored distribution: half precision says 0 for less, and a divergence may be infinite
+there."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class Mistake:
     """One place where the draft was rejected.
 
     Attributes:
-        position: index t of the token that the target put there; both laws are those after the tokens before it.
+        position: index t of the token that the target put there; both distributions are those after the tokens before
+            it.
         size: tokens that both vocabularies have.
         tokens: [n] ids, int32.
         chances: [n] the target's probabilities of them, half precision.
@@ -28,14 +30,14 @@ class Mistake:
     chances: Tensor
 
 
-def stored_law(mistake: Mistake) -> Tensor:
-    """[V] the target's law; the tokens that were not stored share evenly what is left."""
+def stored_distribution(mistake: Mistake) -> Tensor:
+    """[V] the target's distribution; the tokens that were not stored share evenly what is left."""
     chances = mistake.chances.float()
     rest = (1.0 - chances.sum()).clamp_min(0.0) / max(mistake.size - len(chances), 1)
-    law = rest.repeat(mistake.size)
-    law[mistake.tokens.long()] = chances
-    law.clamp_min_(FLOOR)
-    return law / law.sum()
+    distribution = rest.repeat(mistake.size)
+    distribution[mistake.tokens.long()] = chances
+    distribution.clamp_min_(FLOOR)
+    return distribution / distribution.sum()
 
 
 @dataclass(frozen=True)

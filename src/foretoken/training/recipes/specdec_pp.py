@@ -19,7 +19,7 @@ from foretoken.models.parts import TargetParts
 from foretoken.training.recipes.base import Batch, Recipe
 
 CHUNK = 256
-"""Places whose laws are made at once."""
+"""Places whose distributions are made at once."""
 HELD_MIX, HELD_ROUNDS = 0.15, 6
 """Measured where most of the text is the text's, as it is when drafts are made; guesses are drawn a few times."""
 DEPTH = 8
@@ -128,11 +128,11 @@ class SpecdecPpRecipe(Recipe):
         return ModelDrafter(self.target, k=DEPTH, target=self.judge)
 
 
-def _draw(laws: Tensor, uniforms: Tensor) -> Tensor:
-    """A token [m] of every law [m, V]."""
-    cdf = laws.cumsum(-1)
+def _draw(distributions: Tensor, uniforms: Tensor) -> Tensor:
+    """A token [m] of every distribution [m, V]."""
+    cdf = distributions.cumsum(-1)
     found = torch.searchsorted(cdf, (uniforms * cdf[:, -1])[:, None], right=True)[:, 0]
-    return found.clamp(max=laws.shape[-1] - 1)
+    return found.clamp(max=distributions.shape[-1] - 1)
 
 
 def _calibration(predicted: Tensor, chances: Tensor) -> list[list[float]]:
