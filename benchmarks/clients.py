@@ -62,6 +62,12 @@ def served() -> tuple[subprocess.Popen[bytes], str]:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--port", str(port), "--metrics-compat", "vllm"]
+    command += [
+        "--drafter",
+        "model,k=4",
+        "--controller",
+        "constant",
+    ]  # drafts in every round, so there is what to count
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     for _ in range(240):

@@ -116,6 +116,16 @@ def test_a_drafter_that_gets_more_expensive_has_a_factor_of_its_own() -> None:
     assert costs.drift == pytest.approx(1.0, abs=0.02)
 
 
+def test_what_members_take_together_moves_the_factors_of_all() -> None:
+    """They read what the others wrote, again and again: that is part of what their drafts cost."""
+    costs = calibrated(rounds=SAMPLES)
+    alone = costs.draft_s(0, 1, 2) + costs.draft_s(1, 8, 2)
+    for _ in range(200):
+        costs.observe_mixed(1.5 * alone, {(0, 1): 2, (1, 8): 2})
+    assert costs.draft_s(0, 1, 2) + costs.draft_s(1, 8, 2) == pytest.approx(1.5 * alone, rel=0.02)
+    assert costs.drift == pytest.approx(1.0, abs=0.02)
+
+
 def test_before_anything_is_seen_sizes_tell() -> None:
     costs = CostModel(MEMBERS)
     assert not costs.known and costs.round_s(1, 1) == 1.0

@@ -28,12 +28,7 @@ class AdaedlController(MovingThresholdController):
     name = "adaedl"
 
     def __init__(
-        self,
-        gamma: float = 0.2,
-        threshold: float = 0.4,
-        k: int | None = None,
-        aim: float = 0.9,
-        step: float = 0.01,
+        self, gamma: float = 0.2, threshold: float = 0.4, k: int | None = None, aim: float = 0.9, step: float = 0.01
     ) -> None:
         if not (math.isfinite(gamma) and gamma >= 0):
             raise ValueError(f"adaedl needs gamma >= 0, not {gamma}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from foretoken.controllers.acceptance_model import POPULATION_KEEP, AcceptanceModel, Counts
 from foretoken.controllers.base import Controller
-from foretoken.controllers.cost_model import CostModel
+from foretoken.controllers.cost_model import CAUGHT_UP, CostModel
 from foretoken.controllers.costs import RoundCosts
 from foretoken.controllers.plan import Draft, Plan, best_drafts, best_plan, planned
 from foretoken.core import Budget, Context, Limits, StepRecord
@@ -40,11 +40,7 @@ class Request:
 
 
 class AutoController(Controller):
-    """Argmax of goodput over drafter, length and none.
-
-    Args:
-        k: longest draft; the drafters' own by default.
-    """
+    """Argmax of goodput over drafter, length (``k`` at most; by default what the drafters make) and none."""
 
     name = "auto"
     keep = POPULATION_KEEP
@@ -86,7 +82,6 @@ class AutoController(Controller):
     # -- choosing ----------------------------------------------------------------------------------------------------
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The budget of one request."""
         return self.budgets([context])[0]
 
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
@@ -175,12 +170,12 @@ class AutoController(Controller):
 
     def _digest(self) -> None:
         """Learn from the round that has passed."""
-        seen, self._seen = self._seen, []
-        if not seen:
+        if not self._seen:
             return
+        seen, self._seen = self._seen, []
         self.acceptance.tick()
-        asked: set[tuple[int, int]] = set()
-        drafting = unread = 0
+        asked: dict[tuple[int, int], int] = {}
+        unread = 0
         for context, record in seen:
             state, length = self.state(context), len(context.tokens)
             before = length - 1 - record.num_accepted_tokens
@@ -191,8 +186,8 @@ class AutoController(Controller):
                 self.acceptance.add(context.maker.greedy, draft.member, own, depth, record.num_accepted_tokens)
                 late, state.read[draft.member] = max(before - state.read[draft.member], 0), length
                 if draft.member == answered:
-                    asked.add((answered, draft.depth))
-                    drafting, unread = drafting + 1, unread + late
+                    asked[answered, draft.depth] = asked.get((answered, draft.depth), 0) + 1
+                    unread += late
                     width = record.num_draft_tokens / max(depth, 1)
                     self.width[answered] += 0.05 * (width - self.width[answered])
                     break
@@ -200,7 +195,11 @@ class AutoController(Controller):
         counts = [record.num_nodes for _, record in seen]
         if len(counts) == record.batch_size and max(counts) > min(counts):
             self._pads = record.round_nodes >= record.batch_size * max(counts)
-        self.costs.observe(record, *(next(iter(asked)) if len(asked) == 1 else (-1, 0)), drafting, unread)
+        mixed = len(asked) > 1 or (len(self.plan.drafts) > 1 and unread > CAUGHT_UP)
+        member, depth = next(iter(asked)) if len(asked) == 1 and not mixed else (-1, 0)
+        self.costs.observe(record, member, depth, sum(asked.values()), unread)
+        if mixed:
+            self.costs.observe_mixed(record.draft_s, asked)
 
     # -- telling -----------------------------------------------------------------------------------------------------
 

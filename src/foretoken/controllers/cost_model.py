@@ -159,11 +159,17 @@ class CostModel:
         off = self._learn(self.drafts[member], point, draft_s, self.factors[member])
         self.factors[member] *= math.exp(FACTOR_RATE * off)
 
+    def observe_mixed(self, draft_s: float, asked: Mapping[tuple[int, int], int]) -> None:
+        """Learn what drafting took where several members drafted, and read what others wrote, as they will again."""
+        expected = self.drift * sum(self.draft_s(member, depth, count) for (member, depth), count in asked.items())
+        off = min(max(math.log(max(draft_s, 1e-9) / expected), -CLIP), CLIP)
+        for member, _ in asked:
+            self.factors[member] *= math.exp(FACTOR_RATE * off)
+
     def _learn(self, curve: Curve, point: tuple[int, int], seconds: float, factor: float) -> float:
         """Calibrate, or say how far off the round was (natural logarithm)."""
-        if seconds <= 0:
-            return 0.0
         sure = curve.is_sure(point)
+        seconds = max(seconds, 1e-9)
         expected = self.drift * factor * curve.at(*point) if sure else seconds
         curve.add(point, seconds / (self.drift * factor))
         return min(max(math.log(seconds / expected), -CLIP), CLIP)

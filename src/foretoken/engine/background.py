@@ -167,14 +167,26 @@ class AsyncLlm:
             self.llm.engine.check(request)
         ticket = Ticket(request)
         with self._lock:
-            self._check_life()
-            if self._draining or self._stopping:
-                raise Draining("the server is shutting down")
-            if len(self._new) + len(self._tickets) >= self.max_running + self.max_queued:
-                raise QueueFull(f"{self.max_running} requests run and {self.max_queued} wait already", 1.0)
+            self._check_room(1)
             self._new.append(ticket)
         self._wake.set()
         return ticket
+
+    def check_room(self, count: int = 1) -> None:
+        """Refuse what :meth:`submit` would refuse now, before anything is done for it.
+
+        Raises:
+            QueueFull, Draining, EngineDead: as there.
+        """
+        with self._lock:
+            self._check_room(count)
+
+    def _check_room(self, count: int) -> None:
+        self._check_life()
+        if self._draining or self._stopping:
+            raise Draining("the server is shutting down")
+        if len(self._new) + len(self._tickets) + count > self.max_running + self.max_queued:
+            raise QueueFull(f"{self.max_running} requests run and {self.max_queued} wait already", 1.0)
 
     def _check_life(self) -> None:
         """Under the lock, so that nothing is queued behind the engine's last look."""

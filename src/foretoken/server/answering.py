@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -76,9 +76,20 @@ class Answer:
         Raises:
             QueueFull, Draining, EngineDead: it is not taken.
         """
-        self.http.scope["state"]["logged"] = True  # by us, however it ends
+        return self._taken(lambda: submit_all(self.serving.engine, requests))
+
+    def check_room(self, count: int) -> None:
+        """Refuse so many requests early: an overloaded server has no time to tokenise what it will not take.
+
+        Raises:
+            QueueFull, Draining, EngineDead: they would not be taken.
+        """
+        self._taken(lambda: self.serving.engine.check_room(count))
+
+    def _taken(self, ask: Callable[[], T]) -> T:
+        """What the engine says; refusals are counted and logged."""
         try:
-            return submit_all(self.serving.engine, requests)
+            return ask()
         except (QueueFull, Draining, EngineDead) as error:
             failure = api_error(error)
             self.serving.metrics.rejected(failure.code or "error")

@@ -70,6 +70,7 @@ class _Chat:
     async def respond(self, headers: dict[str, str]) -> Response:
         """The answer, whole or streamed."""
         body, llm = self.body, self.serving.llm
+        self.answer.check_room(body.n or 1)
         asked = body.tools if self.offered else None
         generate = body.add_generation_prompt is not False
         kwargs = dict(body.chat_template_kwargs or {})

@@ -88,6 +88,8 @@ class _Completions:
     async def respond(self, headers: dict[str, str]) -> Response:
         """The answer, whole or streamed."""
         body = self.body
+        several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+        self.answer.check_room((len(body.prompt) if several else 1) * (body.n or 1))
         self.prompts = await in_thread(TEXTS, self._encoded)
         constraints = await constraints_of(body, len(self.prompts) * (body.n or 1), self.serving)
         tickets = self.answer.submit(await in_thread(TEXTS, lambda: self._requests(constraints)))

@@ -39,13 +39,15 @@ class Metrics:
                 gauge.labels(model).set_function(lambda value=value: value(found) if (found := status()) else 0.0)  # type: ignore[misc]
 
     def _made(self, prefix: str) -> dict[str, Any]:
+        """Those with no label but the model's begin at 0, for tools that look before the first request."""
+
         def counter(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"{prefix}:{name}", what, ["model_name", *labels], registry=self.registry)
 
         def histogram(name: str, what: str) -> Histogram:
             return Histogram(f"{prefix}:{name}", what, ["model_name"], registry=self.registry, buckets=SECONDS)
 
-        return {
+        found = {
             "success": counter("request_success", "Finished requests.", "finished_reason"),
             "failures": counter("request_failure", "Requests that ended with an error.", "reason"),
             "rejections": counter("admission_rejections", "Requests that were not taken.", "reason"),
@@ -65,6 +67,19 @@ class Metrics:
             "whole": histogram("e2e_request_latency_seconds", "From arrival to the end."),
             "queue": histogram("request_queue_time_seconds", "From arrival to admission."),
         }
+        for name in (
+            "prompt",
+            "cached",
+            "generation",
+            "drafts",
+            "draft_tokens",
+            "accepted",
+            "first",
+            "per_token",
+            "whole",
+        ):
+            found[name].labels(self._model)
+        return found
 
     def finished(self, stats: SpecStats, reason: str, whole_s: float, plain: str) -> None:
         """Count a request that ended well; ``plain`` says why nothing was drafted, where nothing was."""
