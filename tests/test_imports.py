@@ -39,7 +39,8 @@ LIBRARY = {
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": LIBRARY,
     "core": set(),
-    "registry": set(),
+    "specs": set(),
+    "registry": {"specs"},
     "config": {"registry"},
     "sampling": {"core"},
     "trees": {*BASE, "registry"},

@@ -30,7 +30,7 @@ FALSE_ALARM = 1e-4
 """How often a right engine may fail one distribution test (seeds are fixed: a test that passes goes on passing)."""
 CAUGHT = 1e-8
 """A planted error counts as caught when chance would do as badly less often than this."""
-SCALE = int(os.environ.get("FORETOKEN_LAW_SAMPLES", "1"))
+SCALE = int(os.environ.get("FORETOKEN_SAMPLES", "1"))
 """Multiplies the samples of every distribution test: 1 in the ordinary run, more for a thorough one."""
 
 Distribution = dict[tuple[int, ...], float]

@@ -18,15 +18,8 @@ from foretoken.engine.output import Output as Output
 from foretoken.engine.output import Piece as Piece
 from foretoken.engine.output import Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
-from foretoken.loading import (
-    BUILTIN,
-    build_controller,
-    build_drafter,
-    default_drafter,
-    load_model,
-    load_tokenizer,
-    read_profile,
-)
+from foretoken.loading import BUILTIN, build_controller, build_drafter, default_drafter, load_model, load_tokenizer
+from foretoken.loading import read_profile as read_profile
 from foretoken.loading.memory import told_when_full
 from foretoken.measure.profile import costs_for
 from foretoken.models.base import LanguageModel

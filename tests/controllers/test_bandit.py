@@ -198,7 +198,8 @@ Survival = Callable[[int], float]
 def simulate(
     controller: BanditController, survive: list[Survival], c: list[float], rounds: int, seed: int
 ) -> tuple[float, Counter[Budget]]:
-    """Tokens per target step when draft token d of a member stands with ``survive[member](d)``, and what was played."""
+    """Tokens per target step when draft token d of a member is accepted with ``survive[member](d)``, and what was
+    played."""
     rng, request, played = random.Random(seed), context(), Counter[Budget]()
     tokens = cost = 0.0
     for _ in range(rounds):

@@ -131,8 +131,8 @@ def test_where_there_are_no_hidden_states_it_never_stops() -> None:
         def follow(self, above: Sequence[float], hidden: Tensor) -> list[float]:
             raise AssertionError("there is nothing to follow")
 
-        def ends(self, standing: float) -> bool:
-            return standing < 1
+        def ends(self, likelihood: float) -> bool:
+            return likelihood < 1
 
     budget = Budget(8, 64, stop=Never())
     assert not budget.stops_after(None, 0.0) and not budget.stops_after(torch.tensor([0.5, 0.5]), 0.5)

@@ -277,7 +277,7 @@ def test_drafts_are_as_long_as_the_draft_is_sure(name: str, temperature: float) 
         request = Request([1], SamplingParams(temperature=temperature), max_new_tokens=40)
         (run,) = serve(engine(target, ModelDrafter(draft, k=4), None, controller), [request])
         drafted, rounds = run.stats.num_draft_tokens, run.stats.num_drafts
-        assert (drafted, rounds) == (length * rounds, 40 // (length + 1))  # p = q: all of it stands
+        assert (drafted, rounds) == (length * rounds, 40 // (length + 1))  # p = q: all of it is accepted
 
 
 class Watching:
@@ -363,7 +363,7 @@ def test_counting_drafters_show_frequencies_and_no_distribution() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rules_work_with_counted_drafts(name: str) -> None:
-    """No distribution is needed, and the output stands."""
+    """No distribution is needed, and the output is accepted."""
     target = MarkovTable(tables()[0].distribution, 4)
     requests = [Request(PROMPT * 3, max_new_tokens=30), Request([2, 1] * 6, max_new_tokens=30)]
     speculative = engine(target, SuffixDrafter(), None, made(name))

@@ -232,7 +232,7 @@ def test_one_drafter_may_be_inner_and_late() -> None:
 
 @pytest.mark.parametrize(("lenience", "tokens"), [(1.0, (0, 0)), (2.0, (0, 0)), (2.4, (0, 0)), (2.6, (1, 1))])
 def test_lenience(lenience: float, tokens: tuple[int, int]) -> None:
-    """Distribution (.5, .4, .1) and guesses of token 1: it stands when .4 > 1 / lenience; token 2 needs a lenience
+    """Distribution (.5, .4, .1) and guesses of token 1: it is accepted when .4 > 1 / lenience; token 2 needs a lenience
     above 10."""
     model = TableModel(lambda prefix: [0.5, 0.4, 0.1], 3)
     tree = propose(cascade(ScriptedDrafter("1 1 1"), model, k=2, lenience=lenience), SamplingParams())

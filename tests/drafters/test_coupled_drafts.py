@@ -64,7 +64,7 @@ from foretoken.verifiers.compatibility import inner_rule
 from toys import engine, llamas, next_logits, outputs, serve, tables
 
 PROMPT, WRITTEN = [0, 1, 2, 3, 0, 1], [2, 0]
-"""Two tokens of the answer stand already, so that positions in the text and in the answer differ."""
+"""Two tokens of the answer are accepted already, so that positions in the text and in the answer differ."""
 T1 = SamplingParams(temperature=1.0)
 LOOSE = Budget(16, 256)
 SEQUOIA = "sequoia,nodes=6,depth=3,acceptance=0.5 0.25 0.2"
@@ -568,7 +568,11 @@ def test_the_guesses_inside_a_cascade_race_too(monkeypatch: pytest.MonkeyPatch) 
         forwards[draw] = draft.forward_calls
         if draw == "iid":
             check_choices(choices)
-            assert {len(one.context.tokens) for one in choices} > {8, 9, 10}  # the text that stands has eight tokens
+            assert {len(one.context.tokens) for one in choices} > {
+                8,
+                9,
+                10,
+            }  # the text that is accepted has eight tokens
     assert forwards["iid"] < 0.8 * forwards["greedy"]
 
 
@@ -670,7 +674,7 @@ def test_jacobi_iterates_towards_the_text_of_the_seed() -> None:
 
 
 def test_jacobi_drafts_the_same_in_large_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the winners are looked up one by one, when the text of the round stands already."""
+    """There the winners are looked up one by one, when the text of the round is accepted already."""
     found = []
     for large in (types_module.LARGE, 2):
         monkeypatch.setattr(types_module, "LARGE", large)

@@ -133,7 +133,7 @@ def worked_example() -> HydraDrafter:
 
 
 def test_the_worked_example() -> None:
-    """By value the shape is (0) .5, (1) .4, (00) .3, (10) .24, (01) .15; below root 1 stand 1 and 2.
+    """By value the shape is (0) .5, (1) .4, (00) .3, (10) .24, (01) .15; below root 1 there are 1 and 2.
 
     Head 1 goes on with 0 or 2 after 1, and with 3 after 2: other tokens below other parents.
     """

@@ -232,7 +232,7 @@ def test_window_pool_and_text_in_every_round(w: int, n: int, g: int, shift: str)
         assert context.tokens == plain.text
         assert state.rows == plain.rows
         assert {key: state.pool.of(key)[::-1] for key in plain.pool} == plain.pool
-    assert max(lengths) == n, "no n-gram stood whole, or the bonus token is missing"
+    assert max(lengths) == n, "no n-gram was accepted whole, or the bonus token is missing"
 
 
 def test_all_grams_are_kept_where_no_number_is_set() -> None:

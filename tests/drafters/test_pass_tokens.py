@@ -68,7 +68,7 @@ class OnAndOff(Controller):
 
 
 class Watched(PassTokensDrafter):
-    """Notes, for every round, the text up to the last token that stood and what was said below it."""
+    """Notes, for every round, the text up to the last token that were accepted and what was said below it."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -110,14 +110,16 @@ def test_the_trees_of_the_worked_example() -> None:
     assert tree.probes == (False,) * 3 + (True,) * 6
     assert tree.depths == (0, 1, 2, 1, 2, 2, 3, 3, 4)
     assert tree.children == ((1,), (2,), (), (), (), (), (), (), ())
-    shown(drafter, context, tree, (1,), 21)  # the first draft stands: its own group, nodes 5 and 6, says what follows
+    shown(
+        drafter, context, tree, (1,), 21
+    )  # the first draft is accepted: its own group, nodes 5 and 6, says what follows
     assert context.tokens == [4, 9, 20, 1, 21]
     assert drafter.propose(context, Budget(5, 64)).tokens[:3] == (21, 5, 6)
 
 
 @pytest.mark.parametrize(("path", "drafts"), [((), (4, 5, 6)), ((1,), (7, 8, 9)), ((1, 2), ()), ((1, 2, 3), ())])
 def test_fewer_groups(path: tuple[int, ...], drafts: tuple[int, ...]) -> None:
-    """The first two nodes have groups; where the last token that stands has none, the next round only asks."""
+    """The first two nodes have groups; where the last token that is accepted has none, the next round only asks."""
     target = llamas()[0]
     drafter, context = drafter_for(target, 3, groups=2), a_context([4, 9])
     drafter.start(context)
@@ -198,7 +200,8 @@ def test_draws_follow_the_distribution() -> None:
 
 @pytest.mark.parametrize("lean", [True, False])
 def test_drafting_says_what_training_sees(lean: bool) -> None:
-    """Every round's logits against the recipe's masked forward over the whole text, at the last token that stood."""
+    """Every round's logits against the recipe's masked forward over the whole text, at the last token that were
+    accepted."""
     target = HuggingFaceModel(llama(), lean=lean)
     recipe = PassTokensRecipe(target, TargetParts(target), {"k": "3"})
     net = recipe.net.double()

@@ -27,7 +27,7 @@ PROMPTS = [
     [0, 0, 31, 0],  # token 0
     [9, 1, 2, 3, 4, 9, 1, 2, 30, 17, 12, 9, 1],
 ]
-LAW_PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+TEST_PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 TABLE_TOKENS = 4
 AUTO_SAMPLES, PAIR_SAMPLES = 320, 40  # per sampling mode
 
@@ -127,7 +127,7 @@ def exact_distributions(network: bool) -> dict[str, Distribution]:
     case = next(case for _, case in rows() if case.network == network)
     target, _ = toy_models(case)
     return {
-        mode: joint_distribution(target, params, LAW_PROMPT, TABLE_TOKENS) for mode, params in SAMPLED_MODES.items()
+        mode: joint_distribution(target, params, TEST_PROMPT, TABLE_TOKENS) for mode, params in SAMPLED_MODES.items()
     }
 
 
@@ -137,13 +137,13 @@ def test_sampled_distribution(pair: Pair) -> None:
     speculative = engine(target, pair.case.build(target, draft), pair.make_verifier(), max_batch=4)
     count = AUTO_SAMPLES if pair.auto else PAIR_SAMPLES
     distributions = exact_distributions(pair.case.network)
-    assert sampled_p_value(speculative, SAMPLED_MODES, distributions, LAW_PROMPT, TABLE_TOKENS, count) > FALSE_ALARM
+    assert sampled_p_value(speculative, SAMPLED_MODES, distributions, TEST_PROMPT, TABLE_TOKENS, count) > FALSE_ALARM
 
 
 def test_plain_sampled_distribution() -> None:
     target, _ = toy_models(CASES["ngram"][0])
     value = sampled_p_value(
-        engine(target), SAMPLED_MODES, exact_distributions(False), LAW_PROMPT, TABLE_TOKENS, AUTO_SAMPLES
+        engine(target), SAMPLED_MODES, exact_distributions(False), TEST_PROMPT, TABLE_TOKENS, AUTO_SAMPLES
     )
     assert value > FALSE_ALARM
 
@@ -154,7 +154,7 @@ def test_the_first_samples_are_the_same_alone(pair: Pair) -> None:
     for both."""
     target, draft = toy_models(pair.case)
     requests = [
-        Request(LAW_PROMPT, params, TABLE_TOKENS, seed=seed) for seed in range(2) for params in SAMPLED_MODES.values()
+        Request(TEST_PROMPT, params, TABLE_TOKENS, seed=seed) for seed in range(2) for params in SAMPLED_MODES.values()
     ]
     together, alone = (
         outputs(engine(target, pair.case.build(target, draft), pair.make_verifier(), max_batch=size), requests)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import GREEDY_MODES, SAMPLED_MODES, Pair, pairs
-from test_matrix import LAW_PROMPT, NEW_TOKENS, PAIR_SAMPLES, PROMPTS, TABLE_TOKENS, each, greedy_requests
+from test_matrix import NEW_TOKENS, PAIR_SAMPLES, PROMPTS, TABLE_TOKENS, TEST_PROMPT, each, greedy_requests
 
 from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.engine.request import Request
@@ -76,7 +76,7 @@ def plain(dtype: torch.dtype) -> list[list[int]]:
 @cache
 def distributions() -> dict[str, Distribution]:
     return {
-        mode: joint_distribution(target(4), params, LAW_PROMPT, TABLE_TOKENS) for mode, params in SAMPLED_MODES.items()
+        mode: joint_distribution(target(4), params, TEST_PROMPT, TABLE_TOKENS) for mode, params in SAMPLED_MODES.items()
     }
 
 
@@ -125,7 +125,7 @@ def test_sampled_distribution(pair: Pair) -> None:
     model = target(4)
     speculative = engine(model, pair.case.build(model, model), pair.make_verifier(), max_batch=4)
     assert (
-        sampled_p_value(speculative, SAMPLED_MODES, distributions(), LAW_PROMPT, TABLE_TOKENS, PAIR_SAMPLES)
+        sampled_p_value(speculative, SAMPLED_MODES, distributions(), TEST_PROMPT, TABLE_TOKENS, PAIR_SAMPLES)
         > FALSE_ALARM
     )
 
@@ -134,9 +134,11 @@ def test_the_distribution_is_not_that_of_the_base() -> None:
     """The negative control: the untrained target's distributions do not describe the samples."""
     model = target(4)
     base = HuggingFaceModel(llama(4))
-    other = {mode: joint_distribution(base, params, LAW_PROMPT, TABLE_TOKENS) for mode, params in SAMPLED_MODES.items()}
+    other = {
+        mode: joint_distribution(base, params, TEST_PROMPT, TABLE_TOKENS) for mode, params in SAMPLED_MODES.items()
+    }
     speculative = engine(model, EarlyExitDrafter(model, 1, k=3), max_batch=4)
-    assert sampled_p_value(speculative, SAMPLED_MODES, other, LAW_PROMPT, TABLE_TOKENS, 4 * PAIR_SAMPLES) < FALSE_ALARM
+    assert sampled_p_value(speculative, SAMPLED_MODES, other, TEST_PROMPT, TABLE_TOKENS, 4 * PAIR_SAMPLES) < FALSE_ALARM
 
 
 @each(AUTO_ROWS)

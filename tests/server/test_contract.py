@@ -278,7 +278,9 @@ def test_hostile_grammars_leave_the_others_alone(server: Running) -> None:
     for thread in threads:
         thread.join(60)
     assert len(set(texts)) == 1 and len(known) == 3
-    for answer in answers:  # those that stood behind another one are told to come again, not that they are wrong
+    for (
+        answer
+    ) in answers:  # those that were accepted behind another one are told to come again, not that they are wrong
         code = answer.json()["error"]["code"]
         assert (answer.status_code, code) in {
             (400, "invalid_grammar"),

@@ -302,7 +302,7 @@ def test_trial_acceptance_is_that_of_independent_trials() -> None:
 
 
 def test_a_simulated_tree() -> None:
-    """Walk random trees: at each node at most one child stands."""
+    """Walk random trees: at each node at most one child is accepted."""
     random = np.random.default_rng(3)
     parents = [-1, 0, 0, 1, 1, 2, 3, 3, 4, 6]
     success = positional_success(parents, [0.55, 0.25])
@@ -372,7 +372,7 @@ def test_experts_make_small_batches_expensive() -> None:
     sparse = Roofline(57e9, 3.35e12, 989e12, experts=64, active=8, expert_parameters=0.85)
     assert dense(8) == 1.0 < sparse(8)
     growth = [sparse(5, batch) / sparse(1, batch) for batch in (1, 4, 16, 64)]
-    # Dearest alone; once nearly all experts are read anyway, more tokens read nothing new (MoESD).
+    # Most expensive alone; once nearly all experts are read anyway, more tokens read nothing new (MoESD).
     assert growth[0] > growth[1] > growth[2] > growth[3] >= 1.0
     assert sparse.seconds(1) == pytest.approx(2 * 57e9 * (0.15 + 0.85 * 8 / 64) / 3.35e12)
 

@@ -87,7 +87,7 @@ def test_a_tree_of_independent_draws() -> None:
 
 
 def test_a_tree_of_certain_guesses() -> None:
-    """Each child stands with the target's chance of its token (Medusa, EAGLE-2)."""
+    """Each child is accepted with the target's chance of its token (Medusa, EAGLE-2)."""
     parents = [-1, 0, 0, 1, 1, 2]
     tokens = [0, 1, 0, 2, 0]  # of the five draft nodes
 

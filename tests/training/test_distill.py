@@ -413,7 +413,7 @@ def test_bad_input(target: Path, draft: Path, data: Path, tmp_path: Path, capsys
 
 def test_another_tokenizer_is_refused(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    (tmp_path / "b.txt").write_text("quite different words stand here\n" * 400)
+    (tmp_path / "b.txt").write_text("quite different words are accepted here\n" * 400)
     train_lm([tmp_path / "b.txt"], other, LmConfig(hidden=16, layers=1, ffn=24, steps=1, **SHAPE))
     with pytest.raises(ValueError, match="another tokenizer"):
         load_student(other, load_model(target), AutoTokenizer.from_pretrained(target))

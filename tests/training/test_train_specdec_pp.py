@@ -101,7 +101,7 @@ def test_the_labels_are_the_chances_of_the_guesses(pair: tuple[Path, Path], data
     places = chosen[0].nonzero()[:, 0] + 1
     assert len(states) == len(chances) == len(places) > 10
     assert float(chances.min()) < 0.9 and float(chances.max()) <= 1
-    # Find the mixed text again from the states: behind each place stands the token that gives exactly this state.
+    # Find the mixed text again from the states: behind each place is accepted the token that gives exactly this state.
     mixed = tokens[0, :-1].clone()
     for i, place in enumerate(places.tolist()):
         tried = mixed[None, : place + 1].repeat(recipe.width, 1)
@@ -150,7 +150,7 @@ def test_a_trained_head_beats_the_best_constant(seed: int) -> None:
     recipe = SpecdecPpRecipe(plain_network(16), plain_network(0), {}, seed)
     _, chances = recipe.guesses(text_of(recipe, 0), torch.Generator().manual_seed(0))
     odds = math.exp(-3)
-    expected = odds * 32 / (16 + 16 * odds)  # p/q of a shunned token, 0.095; the others stand
+    expected = odds * 32 / (16 + 16 * odds)  # p/q of a shunned token, 0.095; the others are accepted
     assert sorted(set(chances.round(decimals=3).tolist())) == pytest.approx([expected, 1.0], abs=1e-3)
     assert against_constant(recipe, seed) < 0.5
 

@@ -266,8 +266,8 @@ def test_siblings_cover_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_triforce_slip_emits_another_distribution() -> None:
-    """Middle distribution (.5, .5), guesses always token 0: half of them stand, and half of the others are drawn as 0
-    again."""
+    """Middle distribution (.5, .5), guesses always token 0: half of them are accepted, and half of the others are drawn
+    as 0 again."""
     middle = TableModel(lambda prefix: [0.5, 0.5], 2)
 
     def build(rule: Callable[[Coins], Rule]) -> Build:

@@ -1,4 +1,4 @@
-"""Drafts that a stop rule ends, enumerated: the target's distribution stands exactly; a rule that drops the token
+"""Drafts that a stop rule ends, enumerated: the target's distribution is accepted exactly; a rule that drops the token
 breaks it."""
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Alignment:
 
     @torch.no_grad()
     def expected(self, network: Any) -> dict[str, float]:
-        """1 - TVD, the probability that a draft token drawn at T=1 stands, and the share of equal argmaxes."""
+        """1 - TVD, the probability that a draft token drawn at T=1 is accepted, and the share of equal argmaxes."""
         start = self.prompts.shape[1] - 1
         own: Any = self.target.model  # type: ignore[attr-defined]
         p, q = (

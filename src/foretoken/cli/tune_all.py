@@ -39,8 +39,9 @@ def tune_command(
 ) -> None:
     """Find the drafter, its length and its tree that are fastest for a target on this machine and these prompts.
 
-    Measures what target calls and drafters cost and how far drafts stand, runs the best ones against plain decoding,
-    and writes a profile.  Ctrl-C keeps what was measured.  The subcommands search for settings of single drafters.
+    Measures what target calls and drafters cost and how many draft tokens are accepted, runs the best ones against
+    plain decoding, and writes a profile.  Ctrl-C keeps what was measured.  The subcommands search for settings of
+    single drafters.
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)

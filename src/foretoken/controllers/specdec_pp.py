@@ -1,4 +1,4 @@
-"""A trained head on the draft model's hidden states says when a draft is likely to hold a token that will not stand.
+"""A trained head on the draft model's hidden states says when a draft is likely to hold a token that will be rejected.
 
 SpecDec++, Huang et al. 2024 (arXiv 2405.19715).
 """
@@ -26,7 +26,7 @@ class HeadStop(PathStop):
     """Ends a path when the head believes that it holds a rejected token.
 
     Args:
-        net: log-odds [n] that tokens stand, from the draft model's states [n, D] behind them.
+        net: log-odds [n] that tokens are accepted, from the draft model's states [n, D] behind them.
         threshold: drafting ends when the chance of a rejection on the path is above this.
     """
 
@@ -45,9 +45,9 @@ class HeadStop(PathStop):
         chances: list[float] = torch.sigmoid(self.net(hidden.float())).tolist()
         return [before * chance for before, chance in zip(above, chances, strict=True)]
 
-    def ends(self, standing: float) -> bool:
+    def ends(self, likelihood: float) -> bool:
         """Whether one of the path's tokens is likely enough to be rejected."""
-        return 1.0 - standing > self.threshold
+        return 1.0 - likelihood > self.threshold
 
 
 class SpecdecPpController(Controller):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 
 class PathStop(ABC):
-    """A stop rule that reads the draft model's hidden states: how likely is it that a whole path of the draft stands?
+    """A stop rule that reads the draft model's hidden states: how likely is it that a whole path of the draft is
+    accepted?
 
     A drafter with a draft model keeps one chance per path (1 for the root, which is committed).  After every forward of
     the draft model it asks :meth:`follow` for the chances of the paths that end with the tokens it has just fed, and
@@ -28,10 +29,11 @@ class PathStop(ABC):
 
     @abstractmethod
     def follow(self, above: Sequence[float], hidden: Tensor) -> list[float]:
-        """Chances that n paths stand, from those of the paths one token shorter and the states [n, D] of the tokens."""
+        """Chances that n paths are accepted, from those of the paths one token shorter and the states [n, D] of the
+        tokens."""
 
     @abstractmethod
-    def ends(self, standing: float) -> bool:
+    def ends(self, likelihood: float) -> bool:
         """Whether the token drawn after a path with this chance is the last one."""
 
     def __call__(self, distribution: Tensor | None, probability: float) -> bool:

@@ -78,7 +78,7 @@ class CascadeDrafter(Drafter):
         k: chain length.
         early: with ``late``: how many tokens the model writes before ``late`` takes over.
         late: drafts the later tokens of the chain.
-        lenience: above 1, the model writes greedily and lets stand every guess to which it gives a probability above
+        lenience: above 1, the model writes greedily and accepts every guess to which it gives a probability above
             1 / lenience, too.  The chain is then verified as point masses.
         target: the model that is drafted for, as in :class:`~foretoken.drafters.model.ModelDrafter`.
 
@@ -160,7 +160,7 @@ class CascadeDrafter(Drafter):
 
     @property
     def kind(self) -> Kind:
-        """Draws from the model's distribution, unless guesses may stand leniently."""
+        """Draws from the model's distribution, unless guesses may be accepted leniently."""
         return Kind.POINT if self.lenience > 1.0 else Kind.IID
 
     # -- a request's life --------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class CascadeDrafter(Drafter):
             node = path[-1] if path else 0
             best, children = scores.argmax(node), tree.children[node]
             distribution = torch.softmax(scores.logits[node].float(), -1)  # [V]
-            distribution[best] = 2.0  # always stands, and before all others
+            distribution[best] = 2.0  # is always accepted, and before all others
             weights = distribution[[tree.tokens[child] for child in children]].tolist()
             if not weights or max(weights) * self.lenience <= 1.0:
                 return Verdict(tuple(path), best, next_is_bonus=not children)

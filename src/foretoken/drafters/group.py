@@ -1,8 +1,8 @@
 """What drafters that are made of other drafters have in common: the members, and how each of them sees a round.
 
 A member learns from rounds.  In a group the tree that the target scored need not be the member's own, so every round
-is shown to it in its own terms (:func:`show`): first its own tree with what stood of it, then every further token that
-was written as a round of plain decoding.  It cannot tell this from being the only drafter.
+is shown to it in its own terms (:func:`show`): first its own tree with what was accepted of it, then every further
+token that was written as a round of plain decoding.  It cannot tell this from being the only drafter.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class LookaheadDrafter(Drafter):
     def _with_window(self, guesses: TokenTree, state: _Lookahead, room: int) -> TokenTree:
         """Add the window's probes, as many columns as fit into ``room`` positions below the root.
 
-        The guesses come first: the first n-gram, if it stands, is then in place in the cache already.
+        The guesses come first: the first n-gram, if it is accepted, is then in place in the cache already.
         """
         rows = state.rows
         state.first_row = [guesses.tokens[0], *rows[0]]

@@ -52,7 +52,7 @@ class _Growing:
     scratch_of: dict[int, int] = field(default_factory=dict)
     path_of: dict[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})  # node -> tokens below the root
     place_of: dict[int, Choice] = field(default_factory=lambda: {0: ()})  # node -> ranks below the root
-    standing: dict[int, float] = field(default_factory=lambda: {0: 1.0})
+    likelihood: dict[int, float] = field(default_factory=lambda: {0: 1.0})
     ready: tuple[Tensor | None, list[int]] | None = (
         None  # distribution [V] and tokens of the next node, made for the batch
     )
@@ -393,13 +393,13 @@ def asks_for_confidence(budget: Budget) -> bool:
 def follow(tree: _Growing, row: Rows) -> None:
     """Tell a rule that reads hidden states what the draft model makes of the tokens that it was just fed."""
     rule = tree.budget.path_stop
-    if rule is None or rule.tap not in row.taps or tree.frontier == [0]:  # the root is committed: it stands
+    if rule is None or rule.tap not in row.taps or tree.frontier == [0]:  # the root is committed: it is accepted
         return
-    above = [tree.standing[tree.parents[node]] for node in tree.frontier]
-    tree.standing.update(zip(tree.frontier, rule.follow(above, row.taps[rule.tap]), strict=True))
+    above = [tree.likelihood[tree.parents[node]] for node in tree.frontier]
+    tree.likelihood.update(zip(tree.frontier, rule.follow(above, row.taps[rule.tap]), strict=True))
 
 
 def ends_path(tree: _Growing, parent: int) -> bool:
     """Whether such a rule ends the draft with the children of ``parent``."""
     rule = tree.budget.path_stop
-    return rule is not None and parent in tree.standing and rule.ends(tree.standing[parent])
+    return rule is not None and parent in tree.likelihood and rule.ends(tree.likelihood[parent])

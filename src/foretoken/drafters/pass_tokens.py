@@ -11,9 +11,9 @@ The tree of one round, for k = 2 and two drafts (``a``, ``b`` stand for [LA]_1, 
       |       |
       b       b
 
-Whichever of ``root``, ``d1``, ``d2`` is the last token that stands, the look-ahead tokens below it have seen it and
-nothing that was rejected.  [LA]_i below the token at position t stands at t + i and predicts t + i + 1: the token at
-t + 1, in whose place [LA]_1 stands, is the round's own (bonus or recovered) token, which becomes the root.
+Whichever of ``root``, ``d1``, ``d2`` is the last token that is accepted, the look-ahead tokens below it have seen it
+and nothing that was rejected.  [LA]_i below the token at position t stands at t + i and predicts t + i + 1: the token
+at t + 1, in whose place [LA]_1 stands, is the round's own (bonus or recovered) token, which becomes the root.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _LookAhead:
     Attributes:
         proposed: the last tree.
         groups: its nodes with look-ahead tokens below them, and which probes those are.
-        logits: [<= k, V] what they said below the last token that stood; ``None`` when there were none.
+        logits: [<= k, V] what they said below the last token that were accepted; ``None`` when there were none.
     """
 
     proposed: TokenTree | None = None
@@ -59,7 +59,7 @@ class PassTokensDrafter(Drafter):
         draw: how drafts are made when the request samples: ``"iid"`` (each drawn from what its look-ahead token says)
             or ``"greedy"`` (the most likely ones, verified as point masses).  A greedy request gets greedy drafts.
         groups: how many nodes of the chain, from the root down, have look-ahead tokens below them; 0: all.  Where the
-            last token that stands has none, the next round drafts nothing.
+            last token that is accepted has none, the next round drafts nothing.
 
     Raises:
         ValueError: an option outside its range, or rows of another width than the target's embedding.

@@ -11,13 +11,13 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from foretoken.engine.errors import Draining, EngineDead, QueueFull, RequestFailed, TargetGone, failure_of
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Request
+from foretoken.engine.status import EngineStatus as EngineStatus
 from foretoken.engine.tickets import Ticket as Ticket
 
 if TYPE_CHECKING:
@@ -30,33 +30,6 @@ IDLE_S = 0.2
 """How often an idle engine shows that it lives, and how old a controller's report may get."""
 MISHAPS = 3
 """Rounds in a row that may fail as a whole before the engine gives up."""
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """What a server shows of its engine.
-
-    Attributes:
-        running: requests that take part in rounds or have their prompts read.
-        waiting: requests in the queue.
-        kv_bytes: memory of running texts' keys and values.
-        kv_budget_bytes: the most that they may take; ``None`` for no limit.
-        heartbeat_age_s: seconds since the engine's thread last showed that it lives.
-        dead: why it does not live any more.
-        draining: whether new requests are refused.
-        rounds: rounds so far.
-        controller: what the controller says of itself; as of the last rounds.
-    """
-
-    running: int
-    waiting: int
-    kv_bytes: int
-    kv_budget_bytes: int | None
-    heartbeat_age_s: float
-    dead: str | None
-    draining: bool
-    rounds: int
-    controller: dict[str, Any] = field(default_factory=dict)
 
 
 class AsyncLlm:

@@ -130,7 +130,7 @@ class Assumptions:
 
 
 def shifted(acceptance: Acceptance, by: float) -> Acceptance:
-    """Alpha + ``by``, or a survival vector each step of which stands by that much more often; kept in [0, 1]."""
+    """Alpha + ``by``, or a survival vector each step of which is accepted by that much more often; kept in [0, 1]."""
     if isinstance(acceptance, float | int):
         return min(max(acceptance + by, 0.0), 1.0)
     values, before, now = [], 1.0, 1.0

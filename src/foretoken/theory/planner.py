@@ -156,7 +156,8 @@ def plan(
         ks: draft lengths to consider; 0 (plain decoding) always is.
         batches: requests per round; the first one decides ``best``.
         trees: shapes, child counts per level.
-        positions: chance that the first, second, ... sibling stands; by default the rate of the first position, tried
+        positions: chance that the first, second, ... sibling is accepted; by default the rate of the first position,
+            tried
             afresh for every sibling (an upper estimate).
 
     Raises:
@@ -202,7 +203,7 @@ def _tree(
     table: list[Sequence[float]] = []
     before = 1.0
     for depth, s in enumerate(theory.extended(_survival(given.acceptance, len(widths)), len(widths))):
-        # At depth d the first sibling stands as often as a chain's d-th token; the others are scaled alike.
+        # At depth d the first sibling is accepted as often as a chain's d-th token; the others are scaled alike.
         rate, before = (s / before if before > 0 else 0.0), s
         table.append(trial_acceptance(rate, widths[depth]) if positions is None else positions)
     tokens = tree_expected_tokens(parents, positional_success(parents, table))

@@ -1,9 +1,9 @@
 """What speculative decoding promises: formulas from acceptance and cost to tokens per round and speed-up.
 
-Words and units: ``k`` draft tokens (the papers' gamma); ``alpha`` the chance that a draft token stands, given that
-those before it stood; tokens per round include the target's own token; costs are in target calls that score one token,
-so ``c`` is a draft step and ``v(n)`` a call with n tokens, v(1) = 1.  A *survival vector* (s_1, s_2, ...) holds the
-chance that a draft stands at least one, two, ... tokens far: what is measured where acceptance differs by position.
+Words and units: ``k`` draft tokens (the papers' gamma); ``alpha`` the chance that a draft token is accepted, given that
+those before it was accepted; tokens per round include the target's own token; costs are in target calls that score one
+token, so ``c`` is a draft step and ``v(n)`` a call with n tokens, v(1) = 1.  A *survival vector* (s_1, s_2, ...) holds
+the chance that a draft stands at least one, two, ... tokens far: what is measured where acceptance differs by position.
 
 Nothing here runs a model.  Numbers of theorems and equations are those of Leviathan et al. 2023,
 https://arxiv.org/abs/2211.17192; :mod:`foretoken.theory.trees` has trees and batches.
@@ -35,7 +35,7 @@ def flat(nodes: int) -> float:
 
 
 def acceptance_probability(p: Any, q: Any) -> NDArray[np.float64]:
-    """Chance that a token drawn from q stands against p: beta = sum_x min(p(x), q(x)) = 1 - TV(p, q).
+    """Chance that a token drawn from q is accepted against p: beta = sum_x min(p(x), q(x)) = 1 - TV(p, q).
 
     Leviathan et al., theorem 3.5.
 
@@ -60,7 +60,8 @@ def acceptance_rate(p: Any, q: Any) -> float:
 
 
 def survival(alpha: float, k: int) -> list[float]:
-    """(alpha, alpha^2, ..., alpha^k): how far drafts stand when every token stands alike and independently."""
+    """(alpha, alpha^2, ..., alpha^k): how many draft tokens are accepted when every token is accepted alike and
+    independently."""
     check_alpha(alpha)
     _check_k(k)
     return [alpha**i for i in range(1, k + 1)]
@@ -70,7 +71,7 @@ def extended(measured: Sequence[float], k: int) -> list[float]:
     """The first k entries of a survival vector; beyond what was measured every step is as good as the last one.
 
     Raises:
-        ValueError: entries outside [0, 1], or a draft that stands further more often.
+        ValueError: entries outside [0, 1], or a draft that is accepted further more often.
     """
     _check_survival(measured)
     _check_k(k)

@@ -29,7 +29,7 @@ def branching_parents(widths: Sequence[int]) -> list[int]:
 
 
 def positional_success(parents: Sequence[int], positional: Sequence[float] | Sequence[Sequence[float]]) -> list[float]:
-    """Per node the chance that it is the child that stands, given that its parent did: by its rank among siblings.
+    """Per node the chance that it is the child that is accepted, given that its parent did: by its rank among siblings.
 
     Args:
         parents: parent index per node, -1 for the root, siblings in the order in which they are tried.
@@ -74,10 +74,10 @@ def tree_expected_tokens(parents: Sequence[int], success: Sequence[float]) -> fl
 
     Args:
         parents: parent index per node, -1 for the root.
-        success: per node the chance that it stands, given its parent (the root's entry is not read).
+        success: per node the chance that it is accepted, given its parent (the root's entry is not read).
 
     Raises:
-        ValueError: no tree, or siblings whose chances sum to more than 1 (only one of them can stand).
+        ValueError: no tree, or siblings whose chances sum to more than 1 (only one of them can be accepted).
     """
     _depths(parents)
     if len(success) != len(parents):
@@ -88,7 +88,9 @@ def tree_expected_tokens(parents: Sequence[int], success: Sequence[float]) -> fl
         parent = parents[node]
         shares[parent] += success[node]
         if shares[parent] > 1.0 + SUM_TOLERANCE:
-            raise ValueError(f"the children of node {parent} stand with chances that sum to {shares[parent]:g} > 1")
+            raise ValueError(
+                f"the children of node {parent} are accepted with chances that sum to {shares[parent]:g} > 1"
+            )
         reached[node] = reached[parent] * success[node]
     return math.fsum(reached)
 

@@ -84,8 +84,8 @@ def merge_with_places(trees: Sequence[TokenTree], kind: Kind | None = None) -> t
     """The union of several drafters' trees, and per tree the merged node of each of its nodes.
 
     Point masses that propose the same token at the same place become one node: the second trial of a point mass can
-    never stand.  A drawn node stays its own trial with its own distribution (removing duplicates of independent draws
-    is biased).  Probes stay, each for its own drafter.
+    are never accepted.  A drawn node stays its own trial with its own distribution (removing duplicates of independent
+    draws is biased).  Probes stay, each for its own drafter.
 
     Args:
         trees: at least one; siblings of an earlier tree come first.

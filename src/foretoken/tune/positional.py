@@ -63,13 +63,13 @@ class PositionalCount(Verifier):
 
 def acceptance_chances(tree: TokenTree, scores: Scores, node: int) -> list[float]:
     """Chance of every child of ``node`` to be the accepted one, in the order in which they are tried."""
-    rest, drawn, standing = scores.p(node), SiblingDistributions(tree), 1.0  # rest: [V]
+    rest, drawn, likelihood = scores.p(node), SiblingDistributions(tree), 1.0  # rest: [V]
     found = []
     for child in tree.children[node]:
         token, q = tree.tokens[child], drawn.distribution(child)  # q: [V]
         accepted = min(1.0, float(rest[token]) / (1.0 if q is None else float(q[token])))
-        found.append(standing * accepted)
-        standing *= 1.0 - accepted
+        found.append(likelihood * accepted)
+        likelihood *= 1.0 - accepted
         rest = rest_of(rest, q, token)
         drawn.remove(child)
     return found

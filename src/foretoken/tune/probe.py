@@ -112,7 +112,7 @@ class Run:
         draft_s: of them, in the drafter.
         nodes: mean nodes that the target scored, the root included.
         proposes: share of the rounds with any guess.
-        survival: per depth the share of all rounds in which the draft stood at least that far.
+        survival: per depth the share of all rounds in which at least that many draft tokens were accepted.
     """
 
     depth: int

@@ -34,7 +34,7 @@ def why_not(candidate: Candidate, target: TargetCost, rest_s: float) -> str:
     first = cost.survival[0] if cost.survival else 0.0
     if cost.expected_tokens(len(cost.survival)) < LITTLE:
         if cost.proposes < RARE:
-            return f"rarely guesses: in {cost.proposes:.0%} of the rounds, and in {first:.0%} something stands"
+            return f"rarely guesses: in {cost.proposes:.0%} of the rounds, and in {first:.0%} something is accepted"
         return f"rarely accepted: the first guess stands in {first:.0%} of the rounds"
     free, flat = without_faults(candidate, target, rest_s)
     if free >= flat:

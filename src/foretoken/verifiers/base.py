@@ -1,4 +1,4 @@
-"""The ``Verifier`` protocol: which guesses stand, and the token after them.
+"""The ``Verifier`` protocol: which guesses are accepted, and the token after them.
 
 A verifier is pure: a function of the tree, the distributions and fresh randomness.  Lossless means that the accepted
 tokens plus the next token, continued by plain sampling, have exactly the target's distribution.
@@ -88,7 +88,8 @@ class Verifier(ABC):
         return len(tree) == 1
 
     def needs_all(self, scores: Scores) -> bool:
-        """Whether the rule asks for the distributions of all nodes, whatever stands; the root's is always asked for."""
+        """Whether the rule asks for the distributions of all nodes, whatever is accepted; the root's is always asked
+        for."""
         return False
 
 

@@ -36,7 +36,8 @@ class BlockVerifier(Verifier):
     chains_only = True
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The rule as the paper states it, tests tossed from the longest prefix down: the first that passes stands."""
+        """The rule as the paper states it, tests tossed from the longest prefix down: the first that passes is
+        accepted."""
         nodes = [0, *chain_nodes(tree, self.name)]
         last = len(nodes) - 1
         distributions = [scores.p(node) for node in nodes]  # g+1 distributions [V]
@@ -55,7 +56,7 @@ class BlockVerifier(Verifier):
             if i == 0 or coins.accept(pass_chance(total, keep[i])):
                 next_token = coins.draw(distributions[i] if is_nothing(total, rest) else rest)
                 return Verdict(tuple(nodes[1 : i + 1]), next_token, next_is_bonus=False)
-        raise AssertionError("unreachable: the empty prefix always stands")
+        raise AssertionError("unreachable: the empty prefix is always accepted")
 
     def draws_last(self, tree: TokenTree) -> bool:
         """Always."""
@@ -89,7 +90,7 @@ class BlockVerifier(Verifier):
 
 
 def pass_chance(rest: float, budget: float) -> float:
-    """S / (S + 1 - P): the chance to keep a prefix of budget P none of whose extensions stood."""
+    """S / (S + 1 - P): the chance to keep a prefix of budget P none of whose extensions were accepted."""
     total = rest + (1.0 - budget)
     return 1.0 if total <= 0.0 else rest / total
 

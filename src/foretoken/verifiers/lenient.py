@@ -13,8 +13,8 @@ class LenientVerifier(Verifier):
     """``rejection`` with the draft distribution scaled by a lenience l: accept with min(1, p(x) / (l q(x))).
 
     A rejected token is replaced by a draw from norm([p - l q]+).  No token becomes more likely than 1/l times its
-    target probability.  At temperature 0 a token stands if its probability (softmax of the raw logits) is at least l
-    times the largest; l = 1 is the lossless rule.
+    target probability.  At temperature 0 a token is accepted if its probability (softmax of the raw logits) is at least
+    l times the largest; l = 1 is the lossless rule.
 
     Args:
         lenience: l, in (0, 1].

@@ -25,11 +25,11 @@ def graded_distribution(scores: Scores, node: int) -> Tensor:
 
 
 def longest_run(
-    tree: TokenTree, distribution: Callable[[int], Tensor], stands: Callable[[int, Tensor, int], bool]
+    tree: TokenTree, distribution: Callable[[int], Tensor], accepts: Callable[[int, Tensor, int], bool]
 ) -> tuple[int, ...]:
-    """Nodes of the longest path whose every token stands; a tie goes to the larger sum of log-probabilities.
+    """Nodes of the longest path whose every token is accepted; a tie goes to the larger sum of log-probabilities.
 
-    ``stands(parent, distribution of the parent [V], token)`` judges one token; ``distribution`` is asked once per node
+    ``accepts(parent, distribution of the parent [V], token)`` judges one token; ``distribution`` is asked once per node
     reached.
     """
     best, best_key = 0, (0, 0.0)
@@ -43,7 +43,7 @@ def longest_run(
         p = distribution(node)
         for child in reversed(tree.children[node]):  # the stack turns the order round: earlier siblings come first
             token = tree.tokens[child]
-            if stands(node, p, token):
+            if accepts(node, p, token):
                 open_nodes.append((child, depth + 1, score + log(float(p[token]))))
     return tuple(tree.path(best)[1:])
 

@@ -36,10 +36,10 @@ class MinBlockVerifier(Verifier):
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """Keep the argmax run, extended to the minimum."""
 
-        def stands(node: int, p: Tensor, token: int) -> bool:
+        def accepts(node: int, p: Tensor, token: int) -> bool:
             return token == scores.argmax(node)
 
-        path = longest_run(tree, lambda node: graded_distribution(scores, node), stands)
+        path = longest_run(tree, lambda node: graded_distribution(scores, node), accepts)
         if len(path) < self.min_accepted:
             path = _likeliest_path(tree, scores, self.min_accepted)
         return close(tree, scores, coins, path, self.sample_next)

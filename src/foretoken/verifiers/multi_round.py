@@ -11,8 +11,8 @@ from foretoken.verifiers.base import Coins, Verifier, drawn_chance, rest_of, wal
 class MultiRoundVerifier(Verifier):
     """Speculative sampling tried child after child, each against its own draft distribution, on what the last one left.
 
-    ``r = p``; child ``c`` drawn from ``q_c`` stands with probability min(1, r(c) / q_c(c)); else r = norm([r - q_c]+).
-    Duplicates are separate trials, and children of several drafters may stand side by side.
+    ``r = p``; child ``c`` drawn from ``q_c`` is accepted with probability min(1, r(c) / q_c(c)); else r = norm([r -
+    q_c]+). Duplicates are separate trials, and children of several drafters may stand side by side.
     """
 
     name = "multi_round"

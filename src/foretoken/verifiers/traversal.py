@@ -14,16 +14,16 @@ class TraversalVerifier(Verifier):
 
     A child of budget-b node v has budget min(1, b p_v(x) / q(x)).  When its whole subtree is rejected, v is left with
     the distribution norm([b p_v - q]+) and the budget S / (S + 1 - b), S = sum [b p_v - q]+, for its next child; in the
-    end v itself stands with its budget.  The root's budget is 1.  On a chain this is ``block``.
+    end v itself is accepted with its budget.  The root's budget is 1.  On a chain this is ``block``.
     """
 
     name = "traversal"
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The recursion; target distributions are made only for nodes that it visits with a chance to stand."""
+        """The recursion; target distributions are made only for nodes that it visits with a chance to be accepted."""
         verdict = _visit(tree, scores, coins, node=0, budget=1.0)
         if verdict is None:
-            raise AssertionError("unreachable: the root always stands")
+            raise AssertionError("unreachable: the root is always accepted")
         return verdict
 
     def draws_last(self, tree: TokenTree) -> bool:
@@ -43,8 +43,8 @@ def _visit(tree: TokenTree, scores: Scores, coins: Coins, node: int, budget: flo
     """Verify the subtree of ``node``; ``None`` when all of it is rejected."""
     children = tree.children[node]
     if not children:
-        stands = node == 0 or coins.accept(budget)
-        return verdict_at(tree, tree.path(node)[1:], coins.draw(scores.p(node))) if stands else None
+        accepted = node == 0 or coins.accept(budget)
+        return verdict_at(tree, tree.path(node)[1:], coins.draw(scores.p(node))) if accepted else None
     distribution, drawn = scores.p(node), SiblingDistributions(tree)  # [V]
     for child in children:
         token, q = tree.tokens[child], drawn.distribution(child)

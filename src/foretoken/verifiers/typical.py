@@ -15,7 +15,8 @@ from foretoken.verifiers.longest import close, longest_run
 class TypicalVerifier(Verifier):
     """Accept ``x`` if p(x) > min(eps, delta exp(-H(p))): the less certain the target, the lower the bar.
 
-    The longest run over all paths stands.  At temperature 0 the entropy is 0 and only the argmax passes: exact greedy.
+    The longest run over all paths is accepted.  At temperature 0 the entropy is 0 and only the argmax passes: exact
+    greedy.
 
     Args:
         eps: the bar for a target that is nearly certain, in (0, 1) (Medusa's ``posterior_threshold``).
@@ -44,9 +45,9 @@ class TypicalVerifier(Verifier):
         """Keep the longest typical run."""
         bars: dict[int, float] = {}
 
-        def stands(node: int, p: Tensor, token: int) -> bool:
+        def accepts(node: int, p: Tensor, token: int) -> bool:
             if node not in bars:
                 bars[node] = self.threshold(p)
             return float(p[token]) > bars[node]
 
-        return close(tree, scores, coins, longest_run(tree, scores.p, stands), self.sample_next)
+        return close(tree, scores, coins, longest_run(tree, scores.p, accepts), self.sample_next)

@@ -14,11 +14,11 @@ from foretoken.bench.report.svg import draw
 from foretoken.bench.report.verdict import setting_name, verdict
 
 LEGEND = {
-    "root": "root: the last token that stood",
+    "root": "root: the last token that were accepted",
     "accepted": "accepted draft token",
     "rejected": "rejected draft token",
     "recovered": "recovered: the target's own, where drafts failed",
-    "bonus": "bonus: the target's own, after drafts that all stood",
+    "bonus": "bonus: the target's own, after drafts that were all accepted",
     "plain": "plain: nothing was drafted",
     "probe": "probe: scored for the drafter only",
 }
@@ -155,7 +155,7 @@ def speedups(run: Run) -> Markup | None:
 def positions(run: Run) -> Markup | None:
     """Acceptance by position."""
     chart = figures.positions(run)
-    how = "Share of rounds in which the draft stood at least that far. Where a line nears 0, drafting further is waste."
+    how = "Share of rounds with at least so many accepted tokens. Where a line nears 0, drafting further is waste."
     return None if chart is None else section("positions", chart.title, how, alone(chart))
 
 

@@ -1,7 +1,8 @@
 """SpecDec++'s training: which of the draft model's guesses would the target take?  Arxiv 2405.19715.
 
 Some tokens of a text are replaced by guesses of the draft model ("token mixing").  The head reads the draft model's
-state behind every guess and learns how likely it is to stand, ``min(1, p/q)``, with p and q of the text as it then is.
+state behind every guess and learns how likely it is to be accepted, ``min(1, p/q)``, with p and q of the text as it
+then is.
 """
 
 from __future__ import annotations
