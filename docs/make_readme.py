@@ -39,8 +39,8 @@ def picture() -> str:
 
 
 def demo() -> str:
-    """The demo's command with what it printed."""
-    printed = foretoken(*DEMO)
+    """The demo's command with the figures that it printed below the two texts."""
+    printed = "...\n" + foretoken(*DEMO).rstrip().rpartition("─\n")[2]
     command = " ".join(f'"{word}"' if " " in word else word for word in DEMO)
     return f"```console\n$ foretoken {command}\n{printed.rstrip()}\n```"
 
