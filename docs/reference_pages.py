@@ -22,7 +22,10 @@ ROLES = (
 )
 
 GROUPS = (
-    ("Load and generate", ("load", "Llm", "Output", "Piece", "AsyncLlm", "SpecStats", "custom_generate", "CustomGenerate", "methods")),
+    (
+        "Load and generate",
+        ("load", "Llm", "Output", "Piece", "AsyncLlm", "SpecStats", "custom_generate", "CustomGenerate", "methods"),
+    ),
     ("Write a method", ("Drafter", "Verifier", "Controller", "TokenTree", "Kind", "Budget", "Context", "Scores",
                         "Verdict", "Rng", "LanguageModel", "TableModel", "CapabilityError")),
     ("Underneath", ("Engine", "Request", "SamplingParams")),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken import types as types_module
 from foretoken.core import Budget, Context, Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
+from foretoken.core import scores as scores_module
 from foretoken.core.noise import Noise
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.bpd import BpdDrafter
@@ -676,8 +676,8 @@ def test_jacobi_iterates_towards_the_text_of_the_seed() -> None:
 def test_jacobi_drafts_the_same_in_large_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
     """There the winners are looked up one by one, when the text of the round is accepted already."""
     found = []
-    for large in (types_module.LARGE, 2):
-        monkeypatch.setattr(types_module, "LARGE", large)
+    for large in (scores_module.LARGE, 2):
+        monkeypatch.setattr(scores_module, "LARGE", large)
         speculative = engine(llamas()[0], JacobiDrafter(m=4))
         found.append(rounds(speculative, [Request(PROMPT, T1, 24, seed=seed) for seed in range(3)]))
     assert found[0] == found[1] and len(found[0]) > 20

@@ -354,7 +354,6 @@ CASES: dict[str, list[Case]] = {
                     EnsembleDrafter([ModelDrafter(draft, k=2), RecyclingDrafter(nodes=4, share=False)]),
                     LookaheadDrafter(w=3, n=3, g=2),
                 ],
-                explore=1.0,
             ),
         ),
     ],

@@ -12,8 +12,8 @@ from enumeration import Tables, grow, prefixes
 from scipy.stats import chi2, chisquare
 from torch import Tensor
 
-from foretoken import types as types_module
 from foretoken.core import Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
+from foretoken.core import scores as scores_module
 from foretoken.core.noise import Noise
 from foretoken.drafters.drawing import best, ranked
 from foretoken.engine.request import Request
@@ -287,7 +287,7 @@ class Flat(Noise):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ties_go_to_the_lower_id(large: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
-        monkeypatch.setattr(types_module, "LARGE", 2)
+        monkeypatch.setattr(scores_module, "LARGE", 2)
     rows = torch.tensor([[0.125, 0.25, 0.125, 0.25, 0.25], [0.2] * 5, [0.0, 0.0, 0.5, 0.5, 0.0]], dtype=dtype).log()
     for row, winner in zip(rows, (1, 0, 2), strict=True):
         two = [root_scores(row, 0, Flat(0)) for _ in range(2)]
@@ -348,7 +348,7 @@ def test_a_sampler_without_noise_is_refused() -> None:
 @pytest.mark.parametrize("params", RECIPES, ids=range(len(RECIPES)))
 def test_logits_that_are_no_numbers_are_reported(bad: float, params: SamplingParams) -> None:
     for large in (False, True):
-        size = types_module.LARGE + 1 if large else 6
+        size = scores_module.LARGE + 1 if large else 6
         logits = torch.full((size,), bad, dtype=torch.float64)
         scores = [root_scores(logits, 0, Noise(seed), params) for seed in range(2)]
         for refused in (
@@ -405,7 +405,7 @@ def test_a_batch_decides_as_its_requests_do(large: bool, monkeypatch: pytest.Mon
         alone = [rule.verify(one.tree, one, Rng(i)) for i, (rule, one) in enumerate(mixed(seed))]
         with monkeypatch.context() as patch:
             if large:
-                patch.setattr(types_module, "LARGE", 2)
+                patch.setattr(scores_module, "LARGE", 2)
             verifiers, scores = zip(*mixed(seed), strict=True)
             rngs = [Rng(i) for i in range(len(scores))]
             assert verify_batch(verifiers, scores, rngs) == alone
@@ -440,7 +440,7 @@ def test_the_races_of_a_batch_are_run_by_one_call_per_recipe(monkeypatch: pytest
 
 @pytest.mark.parametrize("params", [T1, RECIPES[2], RECIPES[4]], ids=["T=1", "top-k", "penalty"])
 def test_large_vocabularies_race_lazily_and_the_same(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = types_module.LARGE + 100
+    size = scores_module.LARGE + 100
     raced: list[int] = []
     ranking = Sampler.ranking
 
@@ -468,7 +468,7 @@ def test_large_vocabularies_race_lazily_and_the_same(params: SamplingParams, mon
     assert raced == [len(small.tree)]
 
 
-@pytest.mark.parametrize("vocab", [5, 300, types_module.LARGE + 1])
+@pytest.mark.parametrize("vocab", [5, 300, scores_module.LARGE + 1])
 def test_precisions_agree(vocab: int) -> None:
     """Rounded logits are the request's logits: whatever their type, the race on them is run in float64."""
     for seed in range(30 if vocab < 1000 else 3):
