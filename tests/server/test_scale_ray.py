@@ -259,7 +259,7 @@ def test_what_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
         assert "cannot listen" in refused("builtin", "--port", str(sock.getsockname()[1]))
     hidden = "import sys; sys.modules['ray'] = None; from foretoken.cli.main import main; sys.exit(main())"
     assert "pip install 'foretoken[ray]'" in refused("builtin", "--port", str(free_port()), code=hidden)
-    assert "no Ray cluster at 'auto'" in refused("builtin", "--port", str(free_port()), "--ray-address", "auto")
+    assert "no Ray cluster at" in refused("builtin", "--port", str(free_port()), "--ray-address", "auto")
     for address, words in ((f"127.0.0.1:{free_port()}", "refused"), ("somewhere", "HOST:PORT")):
         assert words in refused("builtin", "--port", str(free_port()), "--ray-address", address)
     broken = tmp_path / "broken"

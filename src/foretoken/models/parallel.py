@@ -13,6 +13,7 @@ end; when one of them dies, or fails where the leader did not, the model is of n
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ from torch.distributed.tensor import DTensor
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
 from foretoken.models.huggingface import PREFILL_CHUNK, HuggingFaceModel
 
+DYING_S = 1.0
+"""Seconds that a process may take to be gone after its connections are."""
 UNSPLIT = ("taps", "layer_windows")
 """What a split model does not offer: drafters that use it want the weights of the target in one piece."""
 
@@ -132,11 +135,20 @@ class ParallelModel(LanguageModel):
         try:
             return work()
         except BaseException as error:
-            gone = next(filter(None, (follower.ended() for follower in self.followers)), None)
+            gone = self._first_end()
             lost = self._lose(gone or f"the split model is out of step: {type(error).__name__}: {error}")
             if isinstance(error, Exception):
                 raise lost from error
             raise
+
+    def _first_end(self) -> str | None:
+        """How one of the others has ended; a broken connection is often seen before the process is gone."""
+        end = time.monotonic() + DYING_S
+        while True:
+            how = next(filter(None, (follower.ended() for follower in self.followers)), None)
+            if how is not None or time.monotonic() > end:
+                return how
+            time.sleep(0.02)
 
     # -- memory and time ---------------------------------------------------------------------------------------------
 

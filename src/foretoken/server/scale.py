@@ -15,6 +15,7 @@ import socket
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from starlette.types import Message
@@ -106,11 +107,8 @@ class RayReplicas:
             ValueError: there is none at the address.
         """
         os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "error")
         local = self._address == "local"
-        if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's ports run whatever code they are sent
-        else:
+        if not local:
             _reach(self._address)
         import ray
 
@@ -125,7 +123,7 @@ class RayReplicas:
             )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            hint = "" if local or self._address == "auto" else "; is RAY_AUTH_TOKEN that of the cluster?"
+            hint = "" if local else "; is RAY_AUTH_TOKEN that of the cluster?"
             raise ValueError(f"no Ray cluster at {self._address!r}: {reason}{hint}") from None
 
     def _deploy(self) -> Any:
@@ -279,6 +277,12 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
     return Foretoken.bind(settings)  # type: ignore[attr-defined]
 
 
+def _noted() -> str:
+    """The address of the cluster that this machine is a part of, as ``ray start`` has noted it."""
+    file = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")
+    return file.read_text().strip() if file.exists() else ""
+
+
 def _cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -291,7 +295,9 @@ def _reach(address: str) -> None:
         ValueError: nobody is there.
     """
     if address == "auto":
-        return
+        address = os.environ.get("RAY_ADDRESS") or _noted()
+        if not address:
+            raise ValueError("no Ray cluster at 'auto': start one with ray start --head, or give its address")
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit():
         raise ValueError(f"--ray-address must be local, auto or HOST:PORT, not {address!r}")
