@@ -87,7 +87,7 @@ def run(name: str, python: Path, url: str, work: Path) -> dict[str, object]:
     env |= {"PATH": f"{python.parent}:{env['PATH']}", "OPENAI_API_KEY": "none", "LLM_USER_PATH": str(work / "llm")}
     began = time.monotonic()
     done = subprocess.run(
-        [str(python), str(SMOKES / f"{name}_smoke.py")], env=env, cwd=work, capture_output=True, text=True, timeout=900
+        [str(python), str(SMOKES / f"{name}_smoke.py")], env=env, cwd=work, capture_output=True, text=True, timeout=1800
     )
     lines = done.stdout.strip().splitlines() or [""]
     try:

@@ -91,6 +91,21 @@ def test_a_signal_drains() -> None:
         assert any(one.get("route") == "/v1/completions" and one["status"] == 200 for one in logged)
 
 
+def test_what_takes_longer_than_the_drain_ends_with_an_error() -> None:
+    """R5: a stream that is cut says so; it has no ``[DONE]`` and does not break off in the middle."""
+    with process("--drafter", "none", "--shutdown-timeout", "0.2") as (running, url):
+        body = {"model": "builtin", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        lines: list[str] = []
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if not lines:
+                    running.send_signal(signal.SIGTERM)
+                lines += [line] if line else []
+        assert "data: [DONE]" not in lines
+        assert json.loads(lines[-1][6:])["error"]["code"] == "draining"
+        assert running.wait(60) == 0
+
+
 def test_a_second_signal_ends_at_once() -> None:
     with process("--drafter", "none") as (running, url):
         body = {"model": "builtin", "prompt": "x", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}

@@ -14,7 +14,15 @@ from contextlib import aclosing
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from foretoken.engine.errors import Draining, EngineDead, QueueFull, RequestFailed, TargetGone, failure_of
+from foretoken.engine.errors import (
+    Draining,
+    EngineClosed,
+    EngineDead,
+    QueueFull,
+    RequestFailed,
+    TargetGone,
+    failure_of,
+)
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Request
 from foretoken.engine.status import EngineStatus as EngineStatus
@@ -253,7 +261,7 @@ class AsyncLlm:
                     if mishaps == MISHAPS:
                         raise
                     self._fail_lost(error)
-            self._finish("the server is shutting down")
+            self._finish("the server is shutting down", EngineClosed)
         except TargetGone as error:
             self._finish(f"the engine has stopped: {error}")
         except BaseException as error:
@@ -322,15 +330,15 @@ class AsyncLlm:
         for ticket in tickets:
             ticket.put(failure_of(error))
 
-    def _finish(self, reason: str) -> None:
+    def _finish(self, reason: str, kind: type[EngineDead] = EngineDead) -> None:
         with self._lock:
             self._dead = reason
             open_ = [*self._new, *self._tickets.values()]
             self._new, self._tickets = [], {}
             calls, self._calls = self._calls, []
         for ticket in open_:
-            ticket.put(EngineDead(reason))
+            ticket.put(kind(reason))
         for _, future in calls:
             if future.set_running_or_notify_cancel():
-                future.set_exception(EngineDead(reason))
+                future.set_exception(kind(reason))
         self.llm.engine.close()

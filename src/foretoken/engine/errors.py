@@ -29,6 +29,10 @@ class TargetGone(RuntimeError):
     """The target cannot run anything any more, which ends the engine."""
 
 
+class EngineClosed(EngineDead):
+    """The engine was closed before the request had ended."""
+
+
 class DeadlineExceeded(RuntimeError):
     """A request's time was up before it had a token."""
 

@@ -142,6 +142,8 @@ async def _drained(serving: Any, timeout_s: float) -> None:
     end = asyncio.get_running_loop().time() + timeout_s
     while serving.num_open and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.02)
+    if serving.num_open:
+        await serving.stop(0.0)  # streams that take longer end with an error, not in the middle of a line
     await asyncio.sleep(0.2)  # the last answers are on their way
 
 
