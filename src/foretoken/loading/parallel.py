@@ -177,7 +177,7 @@ def _check_source(source: Any, count: int, others: dict[str, Any]) -> str:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:
         raise LoadError(f"cannot read the configuration of {path}: {str(error).splitlines()[0]}") from None
     check_split(config.get_text_config(), count)
