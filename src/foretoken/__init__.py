@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from foretoken.llm import Piece as Piece
     from foretoken.llm import load as load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "load": "foretoken.llm",
