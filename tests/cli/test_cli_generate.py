@@ -148,7 +148,7 @@ def test_the_seed_of_an_output_is_told(run: Any, target: str) -> None:
 def test_compare_json(run: Any, target: str, draft: str) -> None:
     result = run(
         "generate", PROMPT, "--target", target, "--drafter", f"model:{draft},k=3", "--max-new-tokens", "12",
-        "--compare", "--repeat", "2", "--json",
+        "--compare", "--repeat", "2", "--json", "--controller", "constant",
     ).json  # fmt: skip
     assert set(result) == {"plain", "speculative", "speedup", "identical", "first_difference"}
     for arm in ("plain", "speculative"):
