@@ -99,7 +99,7 @@ def test_what_is_there_is_not_asked_again_and_half_a_line_is(
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
 def test_a_killed_run_goes_on(target: str, source: Path, tmp_path: Path, kill: signal.Signals) -> None:
     """Killed after two answers; the file then has whole lines, and the second run adds the others."""
-    out, prompts = tmp_path / "out.jsonl", [f"{prompt} {i}" for i, prompt in enumerate(PROMPTS * 4)]
+    out, prompts = tmp_path / "out.jsonl", [f"{prompt} {i}" for i, prompt in enumerate(PROMPTS * 12)]
     write_lines(source, [{"id": f"job-{i}", "prompt": prompt} for i, prompt in enumerate(prompts)])
     command = [sys.executable, "-m", "foretoken", "batch", str(source), str(out), "--target", target,
                "--max-running", "1", "--temperature", "1", "--seed", "3", "--max-new-tokens", "48"]  # fmt: skip

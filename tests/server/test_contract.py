@@ -18,9 +18,9 @@ from typing import Any
 
 import httpx
 import pytest
+from running_server import Running, served
 
 import foretoken as ft
-from conftest import Running, served
 from foretoken.llm import Llm
 from foretoken.server import config, templates
 from foretoken.server.config import Settings

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-
-from conftest import Running
+from running_server import Running
 
 FILE = Path(__file__).parents[2] / "grafana" / "foretoken.json"
 METRIC = re.compile(r"\$\{prefix\}:([a-z0-9_]+)")

@@ -9,8 +9,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-
-from conftest import Running
+from running_server import Running
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-
-from conftest import Running, served
+from running_server import Running, served
 
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
+from running_server import Running, served
 
-from conftest import Running, served
 from foretoken.server.limits import deeper_than
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from running_server import make_llm
 
-from conftest import make_llm
 from foretoken.server.config import Settings
 from foretoken.server.fleet_metrics import labelled
 from foretoken.server.gateway import Fleet, ReplicaLost, create_gateway

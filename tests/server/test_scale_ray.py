@@ -21,9 +21,9 @@ import pytest
 pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 psutil = pytest.importorskip("psutil", reason="the extra 'ray' is not installed")
 
+from running_server import make_llm  # noqa: E402
 from test_lifecycle import free_port  # noqa: E402
 
-from conftest import make_llm  # noqa: E402
 from foretoken.server.config import Settings  # noqa: E402
 
 FLAGS = ("--dtype", "float32", "--drafter", "ngram", "--controller", "constant", "--replicas", "2")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from running_server import Running, served
 
 import foretoken as ft
-from conftest import Running, served
 from foretoken.llm import Llm
 from foretoken.server.config import Settings
 

@@ -78,7 +78,8 @@ def fit(medians: Mapping[tuple[int, int], tuple[float, int]], shape: Sequence[fl
     """The line through points (value, rounds) by weighted least squares, with a Gaussian prior of the shape."""
     features = np.array([(1.0, *point) for point in medians])
     values, seen = np.array(list(medians.values())).T
-    prior = np.array(shape) * np.average(values / (features @ shape), weights=seen)
+    values = np.maximum(values, 1e-9)  # a coarse clock may say that a round took no time
+    prior = np.maximum(np.array(shape), 1e-9) * np.average(values / (features @ shape), weights=seen)
     weights = seen**0.5 / (NOISE * values)
     rows = np.concatenate([weights[:, None] * features, np.diag(1.0 / prior)])
     wanted = np.concatenate([weights * values, np.ones(3)])
