@@ -40,7 +40,7 @@ def picture() -> str:
 
 def demo() -> str:
     """The demo's command with the figures that it printed below the two texts."""
-    printed = "...\n" + foretoken(*DEMO).rstrip().rpartition("─\n")[2]
+    printed = "\n".join(foretoken(*DEMO).rstrip().rpartition("─\n")[2].splitlines()[:4])
     command = " ".join(f'"{word}"' if " " in word else word for word in DEMO)
     return f"```console\n$ foretoken {command}\n{printed.rstrip()}\n```"
 
@@ -117,7 +117,7 @@ def figures_of(files: Sequence[Path]) -> list[dict[str, Any]]:
         found.append(
             {
                 "machine": cpu_of(machine),
-                "target": run.summary.get("inflation") or run.summary.get("target"),
+                "target": run.summary.get("target"),
                 "dtype": machine["dtype"],
                 "threads": machine["threads"]["torch_threads"],
                 "versions": machine["versions"],
@@ -150,7 +150,7 @@ def commit() -> str:
 def table(runs: Sequence[Mapping[str, Any]]) -> str:
     """A row per arm, a column per run and category, and a footnote per run."""
     columns = [(i, category) for i, run in enumerate(runs) for category in run["speedups"]]
-    arms = dict.fromkeys(arm for i, category in columns for arm in runs[i]["speedups"][category])
+    arms = dict.fromkeys(arm for i, category in columns for arm in runs[i]["speedups"][category] if arm != "plain")
     heads = [f"{category} [{i + 1}]" for i, category in columns]
     lines = [f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(columns)}"]
     lines += [f"| `{arm}` | {' | '.join(_cell(runs, arm, columns))} |" for arm in arms]
