@@ -82,8 +82,14 @@ def test_what_needs_the_full_weights_is_refused(tmp_path: Path) -> None:
     cases: list[tuple[Any, str]] = [
         (lambda: quantise_linears(network, "int8"), "quantised already: leave quantize out"),
         (lambda: QuantizedDrafter(HuggingFaceModel(network)), "quantised already: use another drafter"),
-        (lambda: inflate(network, "2m"), "cannot inflate a model whose weights are quantised: give its full checkpoint"),
-        (lambda: merge_adapter(network, tmp_path, read_adapter(tmp_path)), "whose weights are quantised: take the full"),
+        (
+            lambda: inflate(network, "2m"),
+            "cannot inflate a model whose weights are quantised: give its full checkpoint",
+        ),
+        (
+            lambda: merge_adapter(network, tmp_path, read_adapter(tmp_path)),
+            "whose weights are quantised: take the full",
+        ),
     ]
     for run, words in cases:
         with pytest.raises(ValueError, match=words) as error:

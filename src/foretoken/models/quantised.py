@@ -31,10 +31,10 @@ MEASURED = 2048 * 4096
 """Most weights that a product is timed on: more than a cache holds, little enough for some milliseconds."""
 WIDE, NEVER = 64, 2**62
 """The fewest rows that are worth dequantising a weight for; and when nothing is."""
-FLUSH = 2**24
-"""Numbers of 4 bytes that are touched between two timed calls."""
-TRIES = 6
-"""Timed calls of a product."""
+COPIES = 10
+"""Copies of a weight that are multiplied in turn: those of a large one do not fit into a cache, as in a model."""
+TRIES = 2
+"""Timed turns through the copies of a product, after one that warms up."""
 GAIN4 = 1.25
 """How much faster int4 must be than int8 to be worth its larger error."""
 
@@ -281,24 +281,28 @@ def _fitting(out: int, width: int, group: int, bits: str) -> list[type[Quantised
 def measured(
     products: Sequence[type[QuantisedProduct]], out: int, width: int, group: int, rows: Sequence[int]
 ) -> dict[type[QuantisedProduct], float]:
-    """Seconds of each product with a random weight, summed over calls of so many ``rows``: the least of some calls,
-    the products taking turns.  Large weights are cut to a few million numbers."""
+    """Seconds of each product with a random weight, summed over calls of so many ``rows``: of calls that read copy after
+    copy of the weight, as a decoding step does, what the quickest quarter takes at most.  Large weights are cut to a
+    few million numbers.
+
+    (Calls with caches that something else has filled in between take twice as long here, most of all those of the
+    products that are many small calls.)
+    """
     out = max(ROWS4, min(out, MEASURED // width) // ROWS4 * ROWS4)
     # The time of this thread does not count those that other processes take; with several threads it misses theirs.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     weight = torch.randn(out, width)
-    made = {product: make_product(product, weight, None, group) for product in products}
-    found, flush = dict.fromkeys(products, 0.0), torch.zeros(FLUSH)
-    for x in (torch.ones(count, width) for count in rows):
-        best = dict.fromkeys(products, float("inf"))
-        for _ in range(TRIES):
-            for product, run in made.items():
-                flush.add_(1)  # a model's weights do not fit into a cache either
-                began = clock()
-                run(x)
-                best[product] = min(best[product], clock() - began)
-        for product, seconds in best.items():
-            found[product] += seconds
+    found = dict.fromkeys(products, 0.0)
+    for product in products:
+        copies = [make_product(product, weight, None, group) for _ in range(COPIES)]
+        for x in (torch.randn(count, width) for count in rows):
+            spent: list[float] = []
+            for turn in range(TRIES + 1):
+                for run in copies:
+                    began = clock()
+                    run(x)
+                    spent += [clock() - began] if turn else []
+            found[product] += sorted(spent)[len(spent) // 4]
     return found
 
 
