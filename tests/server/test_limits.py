@@ -78,46 +78,7 @@ def test_every_bound_at_its_value_and_behind_it(server: Running, name: str, good
 
 
 WRONG: list[Any] = [None, True, "abc", [], {}, [[]], {"a": 1}, -1, 1.5, 10**30, "\ud800", [None], ["x", 1], [1, "x"]]
-FIELDS = [
-    "model",
-    "prompt",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "echo",
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "suffix",
-    "best_of",
-    "user",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "allowed_token_ids",
-    "bad_words",
-    "add_special_tokens",
-    "return_token_ids",
-    "prompt_logprobs",
-    "response_format",
-    "structured_outputs",
-    "request_id",
-    "cache_salt",
-    "priority",
-    "speculative",
-    "prediction",
-    "timings",
-]
+FIELDS = ["model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stream", "stream_options", "logprobs", "echo", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "suffix", "best_of", "user", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "allowed_token_ids", "bad_words", "add_special_tokens", "return_token_ids", "prompt_logprobs", "response_format", "structured_outputs", "request_id", "cache_salt", "priority", "speculative", "prediction", "timings"]
 
 
 @pytest.mark.parametrize("name", FIELDS)

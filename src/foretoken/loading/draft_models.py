@@ -78,9 +78,9 @@ def build_foreign_draft_model(
 def _load_draft_model(
     path: str, target: LanguageModel, device: Any, packed: bool = True, quantize: str | None = None
 ) -> LanguageModel:
-    # A draft model's distribution may be anything: small ones run in bfloat16 where the CPU has products of that in which a step
-    # is faster than in float32 (docs/log.md).  A few bits of packed ones depend on the batch, so that only a target
-    # that is like that itself gets one.
+    # A draft model's distribution may be anything: small ones run in bfloat16 where the CPU has products of that in
+    # which a step is faster than in float32 (docs/log.md).  A few bits of packed ones depend on the batch, so that only
+    # a target that is like that itself gets one.
     device = getattr(target, "device", None) if device is None else device
     on_cpu = device is None or str(device) == "cpu"
     small = on_cpu and _is_small(path)

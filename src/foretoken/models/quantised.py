@@ -281,9 +281,9 @@ def _fitting(out: int, width: int, group: int, bits: str) -> list[type[Quantised
 def measured(
     products: Sequence[type[QuantisedProduct]], out: int, width: int, group: int, rows: Sequence[int]
 ) -> dict[type[QuantisedProduct], float]:
-    """Seconds of each product with a random weight, summed over calls of so many ``rows``: of calls that read copy after
-    copy of the weight, as a decoding step does, what the quickest quarter takes at most.  Large weights are cut to a
-    few million numbers.
+    """Seconds of each product with a random weight, summed over calls of so many ``rows``: of calls that read copy
+    after copy of the weight, as a decoding step does, what the quickest quarter takes at most.  Large weights are cut
+    to a few million numbers.
 
     (Calls with caches that something else has filled in between take twice as long here, most of all those of the
     products that are many small calls.)
