@@ -1,19 +1,21 @@
-# make demo    the built-in model, plain and speculative, side by side
-# make test    the whole test suite
-# make gguf    installs what GGUF files need (compiles llama.cpp: about ten minutes on one core)
-# make check   formatting, linting, types
 # Everything runs in .venv, which is made on first use; only python3 and make are assumed.
+# A target's help is what stands behind its ##.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+CODE   := src tests benchmarks examples docs/*.py
 # A CPU build of torch is enough and small; set TORCH to another requirement (or to a local file) for a GPU.
 TORCH  ?= torch==2.13.0
 
-.PHONY: setup demo test gguf check format clean
+.PHONY: help setup demo test gguf check format docs reference readme hooks clean
+.DEFAULT_GOAL := help
 
-setup: $(STAMP)
+help: ## this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+setup: $(STAMP) ## make .venv and install everything that development needs
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -22,23 +24,37 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	touch $(STAMP)
 
-demo: $(STAMP)
+demo: $(STAMP) ## the built-in model, plain and speculative, side by side
 	@$(BIN)/foretoken generate --compare --explain --max-new-tokens 128
 
-test: $(STAMP)
+test: $(STAMP) ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-gguf: $(STAMP)
+gguf: $(STAMP) ## install what GGUF files need (compiles llama.cpp: about ten minutes on one core)
 	$(BIN)/pip install --editable ".[gguf]"
 
-check: $(STAMP)
-	$(BIN)/ruff format --check src tests benchmarks examples
-	$(BIN)/ruff check src tests benchmarks examples
+check: $(STAMP) ## formatting, linting, types
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
 	$(BIN)/mypy
 
-format: $(STAMP)
-	$(BIN)/ruff format src tests benchmarks examples
-	$(BIN)/ruff check --fix src tests benchmarks examples
+format: $(STAMP) ## format the code and fix what the linter can fix
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
 
-clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+docs: $(STAMP) ## build the site into site/, strictly and offline
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+reference: $(STAMP) ## make the gallery of methods and the tutorials' outputs again
+	$(BIN)/python docs/make_gallery.py
+	$(BIN)/python docs/run_page.py docs/tutorial.md docs/zh/tutorial.md
+
+readme: $(STAMP) ## make the README's picture and tables again
+	$(BIN)/python docs/make_readme.py
+
+hooks: $(STAMP) ## install the pre-commit hooks
+	$(BIN)/pip install --quiet pre-commit
+	$(BIN)/pre-commit install
+
+clean: ## remove .venv and what was built
+	rm -rf $(VENV) build dist site src/*.egg-info

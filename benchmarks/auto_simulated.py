@@ -1,8 +1,8 @@
 """The default controller on a simulated busy machine: what it loses by what it believes, in seconds instead of hours.
 
-Requests of 96 tokens are decoded in fixed batches by a draft model and n-grams whose tokens stand by chance, at the
-costs of the built-in target and draft model.  Rounds take longer by chance as beside another process: in short bursts,
-upwards, drafts nearly as much as the target; and every few hundred rounds the machine changes its speed.  The
+Requests of 96 tokens are decoded in fixed batches by a draft model and n-grams whose tokens are accepted by chance, at
+the costs of the built-in target and draft model.  Rounds take longer by chance as beside another process: in short
+bursts, upwards, drafts nearly as much as the target; and every few hundred rounds the machine changes its speed.  The
 controller sees these times; it is scored by what its rounds cost without them, beside the best fixed length.
 ``--bursts 3`` is a machine that is much too busy.
 
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 from foretoken.controllers.auto import AutoController
 from foretoken.controllers.base import Controller
+from foretoken.core import Budget, Context, Limits, Rng, StepRecord
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Limits, Rng, StepRecord
 
 NEW_TOKENS, WARM_UP, DEEPEST = 96, 250, 16
 SHORT, LONG = 40, 90
@@ -30,8 +30,8 @@ SHORT, LONG = 40, 90
 
 @dataclass(frozen=True)
 class Kind:
-    """Chances of a text: that the first draft token of the model stands and that a further one does, how far the first
-    differs between requests, and that n-grams have a guess and a token of it stands."""
+    """Chances of a text: that the first draft token of the model is accepted and that a further one does, how far the
+    first differs between requests, and that n-grams have a guess and a token of it is accepted."""
 
     first: float
     further: float
@@ -74,7 +74,8 @@ class Machine:
 
 @dataclass
 class Request:
-    """A request: its context, the chance that a first draft token stands, and how much of it the model has read."""
+    """A request: its context, the chance that a first draft token is accepted, and how much of it the model has
+    read."""
 
     context: Context
     first: float
@@ -137,12 +138,10 @@ class World:
             running = [request for request in running if not is_done(request.context)]
 
     def step(self, controller: Controller, running: Sequence[Request], score: Score) -> None:
-        """A round: its price in milliseconds, and what the controller sees of it."""
+        """A round: its cost in milliseconds, and what the controller sees of it."""
         contexts = [request.context for request in running]
         count, even = len(running), len(running) > 1 and len({len(c.tokens) for c in contexts}) == 1
         budgets = controller.budgets(contexts)
-        if isinstance(controller, AutoController):
-            controller._planning_s = 0.0  # real time is no part of this world
         drafts = [self.draft(budget, request) for budget, request in zip(budgets, running, strict=True)]
         nodes = sum(1 + depth for _, depth, _ in drafts)
         target = (5.1 + 0.9 * count + 0.27 * nodes) * (0.97 if even and nodes == count else 1.0)
@@ -169,8 +168,8 @@ class World:
             controller.observe(request.context, record)
 
     def draft(self, budget: Budget, request: Request) -> tuple[int, int, int]:
-        """Who drafts for a request, how many tokens, and how many of them stand.  N-grams have guesses in stretches of
-        four tokens."""
+        """Who drafts for a request, how many tokens, and how many of them are accepted.  N-grams have guesses in
+        stretches of four tokens."""
         context, choice = request.context, budget
         left = context.max_length - len(context.tokens)
         while choice is not None and (depth := min(choice.max_depth, left - 1)) > 0:
@@ -214,7 +213,7 @@ def one_controller(kind: Kind, size: int, seed: int, bursts: float) -> tuple[Sco
         world.batch(controller, Score())
     for _ in range(max(32 // size, 4)):
         world.batch(controller, score)
-    return score, controller.costs.speed.value
+    return score, controller.costs.drift
 
 
 def main() -> None:

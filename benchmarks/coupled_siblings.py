@@ -22,14 +22,14 @@ from common import environment
 from prompts import CODE, PROSE
 from torch import Tensor
 
+from foretoken.core import Context, Kind, Rng, Scores, TokenTree
+from foretoken.core.noise import Noise
 from foretoken.drafters.drawing import best, draw_without_replacement
 from foretoken.llm import assemble
 from foretoken.loading import build_draft_model, load_model, load_tokenizer
 from foretoken.models.base import Feed, LanguageModel
-from foretoken.noise import Noise
 from foretoken.registry import make
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Context, Kind, Rng, Scores, TokenTree
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -45,11 +45,11 @@ class Given:
     context_free = True
     recipe = None
 
-    def law(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
+    def distribution(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
         """[V] p."""
         return self.p
 
-    def laws(self, logits: Tensor, prefixes: object) -> Tensor:
+    def distributions(self, logits: Tensor, prefixes: object) -> Tensor:
         """[N, V] p at every node."""
         return self.p.expand(len(logits), -1)
 
@@ -60,7 +60,7 @@ def distributions(model: LanguageModel, tokens: Sequence[int], first: int, maker
     model.prefill(sequence, tokens[: first - 1])
     logits = model.forward([Feed(sequence, tokens[first - 1 : -1])])[0].logits
     model.release(sequence)
-    return maker.laws(logits, None)
+    return maker.distributions(logits, None)
 
 
 def drawn(rule: str, p: Tensor, q: Tensor, width: int, seed: int) -> bool:

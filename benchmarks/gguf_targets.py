@@ -32,11 +32,11 @@ from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 import foretoken as ft
 from foretoken.bench.gguf_export import KINDS, quantize_gguf, write_gguf
 from foretoken.bench.inflate import load_inflated
-from foretoken.bench.prompts import BenchPrompt
 from foretoken.bench.run import BenchSettings, run_bench
 from foretoken.bench.serving import Shared
 from foretoken.llm import Llm
 from foretoken.loading import load_model, load_tokenizer
+from foretoken.measure.prompts import BenchPrompt
 from foretoken.models.gguf import GgufModel
 
 ARMS = (

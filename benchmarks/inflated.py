@@ -23,11 +23,11 @@ from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 import foretoken as ft
 from foretoken.bench.arms import ArmContext, is_foreign, make_arm
 from foretoken.bench.inflate import load_inflated, target_name
-from foretoken.bench.prompts import BenchPrompt
 from foretoken.bench.run import BenchSettings, run_bench
 from foretoken.bench.serving import Shared
 from foretoken.bench.specs import PLAIN
 from foretoken.loading import load_model, load_tokenizer
+from foretoken.measure.prompts import BenchPrompt
 
 DRAFTERS = (
     "model,k=6",

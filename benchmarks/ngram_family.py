@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from common import environment
 
+from foretoken.core import Budget, Context, Rng, TokenTree
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.datastore import Datastore, build_datastore
 from foretoken.drafters.ngram import NgramDrafter
@@ -36,10 +37,9 @@ from foretoken.drafters.retrieval import RetrievalDrafter
 from foretoken.drafters.sam import DatastoreCorpus, SamDrafter
 from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.engine.stats import SpecStats
+from foretoken.io.documents import iter_documents
 from foretoken.loading import load_tokenizer
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.training.corpus import iter_documents
-from foretoken.types import Budget, Context, Rng, TokenTree
 
 TRACE = "traces/vicuna_7b_v1.5_greedy_mt_bench.jsonl"
 QUESTIONS = "prompts/spec_bench.jsonl"

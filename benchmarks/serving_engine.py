@@ -1,7 +1,8 @@
 """The engine in its thread: throughput, time to the first token beside long prompts, memory, chat turns, drafting.
 
-Everything is measured in one process on the built-in target; arms take turns, so that a busy machine slows both.
-Ratios are medians over ``--repeat`` turns.  ``--only`` picks sections, ``--json`` keeps the numbers.
+Everything is measured in one process on the built-in target, in processor seconds of all its threads, so that other
+processes count little; arms take turns.  Ratios are medians over ``--repeat`` turns.  ``--only`` picks sections,
+``--json`` keeps the numbers.
 
     OMP_NUM_THREADS=1 python benchmarks/serving_engine.py [--repeat 7] [--only throughput memory] [--json OUT]
 """
@@ -14,7 +15,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,16 @@ from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
 import foretoken as ft
 from foretoken import AsyncLlm
-from foretoken.llm import Llm
+from foretoken.engine.request import Request
+from foretoken.llm import Llm, Output
 
 TEXTS = tuple(text for four in zip(CODE, PROSE, MORE_CODE, MORE_PROSE, strict=True) for text in four)
 LONG, SHORT = 3_000, 100
+ZOO = ("model,k=4", "model,tree=3x2x1", "ngram", "suffix", "recycling", "lookahead", "medusa", "hydra", "bpd", "eagle",
+       "eagle3", "mtp", "kangaroo", "pass_tokens", "sparse_kv,budget=64", "quantized,bits=8,k=5",
+       "cascade,k=8,inner=(ngram,n=3,k=8)", "router,drafters=(model,k=4|ngram|suffix)",
+       "ensemble,drafters=(model,k=4|ngram)")  # fmt: skip
+"""Drafters that the built-in target has without training."""
 CONTEXT = 4_096
 """The built-in target's is 1,024; rotary embeddings go on behind that, and what is written matters to no figure."""
 
@@ -93,15 +100,15 @@ async def _against_batch(
     }
 
 
-async def _in_turns(arms: dict[str, Callable[[], Awaitable[Any]]], repeat: int) -> dict[str, list[float]]:
-    """Seconds of every arm, turn by turn; the first two turns warm up."""
+async def _in_turns(arms: Mapping[str, Callable[..., Awaitable[Any]]], repeat: int) -> dict[str, list[float]]:
+    """Processor seconds of every arm, turn by turn; the first two turns warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(repeat + 2):
         for name in list(arms) if turn % 2 else reversed(list(arms)):
-            began = time.perf_counter()
+            began = time.process_time()
             await arms[name]()
             if turn >= 2:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.process_time() - began)
     return seconds
 
 
@@ -113,55 +120,68 @@ def _ratio(mine: Sequence[float], others: Sequence[float]) -> float:
 
 
 async def first_tokens(args: argparse.Namespace) -> dict[str, Any]:
-    """Short requests that arrive all the time, while prompts of 3,000 tokens do."""
-    found = {}
-    for name, chunk in (("chunk 256", 256), ("no chunks", 1 << 30)):
-        async with running(loaded(None), prefill_chunk=chunk) as engine:
-            await engine.generate(TEXTS[0], max_new_tokens=4)
-            found[name] = await _beside_long_prompts(engine, args.seconds)
-        print(f"  {name}: {found[name]}", flush=True)
+    """Short requests that arrive all the time, while prompts of 3,000 tokens do; by the processor's clock."""
+    found: dict[str, Any] = {}
+    for drafter in args.first_token_drafters:
+        llm = loaded(None if drafter == "none" else drafter)
+        waits: dict[int | None, tuple[list[float], list[float]]] = {256: ([], []), None: ([], [])}
+        for turn in range(args.turns):
+            for chunk in list(waits) if turn % 2 else reversed(list(waits)):
+                llm.engine.serve(32, None, chunk, 0)
+                _beside_long_prompts(llm, args, *waits[chunk])
+        for chunk, (short, long) in waits.items():
+            name = f"{drafter}, {'no pieces' if chunk is None else f'pieces of {chunk}'}"
+            found[name] = {
+                **{f"short_p{round(100 * q)}_ms": round(1e3 * percentile(short, q)) for q in (0.5, 0.9, 0.99)},
+                "long_p50_ms": round(1e3 * statistics.median(long)),
+                "short": len(short),
+                "long": len(long),
+            }
+            print(f"  {name}: {found[name]}", flush=True)
     return found
 
 
-async def _beside_long_prompts(engine: AsyncLlm, seconds: float) -> dict[str, float]:
+def _beside_long_prompts(llm: Llm, args: argparse.Namespace, short: list[float], long: list[float]) -> None:
+    """Arrivals by the processor's clock, which stands still while other processes run and is put forward when idle."""
     rng = random.Random(0)
-    short: list[float] = []
-    long: list[float] = []
-    tasks = []
-
-    async def asked(length: int, times: list[float]) -> None:
-        prompt = [rng.randrange(3, 8_000) for _ in range(length)]
-        began, pieces = time.perf_counter(), engine.stream(prompt, max_new_tokens=16, ignore_eos=True)
-        async for piece in pieces:
-            if piece.token_ids and began:
-                times.append(time.perf_counter() - began)
-                began = 0.0
-
-    end, next_long = time.perf_counter() + seconds, 0.0
-    while (now := time.perf_counter()) < end:
-        if now >= next_long:
-            tasks.append(asyncio.create_task(asked(LONG, long)))
-            next_long = now + 2.0
-        tasks.append(asyncio.create_task(asked(20, short)))
-        await asyncio.sleep(0.1)
-    await asyncio.gather(*tasks)
-    shares = {f"short_p{round(100 * share)}_ms": round(1e3 * percentile(short, share)) for share in (0.5, 0.99)}
-    return {**shares, "long_p50_ms": round(1e3 * statistics.median(long)), "short": len(short), "long": len(long)}
+    arrivals = [(args.long_every * (0.5 + i), LONG) for i in range(int(args.seconds / args.long_every))]
+    arrivals += [(args.short_every * i, 20) for i in range(int(args.seconds / args.short_every))]
+    arrivals.sort(reverse=True)
+    busy, came, skipped, began = llm.engine, {}, 0.0, time.process_time()
+    while arrivals or busy.busy:
+        now = time.process_time() - began + skipped
+        if not busy.busy and arrivals[-1][0] > now:
+            skipped += arrivals[-1][0] - now
+            now = arrivals[-1][0]
+        while arrivals and arrivals[-1][0] <= now:
+            when, length = arrivals.pop()
+            prompt = [rng.randrange(3, 1_000) for _ in range(length)]
+            came[busy.add(Request(prompt, max_new_tokens=16, ignore_eos=True))] = (when, length)
+        for run, emission in busy.step():
+            if emission.token_ids and run.id in came:
+                when, length = came.pop(run.id)
+                (long if length == LONG else short).append(time.process_time() - began + skipped - when)
 
 
 # -- memory and chats ------------------------------------------------------------------------------------------------
 
 
 async def memory(args: argparse.Namespace) -> dict[str, Any]:
-    """One text of 3,000 tokens among fifteen of 100."""
+    """One text of 3,000 tokens among fifteen of 100, and one of 4,000 beside one of 100."""
+    return {
+        "3,000 among 15 of 100": await _taken([LONG, *([SHORT] * 15)]),
+        "4,000 and 100": await _taken([4_000, SHORT]),
+    }
+
+
+async def _taken(lengths: Sequence[int]) -> dict[str, float]:
     llm, new = loaded(None), 16
     async with running(llm) as engine:
-        lengths = [LONG, *([SHORT] * 15)]
         asked = [engine.generate([5 + i] * n, max_new_tokens=new, ignore_eos=True) for i, n in enumerate(lengths)]
         await asyncio.gather(*asked)
         told = llm.memory()
     needed = sum(length + new for length in lengths) * told["kv_bytes_per_token"]
-    rectangle = (LONG + new) * len(lengths) * told["kv_bytes_per_token"]
+    rectangle = (max(lengths) + new) * len(lengths) * told["kv_bytes_per_token"]
     return {
         "peak_over_needed": round(told["kv_peak_bytes"] / needed, 3),
         "one_rectangle_over_needed": round(rectangle / needed, 3),
@@ -182,6 +202,65 @@ async def chat(args: argparse.Namespace) -> dict[str, Any]:
         said += output.text + "\nUser: and now?\nAgent:"
     await engine.close(0.0)
     return found
+
+
+# -- cancelling and seeds --------------------------------------------------------------------------------------------
+
+
+async def cancelling(args: argparse.Namespace) -> dict[str, Any]:
+    """From the moment that one of eight streams is closed until its place and its memory are free."""
+    llm, rounds, found = loaded("model,k=4"), [], []
+    llm.engine.on_round = lambda runs, trees, verdicts, times: rounds.append(times[-1])
+    async with running(llm, max_running=8) as engine:
+        options: dict[str, Any] = {"max_new_tokens": 900, "ignore_eos": True}
+        others = [asyncio.create_task(engine.generate(text, **options)) for text in TEXTS[:7]]
+        for i in range(10):
+            pieces = engine.stream(TEXTS[7 + i], **options)
+            for _ in range(3):
+                await anext(pieces)
+            before, began = engine.status.running, time.perf_counter()
+            await pieces.aclose()
+            while engine.status.running == before and time.perf_counter() - began < 5:
+                await asyncio.sleep(0)
+            found.append(time.perf_counter() - began)
+        for task in others:
+            task.cancel()
+    return {
+        "p50_ms": round(1e3 * statistics.median(found), 1),
+        "worst_ms": round(1e3 * max(found), 1),
+        "round_p50_ms": round(1e3 * statistics.median(rounds), 1),
+        "round_worst_ms": round(1e3 * max(rounds), 1),
+    }
+
+
+async def seeds(args: argparse.Namespace) -> dict[str, Any]:
+    """Texts of 32 requests with seeds that arrive in waves, and that differ from those that each writes alone."""
+    found: dict[str, Any] = {}
+    for dtype in ("float32", "float64"):
+        alone = ft.load("builtin", drafter=None, dtype=dtype, prefix_cache=False)
+        wanted = [alone.generate(text, **options).token_ids for text, options in map(_seeded, range(32))]
+        for spec in (None, *args.seed_drafters):
+            engine = AsyncLlm(ft.load("builtin", drafter=spec, dtype=dtype), prefill_chunk=48, max_running=12)
+            await engine.start()
+
+            async def asked(i: int, engine: AsyncLlm = engine) -> Output:
+                await asyncio.sleep(0.05 * (i % 5))
+                text, options = _seeded(i)
+                return await engine.generate(text, **options)
+
+            outputs = await asyncio.gather(*map(asked, range(32)))
+            await engine.close(0.0)
+            reused = sum(one.stats.num_prompt_tokens - one.stats.num_prompt_tokens_computed for one in outputs)
+            different = sum(one.token_ids != right for one, right in zip(outputs, wanted, strict=True))
+            found[f"{dtype}, {spec}"] = f"{different} of 32 differ, {reused} prompt tokens taken over"
+            print(f"  {dtype}, {spec}: {found[f'{dtype}, {spec}']}", flush=True)
+    return found
+
+
+def _seeded(i: int) -> tuple[str, dict[str, Any]]:
+    """A text that others begin with, and options with a seed; every fourth request is greedy."""
+    text = TEXTS[i // 3] * (1 + i % 3)
+    return text, {"max_new_tokens": 16 + 5 * (i % 7), "temperature": float(i % 4 > 0), "top_p": 0.95, "seed": i}
 
 
 # -- drafting under load ---------------------------------------------------------------------------------------------
@@ -215,11 +294,13 @@ async def _served(engine: AsyncLlm, requests: int, new_tokens: int) -> None:
     await asyncio.gather(*(engine.generate(text, max_new_tokens=n, ignore_eos=True) for text, n in asked))
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], Awaitable[dict[str, Any]]]] = {
+SECTIONS: dict[str, Callable[[argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]]] = {
     "throughput": throughput,
     "first_tokens": first_tokens,
     "memory": memory,
     "chat": chat,
+    "cancelling": cancelling,
+    "seeds": seeds,
     "drafting": drafting,
 }
 
@@ -230,8 +311,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--long-every", type=float, default=5.0)
+    parser.add_argument("--short-every", type=float, default=0.2)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--drafters", nargs="+", default=["none", "ngram", "model,k=4"])
+    parser.add_argument("--first-token-drafters", nargs="+", default=["none", "model,k=4"])
+    parser.add_argument("--seed-drafters", nargs="+", default=list(ZOO))
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Trained drafters on the built-in target: how often each position of a draft stands, greedy and at T=1.
+"""Trained drafters on the built-in target: how often each position of a draft is accepted, greedy and at T=1.
 
 Every drafter first guesses chains, so that positions are comparable, and then drafts as it does by default.  Prompts:
 the 20 code and 20 prose ones of the other scripts, written for them (short idioms of code may stand in the training

@@ -21,8 +21,6 @@ from pathlib import Path
 from common import environment
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 
-from foretoken.analysis.positional import measured_acceptance
-from foretoken.analysis.tree import Workload
 from foretoken.drafters.model import ModelDrafter
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter, load_model, load_tokenizer
@@ -30,6 +28,8 @@ from foretoken.models.base import LanguageModel
 from foretoken.trees.expansion import expansion_choices
 from foretoken.trees.sequoia import solve
 from foretoken.trees.shapes import Choice, expected_length
+from foretoken.tune.positional import measured_acceptance
+from foretoken.tune.tree import Workload
 
 BRANCHING = (2, 3, 4)
 

@@ -1,9 +1,9 @@
 """Acceptance rules on equal drafts at T=1: block against rejection on chains, traversal against recursive rejection on
 trees.
 
-In every round both rules decide about the same tree with the same target laws, and their expected tokens are exact:
-every outcome of a rule's coins is followed with its probability, so that no luck is left but that of the drafts.  The
-text goes on by one real verdict of the plain rule, so that trees stand where a run would put them.  The error of a
+In every round both rules decide about the same tree with the same target distributions, and their expected tokens are
+exact: every outcome of a rule's coins is followed with its probability, so that no luck is left but that of the drafts.
+The text goes on by one real verdict of the plain rule, so that trees stand where a run would put them.  The error of a
 difference comes from its spread between rounds.
 
     python benchmarks/verification_rules.py [--prompts 10] [--new-tokens 64] [--json FILE]
@@ -23,12 +23,12 @@ from common import environment
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 from torch import Tensor
 
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter, load_model, load_tokenizer
 from foretoken.models.base import LanguageModel
 from foretoken.registry import make
-from foretoken.types import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier
 
 ARMS = {
@@ -65,9 +65,9 @@ class Following(Coins):
         """As :meth:`accept`."""
         return self.accept(chance())
 
-    def draw(self, law: Tensor) -> int:
+    def draw(self, distribution: Tensor) -> int:
         """Any possible token: the recovered or bonus token does not change how many there are."""
-        return int(law.argmax())
+        return int(distribution.argmax())
 
 
 def expected_tokens(rule: Verifier, tree: TokenTree, scores: Scores) -> float:

@@ -1,4 +1,4 @@
-"""The exact toy model: give the laws yourself and check the sampled frequencies."""
+"""The exact toy model: give the distributions yourself and check the sampled frequencies."""
 
 from collections import Counter
 

@@ -12,7 +12,7 @@ class PeriodDrafter(ft.Drafter):
         self.period, self.max_depth = period, k
 
     def propose(self, context: ft.Context, budget: ft.Budget) -> ft.TokenTree:
-        """Copy what stands one period back."""
+        """Copy what is accepted one period back."""
         depth = min(self.max_depth, budget.max_depth)
         return ft.TokenTree.chain(context.root, context.tokens[-self.period :][:depth])
 

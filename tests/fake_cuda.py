@@ -239,7 +239,7 @@ class Device:
 
 @contextmanager
 def fake_cuda() -> Iterator[Device]:
-    """Inside, ``cuda`` is there, with one device; gradients are off."""
+    """Nested, ``cuda`` is there, with one device; gradients are off."""
     device = Device()
     swap = torch.__future__.get_swap_module_params_on_conversion()
     with (

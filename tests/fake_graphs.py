@@ -119,7 +119,7 @@ def _capture(graph: FakeGraph, pool: Any, stream: Any, capture_error_mode: str) 
 
 @contextmanager
 def fake_cuda_graphs() -> Iterator[list[FakeGraph]]:
-    """Inside, ``cuda`` is there (:func:`fake_cuda.fake_cuda`) and can capture graphs; yields those that are made."""
+    """Nested, ``cuda`` is there (:func:`fake_cuda.fake_cuda`) and can capture graphs; yields those that are made."""
     FakeGraph.made = made = []
     zeros = torch.zeros
 

@@ -13,14 +13,22 @@ from safetensors.torch import load_file, save_file
 
 import foretoken as ft
 import foretoken.registry as registry
-from foretoken.drafters.base import Drafter
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.router import RouterDrafter
-from foretoken.loading import DEFAULT_GROUP, build_drafter, default_drafter, default_members, free_drafters, load_model
+from foretoken.loading import (
+    DEFAULT_GROUP,
+    LoadingContext,
+    build_drafter,
+    default_drafter,
+    default_members,
+    free_drafters,
+    load_model,
+)
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.table import TableModel
 from foretoken.registry import Row, rows
-from foretoken.types import Budget, Context, TokenTree
 from native_checkpoints import save_family
 from toys import llama
 
@@ -32,9 +40,9 @@ class OwnHead(Drafter):
     asked: ClassVar[list[Any]] = []
 
     @classmethod
-    def free_for(cls, target: Any, source: Any) -> bool:
-        cls.asked.append((target, source))
-        return str(source).endswith("with_head")
+    def free_for(cls, context: BuildContext) -> bool:
+        cls.asked.append((context.target, context.source))
+        return str(context.source).endswith("with_head")
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         return TokenTree.chain(context.root, context.tokens[-2:][: budget.max_depth])
@@ -60,7 +68,9 @@ def target() -> LanguageModel:
 
 def test_nothing_is_free_unless_its_class_says_so(target: LanguageModel) -> None:
     assert free_drafters(target, "somewhere") == ["ngram"]
-    assert [row.name for row in rows("drafter") if row.load().free_for(target, "somewhere")] == ["ngram"]
+    assert [row.name for row in rows("drafter") if row.load().free_for(LoadingContext(target, "somewhere"))] == [
+        "ngram"
+    ]
 
 
 def test_the_default_is_a_group_of_what_is_free_networks_first(target: LanguageModel) -> None:

@@ -56,7 +56,7 @@ def test_readme_names_real_make_targets_and_commands() -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
     named = set(re.findall(r"^make (\w+)", text, re.M))
     assert {"demo", "test"} <= named <= targets
-    shell = re.search(r"^foretoken (generate .*)$", text, re.M)
+    shell = re.search(r"^\$ foretoken (generate .*)$", text, re.M)
     assert shell is not None
     command = shlex.split(shell.group(1).replace("path/or/hub-id", "builtin"))
     out = run(["-m", "foretoken", *command, "--max-new-tokens", "8", "--repeat", "1"])

@@ -15,13 +15,13 @@ from foretoken.llm import Llm
 pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
 jsonschema = pytest.importorskip("jsonschema")
 
+from foretoken.core import Budget, Context, Rng, Scores, TokenTree, Verdict  # noqa: E402
 from foretoken.drafters.base import Drafter  # noqa: E402
 from foretoken.drafters.known import KnownDrafter  # noqa: E402
 from foretoken.grammar import compile_constraint  # noqa: E402
 from foretoken.grammar.compiling import TRIAL  # noqa: E402
 from foretoken.grammar.constraint import GrammarConstraint  # noqa: E402
 from foretoken.sampling import Sampler, SamplingParams  # noqa: E402
-from foretoken.types import Budget, Context, Rng, Scores, TokenTree, Verdict  # noqa: E402
 
 SCHEMA = {
     "type": "object",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ from transformers import (
 )
 
 import foretoken as ft
-from foretoken.bench.law import chi_square_p
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.core.noise import unseeded_from
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.ngram import NgramDrafter
-from foretoken.hub import SpeculativeOutput, _params
-from foretoken.noise import unseeded_from
+from foretoken.drafters.scripted import ScriptedDrafter
+from foretoken.hub import SpeculativeOutput
+from foretoken.hub_params import params_of
+from foretoken.parity.statistics import chi_square_p
 from foretoken.sampling import Sampler
 
 VOCAB = 24
-FALSE_ALARM = 1e-4  # of each law test; seeds are fixed
+FALSE_ALARM = 1e-4  # of each distribution test; seeds are fixed
 
 
 def llama(seed: int = 0, vocab: int = VOCAB, eos: int | list[int] | None = 0, noise: float = 0.0) -> LlamaForCausalLM:
@@ -165,17 +169,17 @@ def test_stopping_criteria_of_the_user_cut_the_output_at_their_token(model: Any)
 # -- sampled ---------------------------------------------------------------------------------------------------------
 
 
-def law_of_two(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """[V * V] exact law of the next two tokens under Transformers' own processors."""
+def distribution_of_two(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """[V * V] exact distribution of the next two tokens under Transformers' own processors."""
     config = GenerationConfig(do_sample=True, **options)
     processors = model._get_logits_processor(config, ids.shape[1], device="cpu")
-    laws = []
+    distributions = []
     with torch.no_grad():
         first = torch.softmax(processors(ids, model(ids).logits[:, -1]), -1)[0]
         for token in range(len(first)):
             longer = torch.cat([ids, torch.tensor([[token]])], 1)
-            laws.append(first[token] * torch.softmax(processors(longer, model(longer).logits[:, -1]), -1)[0])
-    return torch.stack(laws).double().flatten()
+            distributions.append(first[token] * torch.softmax(processors(longer, model(longer).logits[:, -1]), -1)[0])
+    return torch.stack(distributions).double().flatten()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ def law_of_two(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     ids=lambda options: "-".join(options),
 )
 @pytest.mark.parametrize("kind", ["model", "ngram"])
-def test_sampled_output_has_the_law_of_generate(options: dict[str, Any], kind: str) -> None:
+def test_sampled_output_has_the_distribution_of_generate(options: dict[str, Any], kind: str) -> None:
     small = llama(seed=3, vocab=5, eos=None)
     drafter = llama(seed=3, vocab=5, noise=0.1, eos=None) if kind == "model" else "ngram,n=1,k=3"
     ids, count = torch.tensor([[2, 4, 2, 1, 2]]), 500
@@ -200,7 +204,7 @@ def test_sampled_output_has_the_law_of_generate(options: dict[str, Any], kind: s
         )  # fmt: skip
     pairs = out[:, 5] * 5 + out[:, 6]
     counts = torch.bincount(pairs, minlength=25)
-    assert chi_square_p(counts, count * law_of_two(small, ids, **options)) > FALSE_ALARM
+    assert chi_square_p(counts, count * distribution_of_two(small, ids, **options)) > FALSE_ALARM
 
 
 def test_seeds(model: Any) -> None:
@@ -250,12 +254,12 @@ def test_rows_of_one_prompt_are_different_samples(model: Any) -> None:
 def test_temperature_and_filters_are_applied_once(model: Any) -> None:
     config = GenerationConfig(do_sample=True, temperature=0.5, top_k=7, top_p=0.8, min_p=0.1)
     processors = model._get_logits_processor(config, 5, device="cpu")
-    params = _params(processors, 0, 0, config)
+    params = params_of(processors, 0, 0, config)
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 7, 0.8, 0.1)
     assert params.processors == ()
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1))
-    law = Sampler(params).law(logits, [])
-    assert torch.allclose(law, torch.softmax(processors(ONE, logits[None]), -1)[0], atol=1e-6)
+    distribution = Sampler(params).distribution(logits, [])
+    assert torch.allclose(distribution, torch.softmax(processors(ONE, logits[None]), -1)[0], atol=1e-6)
 
 
 # -- output forms and side effects -----------------------------------------------------------------------------------
@@ -311,6 +315,43 @@ def test_changed_weights_are_seen_by_the_next_call() -> None:
     assert torch.equal(plain, ours) and not torch.equal(ours, before)
 
 
+def test_what_was_learned_is_kept_between_calls() -> None:
+    """A suffix drafter that has seen the answer writes it again in few rounds; a new one does not."""
+    model = llama(eos=None)
+    generate = ft.CustomGenerate(drafter="suffix,k=8", controller="constant,k=8")
+    options: dict[str, Any] = {"max_new_tokens": 40, "return_dict_in_generate": True}
+    first, second = (model.generate(ONE, custom_generate=generate, **options) for _ in range(2))
+    assert torch.equal(first.sequences, second.sequences)
+    assert second.stats[0].num_drafts < first.stats[0].num_drafts
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    third = model.generate(ONE, custom_generate=generate, **options)
+    assert torch.equal(third.sequences, model.generate(ONE, max_new_tokens=40)), "other weights, another engine"
+
+
+def test_a_prediction_is_drafted_first(model: Any) -> None:
+    plain = model.generate(THREE, attention_mask=MASK, max_new_tokens=16)
+    answers = [row[6:].tolist() for row in plain]
+    found = model.generate(
+        THREE, attention_mask=MASK, max_new_tokens=16, custom_generate=ft.custom_generate, drafter=None,
+        prediction=answers, return_dict_in_generate=True,
+    )  # fmt: skip
+    assert torch.equal(found.sequences, plain)
+
+
+@pytest.mark.parametrize("exact", ["distribution", "bitwise"])
+def test_exact_and_profile_are_handed_on(model: Any, exact: str, tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(json.dumps({"drafter": "ngram,n=2,k=3", "controller": "constant,k=3"}))
+    generate = ft.CustomGenerate(exact=exact, profile=profile)
+    plain = model.generate(ONE, max_new_tokens=16)
+    assert torch.equal(model.generate(ONE, max_new_tokens=16, custom_generate=generate), plain)
+    llm = generate.llm(model)
+    assert llm.engine.drafter.spec == "ngram,n=2,k=3"
+    assert llm.target.exact == exact  # type: ignore[attr-defined]
+
+
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +367,9 @@ def test_changed_weights_are_seen_by_the_next_call() -> None:
         ({"seed": [1, 2]}, "2 seeds for 1 rows"),
         ({"max_new_tokens": 500}, "max_new_tokens=500"),
         ({"drafter": llama(vocab=4096)}, "vocabulary"),
+        ({"prediction": [[1], [2]]}, "2 predictions for 1 rows"),
+        ({"prediction": "text"}, "needs the model's tokenizer"),
+        ({"exact": "nearly"}, "exact"),
     ],
 )
 def test_what_cannot_be_done_is_refused(model: Any, options: dict[str, Any], words: str) -> None:
@@ -339,3 +383,14 @@ def test_what_cannot_be_done_is_refused(model: Any, options: dict[str, Any], wor
 def test_masks_that_are_not_left_padding_are_refused(model: Any, mask: list[list[int]], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         model.generate(ONE, attention_mask=torch.tensor(mask), max_new_tokens=4, custom_generate=ft.custom_generate)
+
+
+def test_what_fails_in_a_round_is_raised(model: Any) -> None:
+    """Not a shorter text: the engine ends the one request, and its caller must hear of it."""
+
+    def failing(context: Context, budget: Budget) -> TokenTree:
+        raise ZeroDivisionError("planted")
+
+    for ids in (ONE, THREE):
+        with pytest.raises(ZeroDivisionError, match="planted"):
+            both(model, ids, ScriptedDrafter(propose=failing), do_sample=False)

@@ -12,8 +12,8 @@ import torch
 from scipy.stats import chi2_contingency, chisquare, expon, kstest, norm
 from torch import Tensor
 
-from foretoken import noise as noise_module
-from foretoken.noise import SEEDS, Noise, check_seed, random_seed, samples_of, seeds_of
+from foretoken.core import noise as noise_module
+from foretoken.core.noise import SEEDS, Noise, check_seed, random_seed, samples_of, seeds_of
 
 CPU = torch.device("cpu")
 FALSE_ALARM = 1e-4

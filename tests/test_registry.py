@@ -10,10 +10,10 @@ import pytest
 import foretoken
 from foretoken import registry
 from foretoken.controllers.base import Controller
+from foretoken.core import Kind
 from foretoken.drafters.base import Drafter
-from foretoken.loading import build_drafter
-from foretoken.registry import Row, convert_options, find, make, options_of, parse_spec, split_specs
-from foretoken.types import Kind
+from foretoken.loading import build_controller, build_drafter
+from foretoken.registry import Row, convert_options, find, options_of, parse_spec, split_specs
 from foretoken.verifiers.base import Verifier
 from toys import tables
 
@@ -187,7 +187,7 @@ def test_an_unknown_key_lists_the_valid_ones(row: Row) -> None:
 )
 def test_wrong_values(spec: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        make("controller", spec)
+        build_controller(spec)
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("No", False), ("1", True), ("0", False)])

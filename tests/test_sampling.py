@@ -1,4 +1,4 @@
-"""Sampling: one function from logits to a law, compared with Transformers' processors and warpers."""
+"""Sampling: one function from logits to a distribution, compared with Transformers' processors and warpers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from foretoken.core import NonFiniteLogitsError
 from foretoken.engine.request import Request
 from foretoken.models.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import NonFiniteLogitsError
 from toys import engine, fixed_tables, outputs
 
 VOCAB = 50
@@ -35,7 +35,7 @@ def random_logits(rows: int, seed: int = 0, scale: float = 3.0, dtype: torch.dty
     return (torch.randn(rows, VOCAB, generator=generator, dtype=torch.float64) * scale).to(dtype)
 
 
-def transformers_law(logits: Tensor, prefix: Sequence[int], processors: list[Any]) -> Tensor:
+def transformers_distribution(logits: Tensor, prefix: Sequence[int], processors: list[Any]) -> Tensor:
     ids = torch.tensor([list(prefix)]).repeat(len(logits), 1)
     return torch.softmax(LogitsProcessorList(processors)(ids, logits.clone()), -1)
 
@@ -79,12 +79,14 @@ CASES: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_laws_are_those_of_transformers(name: str) -> None:
+def test_distributions_are_those_of_transformers(name: str) -> None:
     options, processors = CASES[name]
     params = SamplingParams(**{"temperature": 1.0, **options})
     logits = random_logits(40)
-    laws = Sampler(params).laws(logits, [PREFIX] * len(logits))
-    torch.testing.assert_close(laws, transformers_law(logits, PREFIX, processors), rtol=1e-12, atol=1e-14)
+    distributions = Sampler(params).distributions(logits, [PREFIX] * len(logits))
+    torch.testing.assert_close(
+        distributions, transformers_distribution(logits, PREFIX, processors), rtol=1e-12, atol=1e-14
+    )
 
 
 def test_user_processors_run_before_the_warpers() -> None:
@@ -94,9 +96,9 @@ def test_user_processors_run_before_the_warpers() -> None:
 
     logits = random_logits(1)
     params = SamplingParams(temperature=0.5, top_k=9, processors=(clip,))
-    law = Sampler(params).law(logits[0], PREFIX)
-    expected = transformers_law(logits, PREFIX, [clip, TemperatureLogitsWarper(0.5), TopKLogitsWarper(9)])
-    torch.testing.assert_close(law, expected[0], rtol=1e-12, atol=1e-14)
+    distribution = Sampler(params).distribution(logits[0], PREFIX)
+    expected = transformers_distribution(logits, PREFIX, [clip, TemperatureLogitsWarper(0.5), TopKLogitsWarper(9)])
+    torch.testing.assert_close(distribution, expected[0], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -105,8 +107,8 @@ def test_rows_at_once_are_rows_one_by_one(name: str, dtype: torch.dtype) -> None
     sampler = Sampler(SamplingParams(**{"temperature": 1.0, **CASES[name][0]}), prompt_length=2)
     logits = random_logits(6, seed=1, dtype=dtype)
     prefixes = [PREFIX[: n + 1] for n in range(6)]
-    together = sampler.laws(logits, prefixes)
-    alone = torch.stack([sampler.law(row, prefix) for row, prefix in zip(logits, prefixes, strict=True)])
+    together = sampler.distributions(logits, prefixes)
+    alone = torch.stack([sampler.distribution(row, prefix) for row, prefix in zip(logits, prefixes, strict=True)])
     assert together.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(together, alone, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(together.sum(-1), torch.ones(6, dtype=together.dtype))
@@ -114,17 +116,17 @@ def test_rows_at_once_are_rows_one_by_one(name: str, dtype: torch.dtype) -> None
 
 def test_greedy_is_one_hot() -> None:
     logits = random_logits(5)
-    laws = Sampler(SamplingParams()).laws(logits, None)
-    assert laws.sum(-1).tolist() == [1.0] * 5
-    assert laws.argmax(-1).tolist() == logits.argmax(-1).tolist()
-    assert set(laws.unique().tolist()) == {0.0, 1.0}
+    distributions = Sampler(SamplingParams()).distributions(logits, None)
+    assert distributions.sum(-1).tolist() == [1.0] * 5
+    assert distributions.argmax(-1).tolist() == logits.argmax(-1).tolist()
+    assert set(distributions.unique().tolist()) == {0.0, 1.0}
 
 
 def test_greedy_ignores_the_filters_but_not_the_penalties() -> None:
     logits = torch.tensor([2.0, 1.9, 0.0], dtype=torch.float64)
-    filtered = Sampler(SamplingParams(top_k=1, top_p=0.1, min_p=0.9)).law(logits, [0])
+    filtered = Sampler(SamplingParams(top_k=1, top_p=0.1, min_p=0.9)).distribution(logits, [0])
     assert filtered.tolist() == [1.0, 0.0, 0.0]
-    assert Sampler(SamplingParams(repetition_penalty=1.2)).law(logits, [0]).tolist() == [0.0, 1.0, 0.0]
+    assert Sampler(SamplingParams(repetition_penalty=1.2)).distribution(logits, [0]).tolist() == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -132,7 +134,7 @@ def test_logits_are_left_as_they_were(temperature: float) -> None:
     params = SamplingParams(temperature, 5, 0.9, 0.1, 1.3, 0.2, 0.1, {1: 2.0}, (lambda ids, scores: scores.mul_(2),))
     logits = random_logits(2)
     before = logits.clone()
-    Sampler(params, 2).laws(logits, [PREFIX, PREFIX])
+    Sampler(params, 2).distributions(logits, [PREFIX, PREFIX])
     assert torch.equal(logits, before)
 
 
@@ -143,28 +145,28 @@ def test_presence_and_frequency_count_the_output_only() -> None:
     """Prompt [3, 7, 7], output [0, 49, 3, 12, 0]: every output token once by presence, each time by frequency."""
     logits = random_logits(1)[0]
     prefix = [3, 7, 7, 0, 49, 3, 12, 0]
-    law = Sampler(SamplingParams(1.0, presence_penalty=0.5, frequency_penalty=0.25), prompt_length=3).law(
-        logits, prefix
-    )
+    distribution = Sampler(
+        SamplingParams(1.0, presence_penalty=0.5, frequency_penalty=0.25), prompt_length=3
+    ).distribution(logits, prefix)
     expected = logits.clone()
     for token, count in Counter(prefix[3:]).items():
         expected[token] -= 0.5 + 0.25 * count
-    torch.testing.assert_close(law, torch.softmax(expected, -1), rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(distribution, torch.softmax(expected, -1), rtol=1e-12, atol=1e-15)
 
 
 def test_no_output_yet_no_presence_penalty() -> None:
     logits = random_logits(1)[0]
-    law = Sampler(SamplingParams(1.0, presence_penalty=5.0, frequency_penalty=5.0), prompt_length=4).law(
-        logits, PREFIX[:4]
-    )
-    torch.testing.assert_close(law, torch.softmax(logits, -1))
+    distribution = Sampler(
+        SamplingParams(1.0, presence_penalty=5.0, frequency_penalty=5.0), prompt_length=4
+    ).distribution(logits, PREFIX[:4])
+    torch.testing.assert_close(distribution, torch.softmax(logits, -1))
 
 
 def test_negative_penalties_encourage() -> None:
-    law = Sampler(SamplingParams(1.0, presence_penalty=-1.0, frequency_penalty=-1.0)).law(
+    distribution = Sampler(SamplingParams(1.0, presence_penalty=-1.0, frequency_penalty=-1.0)).distribution(
         torch.zeros(3).double(), [2, 2]
     )
-    torch.testing.assert_close(law, torch.softmax(torch.tensor([0.0, 0.0, 3.0]).double(), -1))
+    torch.testing.assert_close(distribution, torch.softmax(torch.tensor([0.0, 0.0, 3.0]).double(), -1))
 
 
 @pytest.mark.parametrize(
@@ -188,20 +190,20 @@ def test_context_free_says_whether_the_prefix_matters(options: dict[str, Any], f
 def test_ties_at_the_top_k_threshold_all_stay() -> None:
     """Our choice, and Transformers': everything as likely as the k-th token is kept."""
     logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]], dtype=torch.float64)
-    law = Sampler(SamplingParams(1.0, top_k=2)).laws(logits, None)
-    assert (law > 0).tolist() == [[True, True, True, True, False]]
-    torch.testing.assert_close(law, transformers_law(logits, [0], [TopKLogitsWarper(2)]))
+    distribution = Sampler(SamplingParams(1.0, top_k=2)).distributions(logits, None)
+    assert (distribution > 0).tolist() == [[True, True, True, True, False]]
+    torch.testing.assert_close(distribution, transformers_distribution(logits, [0], [TopKLogitsWarper(2)]))
 
 
 def test_ties_at_the_top_p_threshold_go_to_the_lower_id() -> None:
     """Four equal tokens and half of the mass: the first two.  (Transformers' choice depends on an unstable sort.)"""
-    law = Sampler(SamplingParams(1.0, top_p=0.5)).law(torch.zeros(4, dtype=torch.float64), [])
-    assert law.tolist() == [0.5, 0.5, 0.0, 0.0]
+    distribution = Sampler(SamplingParams(1.0, top_p=0.5)).distribution(torch.zeros(4, dtype=torch.float64), [])
+    assert distribution.tolist() == [0.5, 0.5, 0.0, 0.0]
 
 
 def test_greedy_ties_go_to_the_lower_id() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 3.0, 3.0])
-    assert Sampler(SamplingParams()).law(logits, []).argmax() == 1
+    assert Sampler(SamplingParams()).distribution(logits, []).argmax() == 1
     target, _ = fixed_tables([0.2, 0.3, 0.2, 0.3], [0.25] * 4)
     assert outputs(engine(target), [Request([0], max_new_tokens=3)]) == [[1, 1, 1]]
 
@@ -210,15 +212,15 @@ def test_greedy_ties_go_to_the_lower_id() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_tiny_temperatures_do_not_overflow(temperature: float, dtype: torch.dtype) -> None:
     logits = random_logits(4, scale=80.0, dtype=dtype)
-    laws = Sampler(SamplingParams(temperature, top_p=0.9, min_p=0.1)).laws(logits, None)
-    assert torch.isfinite(laws).all()
-    assert laws.argmax(-1).tolist() == logits.argmax(-1).tolist()
-    torch.testing.assert_close(laws.sum(-1), torch.ones(4, dtype=laws.dtype))
+    distributions = Sampler(SamplingParams(temperature, top_p=0.9, min_p=0.1)).distributions(logits, None)
+    assert torch.isfinite(distributions).all()
+    assert distributions.argmax(-1).tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(distributions.sum(-1), torch.ones(4, dtype=distributions.dtype))
 
 
 def test_huge_logits_and_huge_temperatures() -> None:
-    laws = Sampler(SamplingParams(1e30)).laws(random_logits(3, scale=1e4, dtype=torch.float32), None)
-    torch.testing.assert_close(laws, torch.full_like(laws, 1 / VOCAB))
+    distributions = Sampler(SamplingParams(1e30)).distributions(random_logits(3, scale=1e4, dtype=torch.float32), None)
+    torch.testing.assert_close(distributions, torch.full_like(distributions, 1 / VOCAB))
 
 
 def test_banned_tokens_stay_banned() -> None:
@@ -229,9 +231,9 @@ def test_banned_tokens_stay_banned() -> None:
         SamplingParams(0.3, 40, 0.99, 0.001),
         SamplingParams(2.0, repetition_penalty=1.5),
     ):
-        law = Sampler(params).law(logits, PREFIX)
-        assert float(law[::2].sum()) == 0.0
-        assert torch.isfinite(law).all()
+        distribution = Sampler(params).distribution(logits, PREFIX)
+        assert float(distribution[::2].sum()) == 0.0
+        assert torch.isfinite(distribution).all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
@@ -240,7 +242,7 @@ def test_banned_tokens_stay_banned() -> None:
 def test_bad_logits_raise(temperature: float, penalty: float, logits: list[float]) -> None:
     sampler = Sampler(SamplingParams(temperature, repetition_penalty=penalty))
     with pytest.raises(NonFiniteLogitsError, match="NaN"):
-        sampler.law(torch.tensor(logits), [0])
+        sampler.distribution(torch.tensor(logits), [0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
@@ -275,5 +277,5 @@ def test_values_out_of_range_are_refused(name: str, value: float) -> None:
 
 def test_the_ends_of_the_ranges_are_fine() -> None:
     for top_p, min_p, top_k in product((1e-9, 1.0), (0.0, 1.0), (0, 10**9)):
-        law = Sampler(SamplingParams(1.0, top_k, top_p, min_p)).law(random_logits(1)[0], [])
-        assert float(law.sum()) == pytest.approx(1.0)
+        distribution = Sampler(SamplingParams(1.0, top_k, top_p, min_p)).distribution(random_logits(1)[0], [])
+        assert float(distribution.sum()) == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""Small models whose laws are known, and the statistics that compare an engine's output with them."""
+"""Small models whose distributions are known, and the statistics that compare an engine's output with them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from foretoken.sampling import Sampler, SamplingParams
 from foretoken.verifiers.base import Verifier
 
 FALSE_ALARM = 1e-4
-"""How often a right engine may fail one law test (seeds are fixed: a test that passes goes on passing)."""
+"""How often a right engine may fail one distribution test (seeds are fixed: a test that passes goes on passing)."""
 CAUGHT = 1e-8
 """A planted error counts as caught when chance would do as badly less often than this."""
-SCALE = int(os.environ.get("FORETOKEN_LAW_SAMPLES", "1"))
-"""Multiplies the samples of every law test: 1 in the ordinary run, more for a thorough one."""
+SCALE = int(os.environ.get("FORETOKEN_SAMPLES", "1"))
+"""Multiplies the samples of every distribution test: 1 in the ordinary run, more for a thorough one."""
 
-Law = dict[tuple[int, ...], float]
+Distribution = dict[tuple[int, ...], float]
 
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
 class MarkovTable(TableModel):
-    """A table model whose law depends on the last two tokens and is computed once."""
+    """A table model whose distribution depends on the last two tokens and is computed once."""
 
     def __init__(
         self, table: Callable[[tuple[int, ...]], Sequence[float] | Tensor], vocab_size: int, **more: Any
@@ -47,29 +47,29 @@ class MarkovTable(TableModel):
         super().__init__(table, vocab_size, **more)
         self._known: dict[tuple[int, ...], Tensor] = {}
 
-    def law(self, prefix: Sequence[int]) -> Tensor:
-        """[V] law after the last two tokens of ``prefix``; fails past the context, as a real model does."""
+    def distribution(self, prefix: Sequence[int]) -> Tensor:
+        """[V] distribution after the last two tokens of ``prefix``; fails past the context, as a real model does."""
         if len(prefix) > self.context_length:
             raise IndexError(f"{len(prefix)} tokens in a context of {self.context_length}")
         key = tuple(prefix[-2:])
         if key not in self._known:
-            self._known[key] = super().law(key)
+            self._known[key] = super().distribution(key)
         return self._known[key]
 
 
 def tables(vocab: int = 4, closeness: float = 0.4, seed: int = 0, **more: Any) -> tuple[MarkovTable, MarkovTable]:
-    """A target and a draft model whose laws are ``closeness`` target and the rest something else."""
+    """A target and a draft model whose distributions are ``closeness`` target and the rest something else."""
     p = TableModel.random(vocab, seed=2 * seed, sharpness=1.2)
     other = TableModel.random(vocab, seed=2 * seed + 1, sharpness=1.2)
 
     def q(prefix: tuple[int, ...]) -> Tensor:
-        return closeness * p.law(prefix) + (1 - closeness) * other.law(prefix)
+        return closeness * p.distribution(prefix) + (1 - closeness) * other.distribution(prefix)
 
-    return MarkovTable(p.law, vocab, **more), MarkovTable(q, vocab, **more)
+    return MarkovTable(p.distribution, vocab, **more), MarkovTable(q, vocab, **more)
 
 
 def fixed_tables(p: Sequence[float], q: Sequence[float]) -> tuple[MarkovTable, MarkovTable]:
-    """The same two laws after every prefix."""
+    """The same two distributions after every prefix."""
     return MarkovTable(lambda _: p, len(p)), MarkovTable(lambda _: q, len(q))
 
 
@@ -77,7 +77,8 @@ def fixed_tables(p: Sequence[float], q: Sequence[float]) -> tuple[MarkovTable, M
 def llama(
     vocab: int = 32, seed: int = 0, noise: float = 0.0, dtype: torch.dtype = torch.float64, context: int = 128
 ) -> LlamaForCausalLM:
-    """A random llama of two layers whose law is neither flat nor one-hot; ``noise`` makes another one near it."""
+    """A random llama of two layers whose distribution is neither flat nor one-hot; ``noise`` makes another one near
+    it."""
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=16,
@@ -130,11 +131,17 @@ def engine(
 
 
 def serve(engine: Engine, requests: Iterable[Request]) -> list[Running]:
-    """Run requests to their end; finished requests in the order given."""
+    """Run requests to their end; finished requests in the order given.
+
+    Raises:
+        Exception: what ended one of them, if something went wrong.
+    """
     ids = [engine.add(request) for request in requests]
     done: dict[int, Running] = {}
     while engine.busy:
         for run, emission in engine.step():
+            if emission.error is not None:
+                raise emission.error
             if emission.finish_reason is not None:
                 done[run.id] = run
     return [done[request_id] for request_id in ids]
@@ -145,7 +152,8 @@ def outputs(engine: Engine, requests: Iterable[Request]) -> list[list[int]]:
     return [run.output for run in serve(engine, requests)]
 
 
-# -- laws ------------------------------------------------------------------------------------------------------------
+# -- distributions
+# ------------------------------------------------------------------------------------------------------------
 
 
 def next_logits(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
@@ -157,44 +165,49 @@ def next_logits(model: LanguageModel, tokens: Sequence[int]) -> Tensor:
     return logits
 
 
-def joint_law(model: LanguageModel, params: SamplingParams, prompt: Sequence[int], length: int) -> Law:
-    """The exact law of the first ``length`` output tokens of plain sampling; texts end at the model's eos ids."""
+def joint_distribution(
+    model: LanguageModel, params: SamplingParams, prompt: Sequence[int], length: int
+) -> Distribution:
+    """The exact distribution of the first ``length`` output tokens of plain sampling; texts end at the model's eos
+    ids."""
     sampler = Sampler(params, len(prompt))
-    law: Law = {(): 1.0}
+    distribution: Distribution = {(): 1.0}
     for _ in range(length):
-        longer: Law = {}
-        for output, weight in law.items():
+        longer: Distribution = {}
+        for output, weight in distribution.items():
             if output and output[-1] in model.eos_token_ids:
                 longer[output] = weight
                 continue
             prefix = [*prompt, *output]
-            for token, chance in enumerate(sampler.law(next_logits(model, prefix), prefix).tolist()):
+            for token, chance in enumerate(sampler.distribution(next_logits(model, prefix), prefix).tolist()):
                 if chance > 0.0:
                     longer[(*output, token)] = weight * chance
-        law = longer
-    return law
+        distribution = longer
+    return distribution
 
 
-def shortened(law: Mapping[tuple[int, ...], float], length: int) -> Counter[tuple[int, ...]]:
-    """The law (or the counts) of the first ``length`` tokens."""
+def shortened(distribution: Mapping[tuple[int, ...], float], length: int) -> Counter[tuple[int, ...]]:
+    """The distribution (or the counts) of the first ``length`` tokens."""
     short: Counter[tuple[int, ...]] = Counter()
-    for output, weight in law.items():
+    for output, weight in distribution.items():
         short[output[:length]] += weight  # type: ignore[assignment]
     return short
 
 
-def chi_square(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> tuple[float, int]:
+def chi_square(
+    counts: Mapping[tuple[int, ...], int], distribution: Mapping[tuple[int, ...], float]
+) -> tuple[float, int]:
     """Statistic and degrees of freedom; rare outcomes are grouped until five are expected."""
     total = sum(counts.values())
-    if any(outcome not in law for outcome in counts):
+    if any(outcome not in distribution for outcome in counts):
         return math.inf, 1
     statistic, groups = 0.0, 0
     expected = observed = 0.0
     rest = float(total)
-    for outcome in sorted(law, key=law.__getitem__):
-        expected += total * law[outcome]
+    for outcome in sorted(distribution, key=distribution.__getitem__):
+        expected += total * distribution[outcome]
         observed += counts.get(outcome, 0)
-        rest -= total * law[outcome]
+        rest -= total * distribution[outcome]
         if expected >= 5 and (rest >= 5 or rest < 1e-6):
             statistic += (observed - expected) ** 2 / expected
             groups += 1
@@ -202,7 +215,9 @@ def chi_square(counts: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ..
     return statistic, max(groups - 1, 0)
 
 
-def p_value(samples: Mapping[str, Sequence[Sequence[int]]], laws: Mapping[str, Law], length: int) -> float:
+def p_value(
+    samples: Mapping[str, Sequence[Sequence[int]]], distributions: Mapping[str, Distribution], length: int
+) -> float:
     """How likely a right engine is to deviate that much.
 
     The chi-square statistics of all modes are added up, for the first token, the first two, and so on; the smallest
@@ -211,7 +226,8 @@ def p_value(samples: Mapping[str, Sequence[Sequence[int]]], laws: Mapping[str, L
     smallest = 1.0
     for n in range(1, length + 1):
         parts = [
-            chi_square(shortened(Counter(map(tuple, samples[mode])), n), shortened(laws[mode], n)) for mode in samples
+            chi_square(shortened(Counter(map(tuple, samples[mode])), n), shortened(distributions[mode], n))
+            for mode in samples
         ]
         statistic, freedom = sum(s for s, _ in parts), sum(f for _, f in parts)
         smallest = min(smallest, float(chi2.sf(statistic, freedom)) if freedom else float(math.isfinite(statistic)))
@@ -221,12 +237,12 @@ def p_value(samples: Mapping[str, Sequence[Sequence[int]]], laws: Mapping[str, L
 def sampled_p_value(
     engine: Engine,
     modes: Mapping[str, SamplingParams],
-    laws: Mapping[str, Law],
+    distributions: Mapping[str, Distribution],
     prompt: Sequence[int],
     length: int,
     per_mode: int,
 ) -> float:
-    """Draw ``per_mode`` outputs of every mode, all in one queue, and compare them with their exact laws.
+    """Draw ``per_mode`` outputs of every mode, all in one queue, and compare them with their exact distributions.
 
     The requests have no seeds of their own, so that the engine serves them as it serves whoever gives none.
     """
@@ -237,4 +253,4 @@ def sampled_p_value(
         torch.manual_seed(0)
         for mode, tokens in zip(keys, outputs(engine, requests), strict=True):
             samples[mode].append(tokens)
-    return p_value(samples, laws, length)
+    return p_value(samples, distributions, length)

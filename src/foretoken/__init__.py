@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from foretoken.engine.background import AsyncLlm as AsyncLlm
+    from foretoken.hub import CustomGenerate as CustomGenerate
     from foretoken.hub import custom_generate as custom_generate
     from foretoken.llm import Llm as Llm
     from foretoken.llm import Output as Output
     from foretoken.llm import Piece as Piece
     from foretoken.llm import load as load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "load": "foretoken.llm",
@@ -23,18 +24,19 @@ _HOMES = {
     "Output": "foretoken.llm",
     "Piece": "foretoken.llm",
     "custom_generate": "foretoken.hub",
+    "CustomGenerate": "foretoken.hub",
     "AsyncLlm": "foretoken.engine.background",
     "Engine": "foretoken.engine.loop",
     "Request": "foretoken.engine.request",
     "SpecStats": "foretoken.engine.stats",
     "SamplingParams": "foretoken.sampling",
-    "TokenTree": "foretoken.types",
-    "Kind": "foretoken.types",
-    "Budget": "foretoken.types",
-    "Context": "foretoken.types",
-    "Scores": "foretoken.types",
-    "Verdict": "foretoken.types",
-    "Rng": "foretoken.types",
+    "TokenTree": "foretoken.core",
+    "Kind": "foretoken.core",
+    "Budget": "foretoken.core",
+    "Context": "foretoken.core",
+    "Scores": "foretoken.core",
+    "Verdict": "foretoken.core",
+    "Rng": "foretoken.core",
     "Drafter": "foretoken.drafters.base",
     "Verifier": "foretoken.verifiers.base",
     "Controller": "foretoken.controllers.base",

@@ -6,38 +6,32 @@ its own decoding loop.  Keyword arguments of ``generate`` with the names of our 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from foretoken.controllers.base import Controller
+from foretoken.core.noise import samples_of, seeds_of
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
-from foretoken.llm import Llm, assemble
-from foretoken.loading import build_drafter, check_vocabularies, default_drafter, load_tokenizer
+from foretoken.hub_params import STATEFUL, params_of
+from foretoken.llm import Llm, load
+from foretoken.loading import check_vocabularies, load_tokenizer
 from foretoken.models import wrap
-from foretoken.noise import samples_of, seeds_of
-from foretoken.sampling import LogitsProcessor, SamplingParams
 from foretoken.verifiers.base import Verifier
 
 if TYPE_CHECKING:
     from transformers.generation.streamers import BaseStreamer
-
-STATEFUL = (
-    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    hf.SynthIDTextWatermarkLogitsProcessor,
-)
-"""Processors that remember earlier calls: a law must be a pure function of the prefix."""
 
 
 @dataclass
@@ -61,12 +55,17 @@ def custom_generate(
     allow_lossy: bool = False,
     seed: int | Sequence[int] | None = None,
     token_streamer: BaseStreamer | None = None,
+    prediction: str | Sequence[int] | Sequence[Sequence[int]] | None = None,
+    exact: str = "distribution",
+    profile: str | Path | None = None,
     **model_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """Decode speculatively for ``model.generate(**inputs, custom_generate=custom_generate)``.
 
     Greedy output equals that of ``model.generate`` without it (up to ties that rounding turns over); sampled output
-    has the same law.  The model is wrapped anew in every call and left as it was found.
+    has the same distribution.  The model is left as it was found.  What drafters and controllers learn is forgotten
+    after the
+    call: :class:`CustomGenerate` keeps it.
 
     Args:
         model: the target.
@@ -76,14 +75,18 @@ def custom_generate(
             row's ids [1, n].
         generation_config: pad token and output form.
         synced_gpus: not supported.
-        streamer: Transformers 5.23 does not hand it to a custom loop: use ``token_streamer``.
+        streamer: Transformers (5.24) does not hand it to a custom loop: use ``token_streamer``.
         drafter: spec string, drafter, a draft model (``PreTrainedModel``), or ``None`` for plain decoding.
         verifier: as in :func:`foretoken.load`.
         controller: as in :func:`foretoken.load`.
-        allow_lossy: permit verifiers that change the law.
+        allow_lossy: permit verifiers that change the distribution.
         seed: fixes sampled output, whatever drafts; one per row, or one from which the rows count up.  Without one,
             randomness comes from torch's own generator, so that ``torch.manual_seed`` works.
         token_streamer: a Transformers streamer that gets the prompt and then every round's tokens (one row only).
+        prediction: what the caller expects in the answer, as in :meth:`foretoken.llm.Llm.generate`: text or token ids
+            for all rows, or ids for each.
+        exact: as in :func:`foretoken.load`.
+        profile: as in :func:`foretoken.load`.
         model_kwargs: what the model's own forward would get; only ``attention_mask`` is used.
 
     Returns:
@@ -104,16 +107,88 @@ def custom_generate(
     lengths = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
     room = min(lengths, default=input_ids.shape[1] + 20) - input_ids.shape[1]
     seeds = _seeds(seed, len(rows))
+    predictions = _predictions(model, prediction, len(rows))
     with _evaluating(model):
-        llm = _llm(model, drafter, verifier, controller, allow_lossy)
+        kept = isinstance(drafter, CustomGenerate)
+        own = drafter if kept else CustomGenerate(drafter, verifier, controller, allow_lossy, exact, profile)
+        llm = own.llm(model, prediction is not None)
         requests = [
             Request(
-                prompt, _params(logits_processor, i, row.padding, generation_config), room, (), seeds[i], None, True
+                prompt,
+                params_of(logits_processor, i, row.padding, generation_config),
+                room,
+                (),
+                seeds[i],
+                predictions[i],
+                True,
             )
             for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
         ]
         _run(llm, requests, rows, stopping_criteria, input_ids.device)
     return _result(rows, input_ids, generation_config)
+
+
+class CustomGenerate:
+    """:func:`custom_generate` with settings of its own, which keeps what drafters and controllers learn between calls::
+
+        generate = ft.CustomGenerate(drafter="suffix")
+        model.generate(**inputs, custom_generate=generate)
+
+    It holds the model that it was called with last, and begins anew when it is called with another one or when the
+    model's weights have changed.
+
+    Args:
+        drafter, verifier, controller, allow_lossy, exact, profile: as in :func:`custom_generate`.
+    """
+
+    def __init__(
+        self,
+        drafter: Any = "auto",
+        verifier: str | Verifier = "auto",
+        controller: str | Controller = "auto",
+        allow_lossy: bool = False,
+        exact: str = "distribution",
+        profile: str | Path | None = None,
+    ) -> None:
+        self.drafter, self.verifier, self.controller = drafter, verifier, controller
+        self.allow_lossy, self.exact, self.profile = allow_lossy, exact, profile
+        self._llm: Llm | None = None
+        self._made_for: Hashable = None
+
+    def __call__(self, model: Any, input_ids: Tensor, *args: Any, **options: Any) -> Tensor | SpeculativeOutput:
+        """What :meth:`generate` of a Transformers model calls."""
+        return custom_generate(model, input_ids, *args, drafter=self, **options)  # type: ignore[misc]
+
+    def llm(self, model: Any, predicted: bool = False) -> Llm:
+        """The engine for a model.
+
+        Args:
+            model: a ``PreTrainedModel``.
+            predicted: whether the caller says what is expected in the answer, which is then drafted first.
+        """
+        made_for = (id(model), _state_of(model), predicted)
+        if self._llm is None or self._made_for != made_for:
+            self._llm, self._made_for = self._make(model, predicted), made_for
+        return self._llm
+
+    def _make(self, model: Any, predicted: bool) -> Llm:
+        drafter = self.drafter
+        if drafter is not None and not isinstance(drafter, str | Drafter | list | tuple):
+            target, draft = wrap(model), wrap(drafter)
+            check_vocabularies(target, draft, type(drafter).__name__)
+            drafter = ModelDrafter(draft)
+        return load(
+            model,
+            drafter,
+            self.verifier,
+            self.controller,
+            exact=self.exact,
+            profile=self.profile,
+            allow_lossy=self.allow_lossy,
+            graphs=False,
+            prefix_cache=False,
+            known=predicted,
+        )
 
 
 # -- what comes in ---------------------------------------------------------------------------------------------------
@@ -172,19 +247,28 @@ def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int | None]
     return seeds_of(list(seed), count)
 
 
-def _llm(model: Any, drafter: Any, verifier: Any, controller: Any, allow_lossy: bool) -> Llm:
-    target = wrap(model)
-    if drafter is not None and not isinstance(drafter, str | Drafter | list | tuple):
-        draft = wrap(drafter)
-        check_vocabularies(target, draft, type(drafter).__name__)
-        drafter = ModelDrafter(draft)
-    if isinstance(drafter, str | list | tuple) and drafter != "auto":
-        # Only a draft model from disk needs the tokenizer, to be compared with its own.
-        tokenizer = load_tokenizer(model) if ":" in str(drafter) else None
-        drafter = build_drafter(drafter, target, target_source=model, tokenizer=tokenizer, device=model.device)
-    elif drafter == "auto":
-        drafter = build_drafter(default_drafter(target, model), target, target_source=model)
-    return assemble(target, drafter, verifier, controller, None, allow_lossy=allow_lossy)
+def _predictions(model: Any, prediction: Any, count: int) -> Sequence[Sequence[int] | None]:
+    """Token ids for each row."""
+    if prediction is None:
+        return [None] * count
+    if isinstance(prediction, str):
+        tokenizer = load_tokenizer(model)
+        if tokenizer is None:
+            raise ValueError("a prediction in words needs the model's tokenizer, and there is none: give token ids")
+        prediction = tokenizer.encode(prediction, add_special_tokens=False)
+    if not prediction or isinstance(prediction[0], int):
+        return [list(prediction)] * count
+    if len(prediction) != count:
+        raise ValueError(f"{len(prediction)} predictions for {count} rows: give one per row, or one for all")
+    return [list(row) for row in prediction]
+
+
+def _state_of(model: Any) -> Hashable:
+    """Changes when a weight is replaced, moved, or written to in place."""
+    return tuple(
+        (id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+        for weight in model.parameters()
+    )
 
 
 @contextmanager
@@ -196,68 +280,6 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-# -- sampling --------------------------------------------------------------------------------------------------------
-
-_OWN_ORDER = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
-
-
-def _params(processors: Sequence[Any], row: int, padding: int, config: GenerationConfig) -> SamplingParams:
-    """The row's sampling pipeline.
-
-    Transformers puts temperature and filters into the processor list.  Those at its end, in the order in which our own
-    sampler applies them, become plain parameters (so that laws need no prefix); all others stay processors.
-    """
-    rest = list(processors)
-    own: dict[str, Any] = {}
-    if config.do_sample:
-        own["temperature"] = 1.0
-        rest, warpers = _split_warpers(rest)
-        for warper in warpers:
-            name = ("temperature", "top_k", "top_p", "min_p")[_OWN_ORDER.index(type(warper))]
-            own[name] = getattr(warper, name)
-    if rest and type(rest[0]) is hf.RepetitionPenaltyLogitsProcessor and _skips_padding_only(rest[0], padding):
-        own["repetition_penalty"] = rest.pop(0).penalty
-    return SamplingParams(**own, processors=tuple(_for_row(p, row, padding) for p in rest))
-
-
-def _split_warpers(processors: list[Any]) -> tuple[list[Any], list[Any]]:
-    """The list without, and with only, the trailing warpers that our sampler applies itself in the same order."""
-    start, place = len(processors), len(_OWN_ORDER)
-    while start > 0 and type(processors[start - 1]) in _OWN_ORDER[:place]:
-        if getattr(processors[start - 1], "min_tokens_to_keep", 1) != 1:
-            break
-        start -= 1
-        place = _OWN_ORDER.index(type(processors[start]))
-    return processors[:start], processors[start:]
-
-
-def _skips_padding_only(processor: Any, padding: int) -> bool:
-    """Whether a repetition penalty counts every real token of the row."""
-    ignored = processor.prompt_ignore_length
-    return (ignored is None and padding == 0) or isinstance(ignored, Tensor)
-
-
-def _for_row(processor: Any, row: int, padding: int) -> LogitsProcessor:
-    """A processor of the whole padded batch as one of this row alone.
-
-    It is called with the row's padding put back in front, so that lengths mean what they meant.
-    """
-    if isinstance(processor, hf.RepetitionPenaltyLogitsProcessor) and isinstance(
-        processor.prompt_ignore_length, Tensor
-    ):
-        processor = hf.RepetitionPenaltyLogitsProcessor(processor.penalty, prompt_ignore_length=padding)
-    if isinstance(processor, hf.PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
-        processor = hf.PrefixConstrainedLogitsProcessor(lambda _, sent: allowed(row, sent), 1)
-    if not padding:
-        return processor
-
-    def padded(ids: Tensor, scores: Tensor) -> Tensor:
-        return processor(torch.nn.functional.pad(ids, (padding, 0)), scores)
-
-    return padded
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
@@ -277,6 +299,8 @@ def _run(
                 row.streamer.put(torch.tensor([row.full]))
         while llm.engine.busy:
             for run, emission in llm.engine.step():
+                if emission.error is not None:
+                    raise emission.error
                 row = by_id[run.id]
                 row.stats = run.stats
                 new = _kept(row, emission.token_ids, eos, others, device)

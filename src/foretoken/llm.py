@@ -10,6 +10,7 @@ from typing import Any, Unpack, overload
 import torch
 
 from foretoken.controllers.base import Controller
+from foretoken.core.noise import samples_of, seeds_of
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.known import KnownDrafter
 from foretoken.engine.loop import Engine
@@ -17,11 +18,12 @@ from foretoken.engine.output import Output as Output
 from foretoken.engine.output import Piece as Piece
 from foretoken.engine.output import Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
-from foretoken.loading import BUILTIN, build_drafter, default_drafter, load_model, load_tokenizer, read_profile
+from foretoken.loading import BUILTIN, build_controller, build_drafter, default_drafter, load_model, load_tokenizer
+from foretoken.loading import read_profile as read_profile
 from foretoken.loading.memory import told_when_full
+from foretoken.measure.profile import costs_for
 from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import with_graphs
-from foretoken.noise import samples_of, seeds_of
 from foretoken.options import BatchOptions, Options, Prompt, encode, make_request
 from foretoken.registry import make
 from foretoken.verifiers.base import Verifier
@@ -231,6 +233,7 @@ def load(
     graphs: bool | str = "auto",
     prefix_cache: bool = True,
     known: bool = False,
+    tensor_parallel: int = 1,
 ) -> Llm:
     """Load a target and everything around it.
 
@@ -247,7 +250,7 @@ def load(
         device: where the models run: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``"auto"`` for the first of cuda, mps
             and cpu that there is.  By default the cpu, or where a handed-in model is; draft models go where the target
             is.
-        allow_lossy: permit verifiers that change the target's law.
+        allow_lossy: permit verifiers that change the target's distribution.
         exact: ``"distribution"`` or ``"bitwise"`` (slower; sums do not depend on how many tokens are scored together:
             a bfloat16 target then gives the same tokens with and without speculation).
         profile: a JSON file with ``drafter``, ``verifier`` and ``controller`` specs for what is left at ``"auto"``, and
@@ -265,6 +268,8 @@ def load(
             conversation reads only what is new.
         known: draft what a grammar forces and what a caller predicts, whatever the drafter is
             (``docs/methods/known.md``); a server does.
+        tensor_parallel: processes of this machine (CUDA: devices) that the target is split over
+            (:mod:`foretoken.models.parallel`), for drafters that do not want its layers.
 
     Warns:
         ProfileWarning: the profile was measured with another target or on another machine.
@@ -279,7 +284,8 @@ def load(
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
-    model = load_model(target, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
+    how: dict[str, Any] = {"inflate": inflate, "pack": pack, "quantize": quantize, "tensor_parallel": tensor_parallel}
+    model = load_model(target, dtype=dtype, device=device, exact=exact, **how)
     if model is not target or graphs != "auto":  # a language model that is handed in stays as it is
         model = with_graphs(model, graphs)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
@@ -297,8 +303,6 @@ def load(
 
 def _start_from(llm: Llm, tuned: Mapping[str, Any], profile: str | Path) -> None:
     """Hand a profile's costs to a controller that uses them."""
-    from foretoken.analysis.profile import costs_for
-
     controller = llm.engine.controller
     wanted = controller is not None and type(controller).start_from is not Controller.start_from
     costs = costs_for(tuned, llm.target, profile, wanted)
@@ -328,7 +332,7 @@ def assemble(
     chosen_verifier = (
         None if verifier == "auto" else make("verifier", verifier) if isinstance(verifier, str) else verifier
     )
-    chosen_controller = make("controller", controller) if isinstance(controller, str) else controller
+    chosen_controller = build_controller(controller) if isinstance(controller, str) else controller
     return Llm(
         target,
         drafter,

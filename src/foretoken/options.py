@@ -39,6 +39,7 @@ class CommonOptions(TypedDict, total=False):
         logprobs: report the log-probabilities of the output's tokens and of so many likeliest ones.
         prompt_logprobs: the same for the prompt.
         max_draft_tokens: longest draft; 0 decodes plainly.
+        drafter: name of the member of a group that drafts, in every round.
         explain: keep a trace of every round.
         priority: in a queue, smaller numbers first.
         deadline_s: seconds after which the request is ended as it is.
@@ -66,6 +67,7 @@ class CommonOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     max_draft_tokens: int | None
+    drafter: str | None
     explain: bool
     priority: int
     deadline_s: float | None
@@ -113,6 +115,7 @@ _AS_IT_IS = (
     "logprobs",
     "prompt_logprobs",
     "max_draft_tokens",
+    "drafter",
     "explain",
     "priority",
     "deadline_s",

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from foretoken.specs import Spec as Spec
+from foretoken.specs import parse_spec as parse_spec
+from foretoken.specs import split_specs as split_specs
+
 Role = Literal["drafter", "verifier", "controller", "tree"]
 
 
@@ -28,7 +32,7 @@ class Row:
         paper: title or arXiv number with its year; empty for folklore.
         summary: one sentence.
         kind: how a drafter's siblings are drawn, or which kinds a verifier takes.
-        lossless: whether the target's law is kept.
+        lossless: whether the target's distribution is kept.
         needs_training: whether weights must be trained first.
         improves_by_training: whether it runs on any target, and better on one that was trained for it.
         needs: what it needs beyond the target's logits, in words.
@@ -134,18 +138,18 @@ ROWS: tuple[Row, ...] = (
              kind="iid, without_replacement or point", needs="a target with nn.Linear layers on a CPU",
              example="quantized,bits=8,k=5"),
     _drafter("ensemble", "EnsembleDrafter", "SpecInfer, arXiv 2305.09781",
-             "Several drafters guess at once: their trees are verified as one, each token against its own law.",
+             "Several drafters guess at once: one tree is verified, each token against its own distribution.",
              kind="iid, without_replacement or point", needs="tree attention; what its members need",
              example="ensemble,drafters=(model,k=4|ngram)"),
-    _drafter("router", "RouterDrafter", "BanditSpec, arXiv 2505.15141",
-             "In every round the drafter that has been writing most tokens for its cost in this request.",
+    _drafter("router", "RouterDrafter", "",
+             "Several drafters, one of which drafts in each round: the one that the controller names.",
              kind="iid, without_replacement or point", needs="what its members need",
              example="router,drafters=(model,k=4|ngram|suffix)"),
     _drafter("cascade", "CascadeDrafter", "Chen et al. 2023, arXiv 2312.11462",
              "A draft model whose own writing is speculated by a smaller drafter, to any depth.",
              kind="iid or point", needs="draft model", example="cascade,k=8,inner=(ngram,n=3,k=8)"),
     _drafter("staged", "StagedDrafter", "Spector, Re 2023, arXiv 2308.04623",
-             "A cascade's chain with siblings of every token, from laws that are known anyway.",
+             "A cascade's chain with siblings of every token, from distributions that are known anyway.",
              kind="without_replacement, iid or point", needs="draft model; tree attention",
              example="staged,k=6,width=3"),
     _drafter("sparse_kv", "SparseKvDrafter", "TriForce, arXiv 2404.11912",
@@ -193,7 +197,7 @@ ROWS: tuple[Row, ...] = (
     _verifier("coupled", "CoupledVerifier", "Daliri, Musco, Suresh 2024, arXiv 2408.07978",
               "Target and draft race on noise of the seed, which then fixes the text, whatever drafts.", "any"),
     _verifier("multi_round", "MultiRoundVerifier", "SpecInfer, arXiv 2305.09781",
-              "Independent children tried one after another, each against its own law.", "iid, point"),
+              "Independent children tried one after another, each against its own distribution.", "iid, point"),
     _verifier("without_replacement", "WithoutReplacementVerifier", "arXiv 2402.14160; Sequoia, arXiv 2402.12374",
               "Recursive rejection for children drawn without replacement.", "without_replacement, point"),
     _verifier("kseq", "KseqVerifier", "SpecTr, arXiv 2310.15141",
@@ -204,7 +208,7 @@ ROWS: tuple[Row, ...] = (
     _verifier("typical", "TypicalVerifier", "Medusa, arXiv 2401.10774",
               "Accepts tokens that are plausible given the target's entropy.", "any", lossless=False),
     _verifier("lenient", "LenientVerifier", "Leviathan et al. 2023, appendix, arXiv 2211.17192",
-              "Rejection with the draft law scaled by a lenience below one.", "iid, point", lossless=False),
+              "Rejection with the draft distribution scaled by a lenience below one.", "iid, point", lossless=False),
     _verifier("top_k", "TopKVerifier", "Stern et al. 2018, arXiv 1811.03115",
               "Accepts any of the target's k most likely tokens.", "any", lossless=False),
     _verifier("distance", "DistanceVerifier", "Stern et al. 2018, arXiv 1811.03115",
@@ -230,7 +234,7 @@ ROWS: tuple[Row, ...] = (
           "Adds nodes and levels while their value is above what they cost on this machine.", "point",
           example="cost_aware,node_cost=0.01,step_cost=0.1"),
     # Controllers.
-    _controller("auto", "AutoController", "",
+    _controller("auto", "AutoController", "SmartSpec, arXiv 2406.14066",
                 "Picks drafter and length by measured cost and acceptance; drafts nothing where that pays more."),
     _controller("goodput", "GoodputController", "SmartSpec, arXiv 2406.14066",
                 "The length with most expected tokens per second by a measured cost model, for the whole batch."),
@@ -243,9 +247,9 @@ ROWS: tuple[Row, ...] = (
     _controller("draft_verify", "DraftVerifyController", "Draft & Verify, arXiv 2309.08168",
                 "Stops where no token is likely enough; the bar follows the request's acceptance rate."),
     _controller("adaedl", "AdaedlController", "AdaEDL, arXiv 2410.18351",
-                "Stops where the entropy of the draft's law promises too little acceptance; the bar moves."),
+                "Stops where the entropy of the draft's distribution promises too little acceptance; the bar moves."),
     _controller("svip", "SvipController", "SVIP, arXiv 2411.18462",
-                "Stops where the entropy of the draft's law is too high."),
+                "Stops where the entropy of the draft's distribution is too high."),
     _controller("specdec_pp", "SpecdecPpController", "SpecDec++, arXiv 2405.19715",
                 "Stops when a trained head on the draft model's hidden states expects a rejection.",
                 needs="draft model with hidden states; trained head", needs_training=True),
@@ -273,79 +277,6 @@ def find(role: Role, name: str) -> Row:
         if row.name == name:
             return row
     raise ValueError(f"unknown {role} {name!r}: choose one of {', '.join(r.name for r in rows(role))}")
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A parsed spec string ``name[:path][,key=value...]``."""
-
-    name: str
-    path: str | None
-    options: dict[str, str]
-
-
-def parse_spec(text: str) -> Spec:
-    """Split a spec string into name, path and options.
-
-    Commas inside parentheses do not split, so an option may hold specs: ``cascade:./d,inner=(ngram,n=3,k=6)``.  A
-    value that is wrapped in parentheses loses the outer pair.
-
-    Raises:
-        ValueError: an option without ``=``, an empty name, or parentheses that do not close.
-    """
-    head, *rest = _split(text, ",")
-    name, _, path = head.partition(":")
-    options = {}
-    for item in rest:
-        key, equals, value = item.partition("=")
-        if not equals or not key.strip():
-            raise ValueError(f"{item!r} in {text!r} is not key=value; a spec is name[:path][,key=value...]")
-        options[key.strip()] = _unwrap(value.strip())
-    if not name.strip():
-        raise ValueError(f"{text!r} names no method; a spec is name[:path][,key=value...]")
-    return Spec(name.strip(), path.strip() or None, options)
-
-
-def split_specs(text: str) -> list[str]:
-    """The specs of a list such as ``model:./a,k=4|ngram|(suffix,k=8)``: split where no parenthesis is open.
-
-    Raises:
-        ValueError: nothing before, after or between two ``|``, or parentheses that do not close.
-    """
-    specs = [_unwrap(part.strip()) for part in _split(text, "|")]
-    if not all(specs):
-        raise ValueError(
-            f"{text!r} has an empty place in its list: write specs joined by |, for example model,k=4|ngram"
-        )
-    return specs
-
-
-def _split(text: str, separator: str) -> list[str]:
-    """Split at separators outside parentheses."""
-    parts, depth = [""], 0
-    for sign in text:
-        depth += (sign == "(") - (sign == ")")
-        if depth < 0:
-            break
-        if sign == separator and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    if depth:
-        raise ValueError(f"{text!r} has unbalanced parentheses: close every ( with a )")
-    return parts
-
-
-def _unwrap(text: str) -> str:
-    """Without the one pair of parentheses around all of it, if there is one."""
-    if not (text.startswith("(") and text.endswith(")")):
-        return text
-    depth = 0
-    for place, sign in enumerate(text):
-        depth += (sign == "(") - (sign == ")")
-        if depth == 0:  # where the first one closes
-            return text[1:-1].strip() if place == len(text) - 1 else text
-    return text
 
 
 def options_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
@@ -401,10 +332,15 @@ def _convert(text: str, kind: type[Any] | None) -> Any:
     return kind(text) if kind else text
 
 
-def make(role: Literal["verifier", "controller", "tree"], spec: str) -> Any:
+def make(role: Literal["verifier", "controller", "tree"], spec: str, context: Any = None) -> Any:
     """Build a verifier, a controller or a tree from a spec string (drafters need models: see :mod:`foretoken.loading`).
 
-    A class that is made from a file or folder has a class method ``build(path, **options)``.
+    A class that is made from a file or folder has a class method ``build(path, context, **options)``.
+
+    Args:
+        role: which axis.
+        spec: ``name[:path][,key=value...]``.
+        context: what ``build`` may ask for (:func:`foretoken.loading.build_controller` hands it over).
 
     Raises:
         ValueError: unknown name or option, or a path for a method that takes none.
@@ -414,7 +350,7 @@ def make(role: Literal["verifier", "controller", "tree"], spec: str) -> Any:
     options = convert_options(role, parsed.name, cls, parsed.options)
     builder = getattr(cls, "build", None)
     if builder is not None:
-        return builder(parsed.path, **options)
+        return builder(parsed.path, context, **options)
     if parsed.path is not None:
         raise ValueError(f"{role} {parsed.name!r} takes no path")
     return cls(**options)

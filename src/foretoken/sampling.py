@@ -1,9 +1,10 @@
-"""One function turns logits into a law, and one into the token that a greedy or a seeded request takes.
+"""One function turns logits into a distribution, and one into the token that a greedy or a seeded request takes.
 
-Greedy is a one-hot law made by the same function as every other law.  Processors run in Transformers' order:
-logit bias and penalties on the raw logits, user processors, then temperature, top-k, top-p, min-p.
+Greedy is a one-hot distribution made by the same function as every other distribution.  Processors run in Transformers'
+order: logit bias and penalties on the raw logits, user processors, then temperature, top-k, top-p, min-p.
 
-A request with :class:`~foretoken.noise.Noise` takes the token of largest ``log p + noise``, as a greedy one takes that
+A request with :class:`~foretoken.core.noise.Noise` takes the token of largest ``log p + noise``, as a greedy one takes
+that
 of largest logit: in both, the token after a prefix is fixed, whoever asks for it.
 """
 
@@ -18,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.noise import Noise
-from foretoken.types import NON_FINITE, LawMaker, NonFiniteLogitsError, argmaxes
+from foretoken.core import NON_FINITE, NonFiniteLogitsError, SamplingPipeline, argmaxes
+from foretoken.core.noise import Noise
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``(input_ids [1, n], scores [1, V]) -> scores [1, V]``: the shape of Transformers' processors."""
@@ -72,7 +73,7 @@ def _check(good: bool, name: str, value: Any, wanted: str) -> None:
 
 
 class Sampler:
-    """The sampling pipeline of one request (a :class:`foretoken.types.LawMaker`).
+    """The sampling pipeline of one request (a :class:`foretoken.core.SamplingPipeline`).
 
     Args:
         params: how tokens are drawn.
@@ -100,17 +101,18 @@ class Sampler:
 
     @property
     def context_free(self) -> bool:
-        """Whether the law depends on the logits alone, the same for every prefix."""
+        """Whether the distribution depends on the logits alone, the same for every prefix."""
         return self._context_free and not self.params.logit_bias
 
     @property
     def recipe(self) -> Hashable:
-        """Equal ones make equal laws of equal logits; ``None`` where the prefix counts, or single tokens do."""
+        """Equal ones make equal distributions of equal logits; ``None`` where the prefix counts, or single tokens
+        do."""
         params = self.params
         return (params.temperature, params.top_k, params.top_p, params.min_p) if self.context_free else None
 
-    def law(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
-        """[V] float law at the end of ``prefix`` from logits [V]; one-hot when greedy.
+    def distribution(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
+        """[V] float distribution at the end of ``prefix`` from logits [V]; one-hot when greedy.
 
         float32, or float64 when the logits are float64.
 
@@ -122,8 +124,8 @@ class Sampler:
             scores = self._processed(scores, prefix)
         return self._finish(scores[None])[0]
 
-    def laws(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
-        """[N, V] laws from logits [N, V]; ``prefixes`` may be ``None`` when the pipeline is context-free."""
+    def distributions(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+        """[N, V] distributions from logits [N, V]; ``prefixes`` may be ``None`` when the pipeline is context-free."""
         return self._finish(self._all_processed(logits, prefixes))
 
     def ranking(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
@@ -191,12 +193,12 @@ class Sampler:
         return scores
 
     def _finish(self, scores: Tensor) -> Tensor:
-        """Processed scores [N, V] -> laws [N, V]."""
+        """Processed scores [N, V] -> distributions [N, V]."""
         if self.greedy:
             best_of(scores)
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-        laws = torch.softmax(self._tempered(scores), -1)
-        return self._filtered(laws) if self._filters else laws
+        distributions = torch.softmax(self._tempered(scores), -1)
+        return self._filtered(distributions) if self._filters else distributions
 
     def _log_probs(self, scores: Tensor) -> Tensor:
         """Processed scores [N, V] -> log-probabilities [N, V], up to a constant per row; -inf for the impossible."""
@@ -213,25 +215,27 @@ class Sampler:
         # Shifted first, and never divided by what rounds to 0: a tiny temperature must not give inf - inf or 0 / 0.
         return (scores - best) / max(self.params.temperature, torch.finfo(scores.dtype).tiny)
 
-    def _filtered(self, laws: Tensor) -> Tensor:
-        """Apply top-k, top-p, min-p to laws [N, V] in Transformers' order, renormalising after each."""
+    def _filtered(self, distributions: Tensor) -> Tensor:
+        """Apply top-k, top-p, min-p to distributions [N, V] in Transformers' order, renormalising after each."""
         params = self.params
-        if 0 < params.top_k < laws.shape[-1]:
-            threshold = laws.topk(params.top_k, -1).values[..., -1:]
-            laws = _normalised(laws.where(laws >= threshold, 0.0))
+        if 0 < params.top_k < distributions.shape[-1]:
+            threshold = distributions.topk(params.top_k, -1).values[..., -1:]
+            distributions = _normalised(distributions.where(distributions >= threshold, 0.0))
         if params.top_p < 1:
-            ordered, order = laws.sort(dim=-1, descending=True, stable=True)
+            ordered, order = distributions.sort(dim=-1, descending=True, stable=True)
             before = ordered.cumsum(-1) - ordered
             keep = before < params.top_p
             keep[..., 0] = True
-            laws = _normalised(laws.where(torch.zeros_like(keep).scatter(-1, order, keep), 0.0))
+            distributions = _normalised(distributions.where(torch.zeros_like(keep).scatter(-1, order, keep), 0.0))
         if params.min_p > 0:
-            laws = _normalised(laws.where(laws >= params.min_p * laws.max(-1, keepdim=True).values, 0.0))
-        return laws
+            distributions = _normalised(
+                distributions.where(distributions >= params.min_p * distributions.max(-1, keepdim=True).values, 0.0)
+            )
+        return distributions
 
 
 def fixed_tokens(
-    makers: Sequence[LawMaker], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]
+    makers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]
 ) -> list[list[int]]:
     """The tokens that several requests with noise take, by one call: what each one's ``ranking`` is the largest of.
 

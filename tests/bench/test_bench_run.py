@@ -129,6 +129,20 @@ def test_a_trace_follows_the_output() -> None:
     assert sum(nodes - 1 for nodes, _, _ in found.rounds) == found.drafted
 
 
+def test_a_request_that_fails_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _ = llamas()
+    arm = OwnArm("ngram,n=1,k=3", Shared(target, "toy", None))
+    arm.enter((0.0, 1))
+
+    def failing(*_: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(arm.llm.engine.drafter, "propose", failing)
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        arm.run(Unit("a", 0, [0], [[5, 6, 5, 6, 5]], [0], 16), (0.0, 1), False)
+    assert not arm.llm.engine.busy
+
+
 def test_an_observer_is_called_once_a_round_and_changes_nothing(table: MarkovTable) -> None:
     calls: list[tuple[int, int]] = []
     outputs = []
@@ -155,7 +169,7 @@ def test_a_rule_that_changes_the_output_is_seen(table: MarkovTable) -> None:
 
 
 def test_lengths_are_equal_unless_texts_may_end(table: MarkovTable) -> None:
-    ending = MarkovTable(table.law, 4, eos_token_ids={1})
+    ending = MarkovTable(table.distribution, 4, eos_token_ids={1})
     counts = {}
     for ignore_eos in (True, False):
         found = run_bench(shared(ending, ignore_eos=ignore_eos), PROMPTS, BenchSettings(("ngram",), temperatures=(1,)))
@@ -218,7 +232,7 @@ def test_bad_settings(table: MarkovTable) -> None:
 
 
 def test_prompts_that_are_too_long_lose_their_beginning(table: MarkovTable) -> None:
-    short = MarkovTable(table.law, 4, context_length=20)
+    short = MarkovTable(table.distribution, 4, context_length=20)
     found = Bench(shared(short), {"a": [[1] * 3 + [2] * 8]}, BenchSettings(("ngram",)))
     assert found.ids == {"a": [[2] * 8]} and found.num_cut == 1
 

@@ -19,12 +19,12 @@ from foretoken.bench.results import UnitResult, cell
 from foretoken.bench.run import BenchSettings, run_bench
 from foretoken.bench.serving import Shared
 from foretoken.bench.summary import BenchResult
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.core.noise import Noise
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.models.table import TableModel
-from foretoken.noise import Noise
-from foretoken.types import Budget, Context, TokenTree
 from toys import MarkovTable, llamas, tables
 
 PROMPTS = {"a": [[1, 2, 3, 1, 2], [3, 1, 3, 1, 3]], "b": [[2, 2, 1]]}
@@ -176,14 +176,14 @@ def test_a_numerical_tie_is_told_from_a_difference(temperature: float, tmp_path:
     prompt, seed, place = [0, 1, 2, 0, 1, 2], 9, 3
     noise = Noise(seed).gumbels(place, 3, torch.device("cpu"))
 
-    def law(prefix: tuple[int, ...]) -> Tensor:
+    def distribution(prefix: tuple[int, ...]) -> Tensor:
         """Tokens 1 and 2 run an even race at one place of this seed's text."""
         if len(prefix) != len(prompt) + place:
             return torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
         return torch.softmax(torch.tensor([-9.0, 0.0, -2e-12], dtype=torch.float64) - temperature * noise, -1)
 
     arm = f"{ARM}@constant,k=2"
-    found = bench(Rounds(law, 3), (arm,), {"a": [prompt]}, temperatures=(temperature,), seed=seed)
+    found = bench(Rounds(distribution, 3), (arm,), {"a": [prompt]}, temperatures=(temperature,), seed=seed)
     (told,) = [e for e in found.summary["equality"] if e["arm"] == arm]
     assert (told["identical"], told["ties"], told["differences"]) == (0, 1, 0)
     assert claims(found)[arm, temperature] == {False}

@@ -240,7 +240,7 @@ def test_drafters_see_the_small_model() -> None:
 
 
 def test_profiles_tell_them_apart() -> None:
-    from foretoken.analysis.profile import fingerprint_of
+    from foretoken.measure.profile import fingerprint_of
 
     small, big = pair()
     assert fingerprint_of(small) != fingerprint_of(big)

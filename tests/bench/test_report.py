@@ -24,21 +24,21 @@ from foretoken.bench.results import UnitResult
 from foretoken.cli.main import main
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
-FAST, SLOW, DEAR = "ngram,k=2", "ngram,k=8", "model"
-ARMS = ["plain", FAST, SLOW, DEAR]
-SPEEDUPS = {"plain": 1.0, FAST: 2.1, SLOW: 0.8, DEAR: 1.25}
+FAST, SLOW, COSTLY = "ngram,k=2", "ngram,k=8", "model"
+ARMS = ["plain", FAST, SLOW, COSTLY]
+SPEEDUPS = {"plain": 1.0, FAST: 2.1, SLOW: 0.8, COSTLY: 1.25}
 ROUNDS = {  # milliseconds of a round: draft, target, verify, overhead
     "plain": (0.0, 10.0, 0.1, 0.3),
     FAST: (0.5, 11.0, 0.2, 0.4),
     SLOW: (0.4, 17.8, 0.3, 0.5),
-    DEAR: (6.0, 11.0, 0.2, 0.4),
+    COSTLY: (6.0, 11.0, 0.2, 0.4),
 }
 VOID = {"meta", "input", "br"}
 
 
 def cell(arm: str, category: str = "code", temperature: float = 0.0, batch: int = 1, **more: Any) -> dict[str, Any]:
     speedup = SPEEDUPS[arm] * (1.0 if category == "code" else 0.9)
-    length = {"plain": 1.0, FAST: 2.6, SLOW: 1.2, DEAR: 2.2}[arm]
+    length = {"plain": 1.0, FAST: 2.6, SLOW: 1.2, COSTLY: 2.2}[arm]
     draft, target, verify, overhead = (ms / 1000 * 256 / length for ms in ROUNDS[arm])
     found = {
         "arm": arm, "category": category, "temperature": temperature, "batch": batch, "prompts": 4, "new_tokens": 256,
@@ -64,7 +64,7 @@ def summary(**more: Any) -> dict[str, Any]:
         arm: {**{p: v / 1000 * 50 for p, v in zip(parts, ms, strict=True)}, "total_s": sum(ms) / 20, "rounds": 50}
         for arm, ms in ROUNDS.items()
     }
-    survival = {FAST: [0.8, 0.5], SLOW: [0.15, 0.05], DEAR: [0.7, 0.5]}
+    survival = {FAST: [0.8, 0.5], SLOW: [0.15, 0.05], COSTLY: [0.7, 0.5]}
     found = {
         "summary": True, "target": "builtin", "arms": ARMS, "settings": {"dtype": "float32", "max_new_tokens": 64},
         "machine": {
@@ -199,6 +199,12 @@ def test_text_from_a_model_is_escaped(tmp_path: Path) -> None:
     assert [tag for tag, _ in Page(text).elements].count("script") == 2
     assert EVIL in "".join(Page(text).words)  # shown as it is
     assert shown_data(text)["traces"][0]["rounds"][0]["texts"][1] == EVIL
+
+
+def test_the_trace_opens_on_an_arm_that_drafts(tmp_path: Path) -> None:
+    traces = [{"arm": arm, "prompt": "x", "temperature": 0.0, "rounds": [tree_round()]} for arm in ("plain", FAST)]
+    found = shown_data(render(read_run(written(tmp_path, cell(FAST), summary(traces=traces)))))
+    assert [trace["arm"] for trace in found["traces"]] == [FAST, "plain"]
 
 
 def shown_data(text: str) -> dict[str, Any]:
@@ -404,12 +410,12 @@ def test_sweeps_show_only_what_varies(full: Path, tmp_path: Path) -> None:
     assert family.points[0][1] == pytest.approx(2.1 * 0.95, rel=0.01)
     temperature = charts["Speed-up against temperature"]
     assert [x for x, _ in temperature.series[0].points] == [0.0, 1.0] and temperature.guides[0].points[0][1] == 1.0
-    one = written(tmp_path, cell(FAST), cell(DEAR), summary())
+    one = written(tmp_path, cell(FAST), cell(COSTLY), summary())
     assert figures.sweeps(read_run(one)) == [] and "sweeps" not in page(one).ids
 
 
 def test_an_arm_keeps_its_colour() -> None:
-    run = Run("x", "", [cell(arm) for arm in (DEAR, "plain", FAST)], {"arms": ARMS})
+    run = Run("x", "", [cell(arm) for arm in (COSTLY, "plain", FAST)], {"arms": ARMS})
     assert [figures.colour_of(run, arm) for arm in ARMS] == [-1, 0, 1, 2]
 
 
@@ -447,7 +453,7 @@ def test_the_verdict_says_what_is_fastest_and_why_another_is_slow(tmp_path: Path
     run = read_run(written(tmp_path, *(cell(arm) for arm in ARMS), summary()))
     found = list(remarks(run))
     assert found[0] == f"Fastest (greedy, batch 1): {FAST}, 2.10x (95 % CI 2.05 to 2.15), with 2.60 tokens per round."
-    assert found[1].startswith(f"Faster than plain: {DEAR}, 1.25x")
+    assert found[1].startswith(f"Faster than plain: {COSTLY}, 1.25x")
     assert found[2] == (
         f"Slower than plain: {SLOW}, 0.80x (95 % CI 0.75 to 0.85), because few drafts are accepted (0.20 tokens per "
         "round, 25% of them) while the target call grows with its nodes by 0.75 of a plain round."
@@ -455,15 +461,15 @@ def test_the_verdict_says_what_is_fastest_and_why_another_is_slow(tmp_path: Path
     assert found[3] == "Output equals plain decoding's in all 3 compared cells."
 
 
-def test_a_dear_draft_is_named(tmp_path: Path) -> None:
+def test_a_expensive_draft_is_named(tmp_path: Path) -> None:
     """Costs follow from times, tokens and L alone: 1 + extra costs = L / speed-up."""
-    run = read_run(written(tmp_path, cell("plain"), cell(DEAR), cell(DEAR, "prose"), summary()))
-    assert verdict.why(run, (0.0, 1), DEAR) == (
+    run = read_run(written(tmp_path, cell("plain"), cell(COSTLY), cell(COSTLY, "prose"), summary()))
+    assert verdict.why(run, (0.0, 1), COSTLY) == (
         "drafting costs 0.58 and the target call grows with its nodes by 0.10 of a plain round, more than the 1.20 "
         "further tokens per round bring"
     )
-    extra = verdict.extra_costs(run, (0.0, 1), DEAR)
-    assert 1 + sum(extra.values()) == pytest.approx(sum(ROUNDS[DEAR]) / sum(ROUNDS["plain"]))
+    extra = verdict.extra_costs(run, (0.0, 1), COSTLY)
+    assert 1 + sum(extra.values()) == pytest.approx(sum(ROUNDS[COSTLY]) / sum(ROUNDS["plain"]))
 
 
 def test_nothing_faster_is_said_first(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.bench.machine import recommendations, scoring_costs
 from foretoken.loading import load_model
+from foretoken.measure.machine import recommendations, scoring_costs
 from foretoken.models.table import TableModel
 
 

@@ -148,7 +148,7 @@ def test_the_seed_of_an_output_is_told(run: Any, target: str) -> None:
 def test_compare_json(run: Any, target: str, draft: str) -> None:
     result = run(
         "generate", PROMPT, "--target", target, "--drafter", f"model:{draft},k=3", "--max-new-tokens", "12",
-        "--compare", "--repeat", "2", "--json",
+        "--compare", "--repeat", "2", "--json", "--controller", "constant",
     ).json  # fmt: skip
     assert set(result) == {"plain", "speculative", "speedup", "identical", "first_difference"}
     for arm in ("plain", "speculative"):
@@ -211,7 +211,7 @@ def test_explain_marks_tokens_without_colour_and_colours_them_with_it(
 
 
 def test_explained_tokens_spell_the_text(target: str, draft: str) -> None:
-    llm = ft.load(target, drafter=f"model:{draft},k=3")
+    llm = ft.load(target, drafter=f"model:{draft},k=3", controller="constant")
     output = llm.generate(PROMPT, max_new_tokens=40)
     assert {"accepted", "recovered"} <= set(output.origins)
     assert "".join(token_texts(llm.tokenizer, output.token_ids, output.text)) == output.text

@@ -11,7 +11,10 @@ import pytest
 
 from foretoken.registry import rows
 
-COMMANDS = ("generate", "chat", "methods", "drafters", "parity", "plan", "doctor", "train", "tune", "export", "import")
+COMMANDS = (
+    "generate", "show", "batch", "chat", "methods", "drafters", "parity", "plan", "doctor", "train", "tune", "export",
+    "import",
+)  # fmt: skip
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "matplotlib")
 
 

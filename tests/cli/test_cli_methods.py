@@ -1,4 +1,4 @@
-"""``foretoken methods``: the registry as a table and as JSON."""
+"""``foretoken methods``: the registry as lists, one method in full, and as JSON."""
 
 from __future__ import annotations
 
@@ -25,9 +25,27 @@ def test_one_role(run: Any, role: str) -> None:
     assert [row["name"] for row in found] == [row.name for row in rows(role)]  # type: ignore[arg-type]
 
 
-def test_tables_name_every_method(run: Any) -> None:
+def test_every_method_is_one_line_of_80_columns(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     result = run("methods")
     assert result.code == 0
+    lines = result.out.splitlines()
+    assert max(map(len, lines)) <= 80
     for row in rows():
-        assert row.name in result.out
+        assert sum(line.startswith(f"  {row.name} ") for line in lines) == sum(row.name == one.name for one in rows())
     assert "--allow-lossy" in result.out
+
+
+def test_one_method_in_full(run: Any) -> None:
+    result = run("methods", "eagle3")
+    assert result.code == 0
+    (row,) = (row for row in rows() if row.name == "eagle3")
+    for text in (row.summary, row.paper, "needs a trained network", f"--drafter {row.example}"):
+        assert text in " ".join(result.out.split())
+    assert run("methods", "eagle3", "--json").json["methods"][0]["name"] == "eagle3"
+
+
+def test_an_unknown_method_is_one_line(run: Any) -> None:
+    result = run("methods", "eagle7")
+    assert result.code == 2
+    assert "unknown method 'eagle7'" in result.err

@@ -13,12 +13,12 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from foretoken.bench.difference import Difference, first_difference, next_logits, tie_tolerance
-from foretoken.bench.law import chi_square_p, uniform_place, uniformity_p
-from foretoken.bench.parity import Settings, read_prompts, run_parity
+from foretoken.core import Rng, TokenTree
 from foretoken.drafters.model import ModelDrafter
 from foretoken.models.table import TableModel
-from foretoken.types import Rng, TokenTree
+from foretoken.parity.difference import Difference, first_difference, next_logits, tie_tolerance
+from foretoken.parity.run import Settings, read_prompts, run_parity
+from foretoken.parity.statistics import chi_square_p, uniform_place, uniformity_p
 
 FIELDS = {"drafter", "verifier", "mode", "prompts", "identical", "ties", "differences", "p_value"}
 
@@ -80,7 +80,7 @@ def test_a_rule_that_changes_the_output_fails(run: Any, target: str, draft: str,
 
 
 def test_a_planted_error_fails(run: Any, target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain that is said to be drawn from laws that are not the ones it was drawn from."""
+    """A chain that is said to be drawn from distributions that are not the ones it was drawn from."""
     arguments = ("--drafter", f"model:{draft},k=3", "--mode", "sampled", "--samples", "512", "--controller", "constant")
     assert parity(run, target, *arguments).code == 0
     finished = ModelDrafter._finished
@@ -127,7 +127,7 @@ def test_what_was_checked_before_ctrl_c_is_printed(run: Any, target: str, monkey
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("foretoken.bench.parity.check_sampled", interrupted)
+    monkeypatch.setattr("foretoken.parity.run.check_sampled", interrupted)
     result = parity(run, target, "--drafter", "ngram")
     assert result.code == 130
     assert "stopped before the end" in result.out and "greedy" in result.out and "interrupted" in result.err
@@ -234,12 +234,12 @@ def test_small_cells_are_merged_and_impossible_tokens_fail() -> None:
 
 
 def test_places_of_true_draws_are_uniform_and_those_of_others_are_not() -> None:
-    law = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64)
+    distribution = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64)
     wrong = torch.tensor([0.35, 0.35, 0.2, 0.1], dtype=torch.float64)
     generator, coins = torch.Generator().manual_seed(5), Rng(6)
-    for drawn_from, is_right in ((law, True), (wrong, False)):
+    for drawn_from, is_right in ((distribution, True), (wrong, False)):
         tokens = torch.multinomial(drawn_from, 1000, replacement=True, generator=generator).tolist()
-        p_value = uniformity_p([uniform_place(law, token, coins.uniform()) for token in tokens])
+        p_value = uniformity_p([uniform_place(distribution, token, coins.uniform()) for token in tokens])
         assert (p_value > 1e-3) is is_right
     assert uniformity_p([uniform_place(torch.tensor([1.0, 0.0]), 1, 0.5)] * 9) == 0.0
 

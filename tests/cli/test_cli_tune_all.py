@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tiny_models import save_model
 
-from foretoken.analysis import tuner
-from foretoken.analysis.probe import Measured, Workload
+from foretoken.tune import tuner
+from foretoken.tune.probe import Measured, Workload
 
 SHORT = ("--new-tokens", "24", "--max-prompts", "2", "--minutes", "0.2", "--drafters", "ngram,jacobi,m=4")
 

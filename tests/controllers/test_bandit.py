@@ -1,4 +1,4 @@
-"""The bandit: its bound by hand, its arms, its regret against the best fixed arm, and the output's law."""
+"""The bandit: its bound by hand, its arms, its regret against the best fixed arm, and the output's distribution."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from foretoken import registry
 from foretoken.controllers.bandit import Arm, BanditController, Table, bonus, parse_costs, parse_lengths
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.core import Budget, Context, Limits, Rng, StepRecord
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.router import RouterDrafter
 from foretoken.engine.request import Request
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Limits, Rng, StepRecord
-from toys import FALSE_ALARM, engine, joint_law, outputs, sampled_p_value, tables
+from toys import FALSE_ALARM, engine, joint_distribution, outputs, sampled_p_value, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
 EIGHT = Limits("toy", 8, 64)
@@ -198,7 +198,8 @@ Survival = Callable[[int], float]
 def simulate(
     controller: BanditController, survive: list[Survival], c: list[float], rounds: int, seed: int
 ) -> tuple[float, Counter[Budget]]:
-    """Tokens per target step when draft token d of a member stands with ``survive[member](d)``, and what was played."""
+    """Tokens per target step when draft token d of a member is accepted with ``survive[member](d)``, and what was
+    played."""
     rng, request, played = random.Random(seed), context(), Counter[Budget]()
     tokens = cost = 0.0
     for _ in range(rounds):
@@ -268,7 +269,7 @@ def test_the_paper_s_bound_is_never_below_the_truth() -> None:
 
 
 def test_the_better_member_drafts() -> None:
-    """Member 1 is right more often at the same price; with a price of one step a token nobody should draft."""
+    """Member 1 is right more often at the same cost; with a cost of one step a token nobody should draft."""
     members = (Limits("a", 4, 64), Limits("b", 4, 64))
     survive: list[Survival] = [lambda d: 0.3, lambda d: 0.85]
     for cost, member in [("0.1|0.1", 1), ("1|1", None)]:
@@ -295,7 +296,7 @@ def test_the_bandit_keeps_greedy_outputs(spec: str, group: bool) -> None:
 
 
 @pytest.mark.parametrize("group", [False, True])
-def test_the_bandit_keeps_the_law(group: bool) -> None:
+def test_the_bandit_keeps_the_distribution(group: bool) -> None:
     """False alarm 1e-4."""
     target, draft = tables()
     modes = {"T=1": SamplingParams(temperature=1.0)}
@@ -303,8 +304,8 @@ def test_the_bandit_keeps_the_law(group: bool) -> None:
     drafter = RouterDrafter([model, NgramDrafter(n=2, k=4)]) if group else model
     controller = registry.make("controller", "bandit,c=0.1,explore=1")
     speculative = engine(target, drafter, None, controller, max_batch=4)
-    laws = {mode: joint_law(target, params, PROMPT, 4) for mode, params in modes.items()}
-    assert sampled_p_value(speculative, modes, laws, PROMPT, 4, 300) > FALSE_ALARM
+    distributions = {mode: joint_distribution(target, params, PROMPT, 4) for mode, params in modes.items()}
+    assert sampled_p_value(speculative, modes, distributions, PROMPT, 4, 300) > FALSE_ALARM
     arms = [arm for table in controller._tables.values() for arm in table.arms]
     assert {arm.budget.member for arm in arms if arm.rounds > 5} >= ({None, 0, 1} if group else {None})
 

@@ -1,4 +1,4 @@
-"""Controllers: their update rules, and that none of them changes the output's law."""
+"""Controllers: their update rules, and that none of them changes the output's distribution."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 
 from foretoken import registry
 from foretoken.controllers.base import Controller
-from foretoken.controllers.confidence import ConfidenceController
+from foretoken.controllers.confidence import ConfidenceController, best_threshold
 from foretoken.controllers.constant import ConstantController
 from foretoken.controllers.heuristic import HeuristicController
+from foretoken.core import Budget, Context, Limits, Rng, StepRecord
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.router import RouterDrafter
 from foretoken.engine.request import Request
+from foretoken.loading import build_controller
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Limits, Rng, StepRecord
-from toys import FALSE_ALARM, Law, engine, joint_law, outputs, sampled_p_value, tables
+from toys import FALSE_ALARM, Distribution, engine, joint_distribution, outputs, sampled_p_value, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
 MODES = {"T=1": SamplingParams(temperature=1.0), "T=0.6": SamplingParams(temperature=0.6)}
@@ -95,19 +96,65 @@ def test_heuristic_starts_from_the_drafter() -> None:
     assert budget.max_depth == 9 and budget.max_nodes >= 20
 
 
-def test_confidence_hands_out_its_threshold() -> None:
+def test_heuristic_persists_where_asked() -> None:
+    controller, one = HeuristicController(start=4, persist=True), context(0)
+    controller.observe(one, record(4, 4))
+    controller.observe(one, record(6, 6))
+    assert controller.budget(context(1), 1).max_depth == 8
+    transient = HeuristicController(start=4)
+    transient.observe(one, record(4, 4))
+    assert transient.budget(context(1), 1).max_depth == 4
+
+
+def test_confidence_stops_below_its_threshold() -> None:
     controller = ConfidenceController(0.25)
     controller.attach(Limits("toy", 6, 40))
-    assert controller.budget(context(), 1) == Budget(6, 40, min_confidence=0.25)
+    budget = controller.budget(context(), 1)
+    assert (budget.max_depth, budget.max_nodes) == (6, 40)
+    assert [budget.stops_after(None, chance) for chance in (0.24, 0.25)] == [True, False]
     given = ConfidenceController(0.25, k=3)
     given.attach(Limits("toy", 6, 40))
     assert given.budget(context(), 1).max_depth == 3
 
 
+def test_the_threshold_that_separates_best() -> None:
+    """By hand: accepted at .9, .8, .3, rejected at .7, .2, .1.  At .3 one of three rejected reaches it and no accepted
+    one is missed: 1/3.  At .8 none reaches it and one of three is missed: 1."""
+    seen = [(0.9, True), (0.8, True), (0.3, True), (0.7, False), (0.2, False), (0.1, False)]
+    assert best_threshold(seen) == 0.3
+    assert best_threshold([*seen[:2], (0.3, True), (0.35, False)]) == 0.8, "of equals (1 both) the larger one"
+    assert best_threshold([(0.9, True), (0.2, False)]) == 0.9
+
+
+def test_the_threshold_follows_what_is_accepted() -> None:
+    controller, one = ConfidenceController(0.4), context()
+    controller.attach(Limits("toy", 6, 40))
+
+    def round_of(chances: list[float], accepted: int) -> None:
+        budget = controller.budget(one, 1)
+        for chance in chances:
+            budget.stops_after(None, chance)
+        controller.observe(one, record(len(chances), accepted)._replace(depth=len(chances)))
+
+    round_of([0.9, 0.8, 0.7], 3)
+    round_of([0.95, 0.5, 0.4], 1)  # .4 was never verified
+    assert controller.threshold == 0.4, "five tokens are not enough"
+    round_of([0.85, 0.2], 1)
+    assert controller.threshold == 0.7
+    fixed = ConfidenceController(0.4, adapt=False)
+    fixed.attach(Limits("toy", 6, 40))
+    controller = fixed
+    for _ in range(5):
+        round_of([0.9, 0.2], 1)
+    assert fixed.threshold == 0.4
+
+
 def test_a_budget_stops_after_the_unlikely_token() -> None:
     budget = Budget(5, 64, min_confidence=0.4)
     assert [budget.stops_after(None, chance) for chance in (0.39, 0.4, 0.41)] == [True, False, False]
-    ruled = Budget(5, 64, stop=lambda law, chance: law is not None and float(law.max()) < 0.5)
+    ruled = Budget(
+        5, 64, stop=lambda distribution, chance: distribution is not None and float(distribution.max()) < 0.5
+    )
     assert ruled.stops_after(torch.tensor([0.4, 0.3, 0.3]), 0.4) and not ruled.stops_after(
         torch.tensor([0.6, 0.4]), 0.4
     )
@@ -130,7 +177,7 @@ def test_a_budget_stops_after_the_unlikely_token() -> None:
 )
 def test_bad_options(name: str, options: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} needs"):
-        registry.make("controller", f"{name},{options}")
+        build_controller(f"{name},{options}")
 
 
 # -- exactness: every controller of the registry ---------------------------------------------------------------------
@@ -140,22 +187,24 @@ DRAFTERS = {"chain": {"k": 4}, "iid-tree": {"tree": "2x2x1", "draw": "iid"}, "wo
 
 
 @cache
-def laws() -> dict[str, Law]:
-    return {mode: joint_law(tables()[0], params, PROMPT, 4) for mode, params in MODES.items()}
+def distributions() -> dict[str, Distribution]:
+    return {mode: joint_distribution(tables()[0], params, PROMPT, 4) for mode, params in MODES.items()}
 
 
 def made(spec: str) -> Controller:
-    controller: Controller = registry.make("controller", spec)
+    controller: Controller = build_controller(spec)
     return controller
 
 
 @pytest.mark.parametrize("shape", DRAFTERS)
-@pytest.mark.parametrize("spec", [*CONTROLLERS, "confidence,threshold=0.8", "heuristic,start=1"])
-def test_controllers_keep_the_law(spec: str, shape: str) -> None:
+@pytest.mark.parametrize(
+    "spec", [*CONTROLLERS, "confidence,threshold=0.8,adapt=false", "heuristic,start=1,persist=true"]
+)
+def test_controllers_keep_the_distribution(spec: str, shape: str) -> None:
     """False alarm 1e-4."""
     target, draft = tables()
     speculative = engine(target, ModelDrafter(draft, **DRAFTERS[shape]), None, made(spec), max_batch=4)  # type: ignore[arg-type]
-    assert sampled_p_value(speculative, MODES, laws(), PROMPT, 4, 300) > FALSE_ALARM
+    assert sampled_p_value(speculative, MODES, distributions(), PROMPT, 4, 300) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("spec", CONTROLLERS)
@@ -173,10 +222,10 @@ def group() -> RouterDrafter:
 
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("spec", ["auto", "bandit,c=0.1"])
-def test_a_controller_that_picks_drafters_keeps_the_law(spec: str, batch: int) -> None:
+def test_a_controller_that_picks_drafters_keeps_the_distribution(spec: str, batch: int) -> None:
     """False alarm 1e-4."""
     picking = engine(tables()[0], group(), None, made(spec), max_batch=batch)
-    assert sampled_p_value(picking, MODES, laws(), PROMPT, 4, 300) > FALSE_ALARM
+    assert sampled_p_value(picking, MODES, distributions(), PROMPT, 4, 300) > FALSE_ALARM
 
 
 def test_auto_over_a_group_keeps_greedy_outputs_and_seeds() -> None:
@@ -204,4 +253,4 @@ def test_a_controller_is_told_of_the_rounds_that_it_watches(watches: bool) -> No
 def test_auto_keeps_nothing_of_a_finished_request() -> None:
     controller = made("auto")
     outputs(engine(tables()[0], group(), None, controller), [Request(PROMPT, max_new_tokens=20)])
-    assert not controller._pending  # type: ignore[attr-defined]
+    assert not controller._seen  # type: ignore[attr-defined]

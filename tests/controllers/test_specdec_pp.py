@@ -1,4 +1,4 @@
-"""SpecDec++: when its stop rule ends a draft, that it keeps the law, and heads that do not belong."""
+"""SpecDec++: when its stop rule ends a draft, that it keeps the distribution, and heads that do not belong."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foretoken import registry
 from foretoken.controllers.specdec_pp import HeadStop, SpecdecPpController
+from foretoken.core import Budget, Context, Limits, PathStop, Rng, TokenTree
 from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.model import ModelDrafter
@@ -22,12 +23,11 @@ from foretoken.drafters.nets.store import save_drafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.router import RouterDrafter
 from foretoken.engine.request import Request
-from foretoken.loading import ZOO, load_model
+from foretoken.loading import ZOO, build_controller, load_model
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Limits, PathStop, Rng, TokenTree
-from toys import FALSE_ALARM, engine, joint_law, llama, llamas, outputs, sampled_p_value, tables
+from toys import FALSE_ALARM, engine, joint_distribution, llama, llamas, outputs, sampled_p_value, tables
 
 T1 = SamplingParams(temperature=1.0)
 PROMPT = [0, 1, 2, 3, 0, 1]
@@ -131,12 +131,12 @@ def test_where_there_are_no_hidden_states_it_never_stops() -> None:
         def follow(self, above: Sequence[float], hidden: Tensor) -> list[float]:
             raise AssertionError("there is nothing to follow")
 
-        def ends(self, standing: float) -> bool:
-            return standing < 1
+        def ends(self, likelihood: float) -> bool:
+            return likelihood < 1
 
     budget = Budget(8, 64, stop=Never())
     assert not budget.stops_after(None, 0.0) and not budget.stops_after(torch.tensor([0.5, 0.5]), 0.5)
-    assert budget.path_stop is budget.stop and Budget(stop=lambda law, chance: True).path_stop is None
+    assert budget.path_stop is budget.stop and Budget(stop=lambda distribution, chance: True).path_stop is None
     assert propose(ModelDrafter(tables()[1], k=4), budget).num_drafts == 4
     target, _ = llamas()
     context = Context(0, list(PROMPT), 6, Sampler(T1, 6), Rng(0), sequence=target.open())
@@ -150,14 +150,14 @@ def test_where_there_are_no_hidden_states_it_never_stops() -> None:
 
 
 @pytest.mark.parametrize("shape", [{"k": 4}, {"tree": "2x1x1", "draw": "iid"}, {"tree": "2x2x1"}], ids=str)
-def test_the_law_is_kept(shape: dict[str, str]) -> None:
+def test_the_distribution_is_kept(shape: dict[str, str]) -> None:
     """False alarm 1e-4; the head ends drafts at every length."""
     target, draft = HuggingFaceModel(llama(4)), HuggingFaceModel(llama(4, noise=0.3))
     modes = {"T=1": T1, "T=0.6": SamplingParams(temperature=0.6)}
-    laws = {mode: joint_law(target, params, PROMPT, 4) for mode, params in modes.items()}
+    distributions = {mode: joint_distribution(target, params, PROMPT, 4) for mode, params in modes.items()}
     controller = SpecdecPpController(head(), fingerprint(draft), threshold=0.6)
     speculative = engine(target, ModelDrafter(draft, **shape), None, controller, max_batch=4)  # type: ignore[arg-type]
-    assert sampled_p_value(speculative, modes, laws, PROMPT, 4, 100) > FALSE_ALARM
+    assert sampled_p_value(speculative, modes, distributions, PROMPT, 4, 100) > FALSE_ALARM
 
 
 def test_greedy_outputs_are_kept_and_drafts_have_many_lengths() -> None:
@@ -223,7 +223,7 @@ def test_a_head_of_no_shape(wrong: dict[str, float]) -> None:
 @pytest.mark.parametrize("options", ["threshold=1.5", "threshold=-0.1", "k=0"])
 def test_bad_options(options: str) -> None:
     with pytest.raises(ValueError, match=r"^specdec_pp needs"):
-        registry.make("controller", f"specdec_pp,{options}")
+        build_controller(f"specdec_pp,{options}")
 
 
 def test_lengths_come_from_the_drafter_or_the_option() -> None:
@@ -268,7 +268,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_stored_head_comes_back(folder: Path) -> None:
-    controller: SpecdecPpController = registry.make("controller", f"specdec_pp:{folder},threshold=0.7,k=9")
+    controller: SpecdecPpController = build_controller(f"specdec_pp:{folder},threshold=0.7,k=9")
     states = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(controller.stop.net(states), head()(states), atol=0.05)  # bfloat16
     assert controller.stop.threshold == 0.7 and controller.k == 9
@@ -278,17 +278,17 @@ def test_a_stored_head_comes_back(folder: Path) -> None:
 
 def test_a_head_of_another_draft_model_is_refused(folder: Path) -> None:
     target, draft = llamas()
-    controller = registry.make("controller", f"specdec_pp:{folder}")
+    controller = build_controller(f"specdec_pp:{folder}")
     with pytest.raises(ValueError, match=r"trained for another draft model .the shapes agree, but the weights are"):
         engine(target, ModelDrafter(target), None, controller)
     with pytest.raises(ValueError, match="hidden_size is 192 there and 16 here"):
-        engine(target, ModelDrafter(draft), None, registry.make("controller", "specdec_pp"))
+        engine(target, ModelDrafter(draft), None, build_controller("specdec_pp"))
 
 
 def test_wrong_folders(folder: Path, tmp_path: Path) -> None:
     def refused(path: Path | str, words: str) -> None:
         with pytest.raises(ValueError, match=words) as error:
-            registry.make("controller", f"specdec_pp:{path}")
+            build_controller(f"specdec_pp:{path}")
         assert "\n" not in str(error.value)
 
     refused(tmp_path / "none", "not a folder with a trained stop head: make one with `foretoken train specdec_pp`")
@@ -333,7 +333,7 @@ def test_the_built_in_head_is_small_and_says_what_it_is() -> None:
 
 
 def test_the_built_in_head_is_that_of_the_built_in_draft_model() -> None:
-    controller: SpecdecPpController = registry.make("controller", "specdec_pp")
+    controller: SpecdecPpController = build_controller("specdec_pp")
     draft = load_model("builtin", role="draft", dtype="float32")
     controller.attach(ModelDrafter(draft, k=8).limits)
     assert controller.budget(Context(0, [0], 1, Sampler(T1), Rng(0)), 1).max_depth == 8
@@ -352,4 +352,4 @@ def test_a_head_from_before_its_targets_layers_were_stored(folder: Path) -> None
     described = json.loads(file.read_text())
     del described["config"]["judge_layers"]
     file.write_text(json.dumps(described))
-    assert isinstance(registry.make("controller", f"specdec_pp:{folder}"), SpecdecPpController)
+    assert isinstance(build_controller(f"specdec_pp:{folder}"), SpecdecPpController)

@@ -1,4 +1,4 @@
-"""Rules that end a draft early: signals and updates by hand, what drafters show them, and the output's law."""
+"""Rules that end a draft early: signals and updates by hand, what drafters show them, and the output's distribution."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken import registry
 from foretoken.controllers.adaedl import AdaedlController
 from foretoken.controllers.base import Controller
 from foretoken.controllers.draft_verify import DraftVerifyController
 from foretoken.controllers.stopping import MovingThreshold, entropy, levels, margin, top
 from foretoken.controllers.svip import SvipController
 from foretoken.controllers.tapout import RULES, Played, Rules, TapoutController
+from foretoken.core import Budget, Context, Limits, Rng, Scores, StepRecord, TokenTree, Verdict
+from foretoken.core.noise import Noise
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.layer_skip import LayerSkipDrafter
@@ -25,19 +26,18 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.swift import SwiftDrafter
 from foretoken.engine.request import Request
+from foretoken.loading import build_controller
 from foretoken.models.base import LanguageModel
-from foretoken.noise import Noise
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Limits, Rng, Scores, StepRecord, TokenTree, Verdict
-from foretoken.verifiers.pairing import auto_verifier
+from foretoken.verifiers.compatibility import auto_verifier
 from toys import (  # fmt: skip
     CAUGHT,
     FALSE_ALARM,
-    Law,
+    Distribution,
     MarkovTable,
     engine,
     fixed_tables,
-    joint_law,
+    joint_distribution,
     llamas,
     outputs,
     sampled_p_value,
@@ -59,35 +59,35 @@ def record(drafted: int, accepted: int, nodes: int | None = None) -> StepRecord:
     return StepRecord(0, drafts + 1, drafts, accepted, 1, 0.0, 0.0, 0.0, 0.0, depth=drafted)
 
 
-def law(*chances: float) -> Tensor:
+def distribution(*chances: float) -> Tensor:
     return torch.tensor(chances, dtype=torch.float64)
 
 
 def made(spec: str) -> Controller:
-    controller: Controller = registry.make("controller", spec)
+    controller: Controller = build_controller(spec)
     return controller
 
 
 # -- signals ---------------------------------------------------------------------------------------------------------
 
 
-def test_signals_of_a_law() -> None:
-    half = law(0.5, 0.25, 0.25, 0.0)
+def test_signals_of_a_distribution() -> None:
+    half = distribution(0.5, 0.25, 0.25, 0.0)
     assert entropy(half, 0.25) == pytest.approx(1.5 * math.log(2))
     assert (top(half, 0.25), margin(half, 0.25)) == (0.5, 0.25)
-    sure = law(0.0, 1.0)
+    sure = distribution(0.0, 1.0)
     assert (entropy(sure, 1.0), top(sure, 1.0), margin(sure, 1.0)) == (0.0, 1.0, 1.0)
 
 
-def test_signals_without_a_law_come_from_the_token() -> None:
+def test_signals_without_a_distribution_come_from_the_token() -> None:
     assert entropy(None, 0.25) == pytest.approx(math.log(4))
     assert (top(None, 0.25), margin(None, 0.25), margin(None, 0.75)) == (0.25, 0.0, 0.5)
     assert entropy(None, 1.0) == 0.0 and math.isfinite(entropy(None, 0.0))
-    assert margin(law(1.0), 1.0) == 1.0
+    assert margin(distribution(1.0), 1.0) == 1.0
 
 
 def test_the_surprise_is_the_entropy_on_average() -> None:
-    chances = law(0.6, 0.3, 0.1)
+    chances = distribution(0.6, 0.3, 0.1)
     mean = sum(float(q) * entropy(None, float(q)) for q in chances)
     assert mean == pytest.approx(entropy(chances, 0.6))
 
@@ -125,8 +125,8 @@ def test_draft_verify_holds_greedy_requests_to_more() -> None:
     controller.attach(Limits("toy", 6, 40))
     greedy, sampled = controller.budget(context(), 1), controller.budget(context(1.0), 1)
     assert (greedy.max_depth, greedy.max_nodes) == (6, 40)
-    seven = law(0.7, 0.2, 0.1)
-    # The token's own probability does not matter where there is a law.
+    seven = distribution(0.7, 0.2, 0.1)
+    # The token's own probability does not matter where there is a distribution.
     assert greedy.stops_after(seven, 0.7) and not sampled.stops_after(seven, 0.1)
     assert sampled.stops_after(None, 0.1) and not sampled.stops_after(None, 0.7)
 
@@ -137,7 +137,7 @@ def test_draft_verify_learns_per_request() -> None:
     controller.observe(one, record(4, 0))
     controller.observe(one, record(0, 0))
     assert (controller.bar(one).value, controller.bar(other).value) == pytest.approx((0.501, 0.5))
-    edge = law(0.5005, 0.4995)
+    edge = distribution(0.5005, 0.4995)
     assert controller.budget(one, 2).stops_after(edge, 0.5) and not controller.budget(other, 2).stops_after(edge, 0.5)
 
 
@@ -177,7 +177,7 @@ def test_adaedl_moves_its_bar() -> None:
 def test_svip_by_hand(chance: float, stops: bool) -> None:
     """Entropies .593 and .611 nats: the bar of .3 with coefficient .15 is at .6."""
     budget = SvipController().budget(context(), 1)
-    assert budget.stops_after(law(chance, 1 - chance), chance) is stops
+    assert budget.stops_after(distribution(chance, 1 - chance), chance) is stops
 
 
 def test_svip_never_changes() -> None:
@@ -194,11 +194,11 @@ def test_svip_never_changes() -> None:
 def test_the_five_rules_disagree() -> None:
     uniform7 = torch.full((7,), 1 / 7, dtype=torch.float64)
     for found, stops in [
-        (law(0.96, 0.04), (False, False, False, False, False)),
-        (law(0.7, 0.3), (False, False, False, True, False)),
-        (law(0.55, 0.45), (False, False, False, True, True)),
-        (law(0.65, 0.1, 0.1, 0.1, 0.05), (False, True, False, True, False)),
-        (law(0.45, 0.35, 0.2), (True, True, False, True, True)),
+        (distribution(0.96, 0.04), (False, False, False, False, False)),
+        (distribution(0.7, 0.3), (False, False, False, True, False)),
+        (distribution(0.55, 0.45), (False, False, False, True, True)),
+        (distribution(0.65, 0.1, 0.1, 0.1, 0.05), (False, True, False, True, False)),
+        (distribution(0.45, 0.35, 0.2), (True, True, False, True, True)),
         (uniform7, (True, True, True, True, True)),
     ]:
         assert tuple(rule(found, float(found.max())) for rule in RULES) == stops
@@ -270,14 +270,14 @@ def test_bad_options_of_stop_rules(spec: str) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_are_as_long_as_the_draft_is_sure(name: str, temperature: float) -> None:
-    """The same law everywhere: a sharp one is drafted to the end, a flat one gives one token a round."""
+    """The same distribution everywhere: a sharp one is drafted to the end, a flat one gives one token a round."""
     for chances, length in [((0.965, *(0.005,) * 7), 4), ((0.125,) * 8, 1)]:
         target, draft = fixed_tables(chances, chances)
         controller = made(f"{name},threshold=0.6" if name == "adaedl" else name)
         request = Request([1], SamplingParams(temperature=temperature), max_new_tokens=40)
         (run,) = serve(engine(target, ModelDrafter(draft, k=4), None, controller), [request])
         drafted, rounds = run.stats.num_draft_tokens, run.stats.num_drafts
-        assert (drafted, rounds) == (length * rounds, 40 // (length + 1))  # p = q: all of it stands
+        assert (drafted, rounds) == (length * rounds, 40 // (length + 1))  # p = q: all of it is accepted
 
 
 class Watching:
@@ -286,8 +286,8 @@ class Watching:
     def __init__(self) -> None:
         self.seen: list[tuple[Tensor | None, float]] = []
 
-    def __call__(self, law: Tensor | None, probability: float) -> bool:
-        self.seen.append((law, probability))
+    def __call__(self, distribution: Tensor | None, probability: float) -> bool:
+        self.seen.append((distribution, probability))
         return False
 
 
@@ -308,10 +308,10 @@ def shown(
 
 
 @pytest.mark.parametrize("draw", ["iid", "greedy"])
-def test_a_draft_model_shows_the_law_of_the_request(draw: str) -> None:
+def test_a_draft_model_shows_the_distribution_of_the_request(draw: str) -> None:
     target, draft = tables()
     plain, cool = SamplingParams(temperature=1.0), SamplingParams(temperature=0.5)
-    q = draft.law([0, 1]).double()
+    q = draft.distribution([0, 1]).double()
     for params, expected in [(SamplingParams(), q), (plain, q), (cool, q**2 / (q**2).sum())]:
         found, chance = shown(target, ModelDrafter(draft, k=1, draw=draw), [0, 1], params)[0]
         assert found is not None
@@ -323,7 +323,7 @@ def test_a_request_with_noise_shows_how_sure_the_race_is() -> None:
     """q times 1 / E, made to sum to one: as the softmax of the logits is shown for a greedy request."""
     target, draft = tables()
     found, chance = shown(target, ModelDrafter(draft, k=1), [0, 1], SamplingParams(temperature=1.0), seed=6)[0]
-    weights = draft.law([0, 1]).double() / Noise(6).exponentials(0, 4)
+    weights = draft.distribution([0, 1]).double() / Noise(6).exponentials(0, 4)
     assert found is not None
     torch.testing.assert_close(found, weights / weights.sum(), atol=1e-6, rtol=0)
     assert chance == pytest.approx(float((weights / weights.sum()).max()), abs=1e-6)
@@ -336,7 +336,7 @@ def by_auto(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", ["model", "cascade", "layer_skip", "swift"])
-def test_drafters_with_a_network_show_whole_laws(name: str, temperature: float) -> None:
+def test_drafters_with_a_network_show_whole_distributions(name: str, temperature: float) -> None:
     target, draft = llamas()
     drafters = {
         "model": lambda: ModelDrafter(draft, k=3),
@@ -352,7 +352,7 @@ def test_drafters_with_a_network_show_whole_laws(name: str, temperature: float) 
         assert 0.0 < chance < 1.0 and float((found - chance).abs().min()) < 1e-9
 
 
-def test_counting_drafters_show_frequencies_and_no_law() -> None:
+def test_counting_drafters_show_frequencies_and_no_distribution() -> None:
     """After 1 2 comes 3 twice and 4 once: 3 is shown with 2/3."""
     target = MarkovTable(lambda _: (0.2,) * 5, 5)
     tokens = [1, 2, 3, 0, 1, 2, 4, 0, 1, 2, 3, 0, 1, 2]
@@ -363,8 +363,8 @@ def test_counting_drafters_show_frequencies_and_no_law() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rules_work_with_counted_drafts(name: str) -> None:
-    """No law is needed, and the output stands."""
-    target = MarkovTable(tables()[0].law, 4)
+    """No distribution is needed, and the output is accepted."""
+    target = MarkovTable(tables()[0].distribution, 4)
     requests = [Request(PROMPT * 3, max_new_tokens=30), Request([2, 1] * 6, max_new_tokens=30)]
     speculative = engine(target, SuffixDrafter(), None, made(name))
     assert outputs(speculative, requests) == outputs(engine(target), requests)
@@ -381,16 +381,16 @@ DECIDING = (
 
 
 @cache
-def laws() -> dict[str, Law]:
-    return {mode: joint_law(tables()[0], params, PROMPT, 4) for mode, params in MODES.items()}
+def distributions() -> dict[str, Distribution]:
+    return {mode: joint_distribution(tables()[0], params, PROMPT, 4) for mode, params in MODES.items()}
 
 
 @pytest.mark.parametrize(("spec", "batch"), [(DECIDING[0], 1), *((spec, 5) for spec in DECIDING)])
-def test_rules_keep_the_law(spec: str, batch: int) -> None:
+def test_rules_keep_the_distribution(spec: str, batch: int) -> None:
     """False alarm 1e-4."""
     target, draft = tables()
     speculative = engine(target, ModelDrafter(draft, k=3), None, made(spec), max_batch=batch)
-    assert sampled_p_value(speculative, MODES, laws(), PROMPT, 4, 200) > FALSE_ALARM
+    assert sampled_p_value(speculative, MODES, distributions(), PROMPT, 4, 200) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("spec", DECIDING)
@@ -431,4 +431,4 @@ def dropped(tree: TokenTree, budget: Budget) -> TokenTree:
 def test_a_rule_that_drops_the_token_is_caught() -> None:
     target, draft = tables()
     wrong = engine(target, Dropping(draft, k=3), None, made("svip,threshold=0.35"), max_batch=8)
-    assert sampled_p_value(wrong, MODES, laws(), PROMPT, 4, 450) < CAUGHT
+    assert sampled_p_value(wrong, MODES, distributions(), PROMPT, 4, 450) < CAUGHT

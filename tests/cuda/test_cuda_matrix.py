@@ -19,7 +19,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
-from foretoken.verifiers.pairing import verifiers_for
+from foretoken.verifiers.compatibility import verifiers_for
 from toys import engine, llama, outputs
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3], [0, 0, 31, 0], [9, 1, 2, 3, 4, 9, 1, 2, 30, 17]]

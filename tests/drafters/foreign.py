@@ -97,7 +97,7 @@ def _pieces() -> Tokenizer:
 
 
 class Writer(TableModel):
-    """Writes a given text with a vocabulary, whatever its beginning is spelled with; one-hot laws.
+    """Writes a given text with a vocabulary, whatever its beginning is spelled with; one-hot distributions.
 
     Args:
         vocabulary: of its tokens.
@@ -114,7 +114,7 @@ class Writer(TableModel):
             self.ends[end] = token
             end += len(vocabulary.spellings[token])
 
-    def law(self, prefix: Sequence[int]) -> torch.Tensor:
+    def distribution(self, prefix: Sequence[int]) -> torch.Tensor:
         """[V] one-hot at the token that continues the text."""
         ordinary = [token for token in prefix if token not in self.vocabulary.special]
         written = self.vocabulary.bytes_of(ordinary)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.controllers.confidence import ConfidenceController
+from foretoken.core import Budget, Context, Kind, Rng
 from foretoken.drafters.bpd import BpdDrafter
 from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
 from foretoken.drafters.nets.store import save_drafter
@@ -29,7 +30,6 @@ from foretoken.registry import make
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.bpd import BpdRecipe
-from foretoken.types import Budget, Context, Kind, Rng
 from toys import engine, llama, llamas, serve
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -272,11 +272,12 @@ def new_batch(recipe: BpdRecipe, length: int = 9) -> Batch:
 @pytest.mark.parametrize("labels", ["text", "target"])
 @pytest.mark.parametrize("head", [1, 2, 4])
 def test_the_loss_of_a_head_place_by_place(head: int, labels: str) -> None:
-    """Head i at place t is judged by token t + i, or by the target's law of it, at every place that has one."""
+    """Head i at place t is judged by token t + i, or by the target's distribution of it, at every place that has
+    one."""
     recipe = new_recipe(labels=labels)
     batch = new_batch(recipe)
     with torch.no_grad():
-        laws = torch.softmax(recipe.parts.network(batch.tokens).logits.float(), -1)  # [2, n + 1, V]
+        distributions = torch.softmax(recipe.parts.network(batch.tokens).logits.float(), -1)  # [2, n + 1, V]
         losses = []
         for row in range(2):
             for place in range(batch.length + 1 - head):
@@ -286,7 +287,7 @@ def test_the_loss_of_a_head_place_by_place(head: int, labels: str) -> None:
                 if head == 1 or labels == "text":
                     losses.append(-said[batch.tokens[row, place + head]])
                 else:
-                    losses.append(-(laws[row, place + head - 1] * said).sum())
+                    losses.append(-(distributions[row, place + head - 1] * said).sum())
         assert len(losses) == 2 * (10 - head)
         assert float(recipe.head_loss(batch, head)) == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from foretoken.controllers.confidence import ConfidenceController
+from foretoken.core import Budget, Context, Kind, Rng, TokenTree
+from foretoken.core.noise import Noise
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.datastore import Datastore
-from foretoken.drafters.inside import works_inside
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.nested import works_nested
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.prediction import PredictionDrafter
 from foretoken.drafters.recycling import RecyclingDrafter
@@ -28,11 +30,9 @@ from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.table import TableModel
-from foretoken.noise import Noise
 from foretoken.registry import rows
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Kind, Rng, TokenTree
-from foretoken.verifiers.pairing import inner_rule
+from foretoken.verifiers.compatibility import inner_rule
 from toys import engine, llama, llamas, next_logits, outputs, serve, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
@@ -95,15 +95,15 @@ def test_a_chain_has_the_length_that_was_asked_for(params: SamplingParams, budge
 
 @pytest.mark.parametrize("params", [T1, RICH], ids=["T=1", "pipeline"])
 @pytest.mark.parametrize("inner", [NgramDrafter(n=2), ModelDrafter(tables()[0], tree="2x2")], ids=["ngram", "tree"])
-def test_recorded_laws_are_the_laws_of_the_prefixes(inner: Drafter, params: SamplingParams) -> None:
+def test_recorded_distributions_are_the_distributions_of_the_prefixes(inner: Drafter, params: SamplingParams) -> None:
     draft = tables()[1]
     for seed in range(5):
         tree = propose(cascade(inner, draft, k=4), params, seed=seed)
-        assert tree.kind is Kind.IID and tree.law_of == (-1, 0, 1, 2, 3)
+        assert tree.kind is Kind.IID and tree.q_rows == (-1, 0, 1, 2, 3)
         for node in range(1, 5):
             prefix = [*PROMPT, *tree.tokens[1:node]]
-            law = Sampler(params, len(PROMPT)).law(next_logits(draft, prefix), prefix)
-            torch.testing.assert_close(tree.law(node), law)
+            distribution = Sampler(params, len(PROMPT)).distribution(next_logits(draft, prefix), prefix)
+            torch.testing.assert_close(tree.distribution(node), distribution)
 
 
 def test_greedy_chains_are_what_the_model_would_write() -> None:
@@ -206,16 +206,16 @@ def test_nothing_is_read_past_the_models_context(length: int) -> None:
 # -- the horizontal cascade, and lenience ----------------------------------------------------------------------------
 
 
-def test_late_tokens_come_from_the_late_drafter_with_its_laws() -> None:
+def test_late_tokens_come_from_the_late_drafter_with_its_distributions() -> None:
     target, draft = tables()
     drafter = cascade(draft=draft, k=5, early=2, late=ModelDrafter(target, k=9))
     tree = propose(drafter)
-    assert tree.law_of == (-1, 0, 1, 2, 3, 4)
+    assert tree.q_rows == (-1, 0, 1, 2, 3, 4)
     for node in range(1, 6):
-        law = (draft if node <= 2 else target).law([*PROMPT, *tree.tokens[1:node]])
-        torch.testing.assert_close(tree.law(node), law)
+        distribution = (draft if node <= 2 else target).distribution([*PROMPT, *tree.tokens[1:node]])
+        torch.testing.assert_close(tree.distribution(node), distribution)
     mixed = propose(cascade(draft=draft, k=5, early=3, late=ScriptedDrafter("3 2 1")))
-    assert (mixed.kind, mixed.law_of, mixed.tokens[4:]) == (Kind.IID, (-1, 0, 1, 2, -1, -1), (3, 2))
+    assert (mixed.kind, mixed.q_rows, mixed.tokens[4:]) == (Kind.IID, (-1, 0, 1, 2, -1, -1), (3, 2))
     greedy = propose(cascade(draft=draft, k=5, early=3, late=ModelDrafter(target)), SamplingParams())
     assert (greedy.kind, greedy.num_drafts) == (Kind.POINT, 5)
     assert propose(cascade(draft=draft, k=5, early=3, late=ScriptedDrafter())).num_drafts == 3
@@ -232,7 +232,8 @@ def test_one_drafter_may_be_inner_and_late() -> None:
 
 @pytest.mark.parametrize(("lenience", "tokens"), [(1.0, (0, 0)), (2.0, (0, 0)), (2.4, (0, 0)), (2.6, (1, 1))])
 def test_lenience(lenience: float, tokens: tuple[int, int]) -> None:
-    """Law (.5, .4, .1) and guesses of token 1: it stands when .4 > 1 / lenience; token 2 needs a lenience above 10."""
+    """Distribution (.5, .4, .1) and guesses of token 1: it is accepted when .4 > 1 / lenience; token 2 needs a lenience
+    above 10."""
     model = TableModel(lambda prefix: [0.5, 0.4, 0.1], 3)
     tree = propose(cascade(ScriptedDrafter("1 1 1"), model, k=2, lenience=lenience), SamplingParams())
     # The last token is always the model's own: nothing is guessed for it.
@@ -284,7 +285,7 @@ def indexed(drafter: Drafter, context: Context) -> Any:
 )
 def test_a_cut_text_leaves_no_trace(build: Callable[[], Drafter]) -> None:
     """Grow and cut a text at random; every proposal equals that of a drafter that has read the result only."""
-    assert works_inside(build())
+    assert works_nested(build())
     drawn = random.Random(1)
     context = request(SamplingParams())
     drafter = build()
@@ -429,7 +430,7 @@ def test_wrong_specs(spec: str, words: str) -> None:
     assert "\n" not in str(error.value)
     if "inside" in words:
         able = str(error.value).partition("choose one of ")[2].split(", ")
-        assert able == [row.name for row in rows("drafter") if works_inside(row.load())]
+        assert able == [row.name for row in rows("drafter") if works_nested(row.load())]
         assert {"ngram", "model", "cascade", "staged"} <= set(able)
 
 

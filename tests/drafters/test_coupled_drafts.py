@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken import types as types_module
+from foretoken.core import Budget, Context, Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
+from foretoken.core import scores as scores_module
+from foretoken.core.noise import Noise
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.bpd import BpdDrafter
 from foretoken.drafters.cascade import CascadeDrafter
@@ -56,15 +58,13 @@ from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.parts import TargetParts
 from foretoken.models.table import TableModel
-from foretoken.noise import Noise
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.trees.base import Candidates
-from foretoken.types import Budget, Context, Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
-from foretoken.verifiers.pairing import inner_rule
+from foretoken.verifiers.compatibility import inner_rule
 from toys import engine, llamas, next_logits, outputs, serve, tables
 
 PROMPT, WRITTEN = [0, 1, 2, 3, 0, 1], [2, 0]
-"""Two tokens of the answer stand already, so that positions in the text and in the answer differ."""
+"""Two tokens of the answer are accepted already, so that positions in the text and in the answer differ."""
 T1 = SamplingParams(temperature=1.0)
 LOOSE = Budget(16, 256)
 SEQUOIA = "sequoia,nodes=6,depth=3,acceptance=0.5 0.25 0.2"
@@ -111,7 +111,7 @@ def race(context: Context, logits: Tensor, drafts: Sequence[int], count: int, se
     Penalties see the text and the drafts before, or with ``seen=False`` the text alone.
     """
     maker = context.maker
-    q = Sampler(maker.params, maker.prompt_length).law(logits, [*context.tokens, *(drafts if seen else ())])
+    q = Sampler(maker.params, maker.prompt_length).distribution(logits, [*context.tokens, *(drafts if seen else ())])
     position = len(context.tokens) + len(drafts) - context.prompt_length
     times = Noise(maker.noise.seed).exponentials(position, len(q)) / q.double()
     return [token for token in times.argsort().tolist() if float(q[token]) > 0][:count]
@@ -126,7 +126,7 @@ def children_of(tree: TokenTree, node: int) -> list[int]:
 
 
 def check_points(tree: TokenTree) -> None:
-    assert tree.kind is Kind.POINT and tree.q is None and not any(row >= 0 for row in tree.law_of)
+    assert tree.kind is Kind.POINT and tree.q is None and not any(row >= 0 for row in tree.q_rows)
     assert len(tree) > 1
 
 
@@ -290,10 +290,10 @@ def watched(drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     candidates = type(drafter)._candidates
 
     def noted(self: ModelDrafter, tree: _Growing, logits: Tensor, parent: int, width: int) -> Any:
-        law, chosen = candidates(self, tree, logits, parent, width)
+        distribution, chosen = candidates(self, tree, logits, parent, width)
         then = replace(tree.context, tokens=list(tree.context.tokens))
         choices.append(Choice(then, list(tree.path_of[parent]), logits.clone(), width, list(chosen)))
-        return law, chosen
+        return distribution, chosen
 
     with monkeypatch.context() as patch:
         patch.setattr(type(drafter), "_candidates", noted)
@@ -568,7 +568,11 @@ def test_the_guesses_inside_a_cascade_race_too(monkeypatch: pytest.MonkeyPatch) 
         forwards[draw] = draft.forward_calls
         if draw == "iid":
             check_choices(choices)
-            assert {len(one.context.tokens) for one in choices} > {8, 9, 10}  # the text that stands has eight tokens
+            assert {len(one.context.tokens) for one in choices} > {
+                8,
+                9,
+                10,
+            }  # the text that is accepted has eight tokens
     assert forwards["iid"] < 0.8 * forwards["greedy"]
 
 
@@ -616,7 +620,7 @@ def test_look_ahead_tokens(draw: str, params: SamplingParams) -> None:
                 assert [token] == race(context, row, before, 1)
             else:
                 maker = Sampler(params, len(PROMPT))
-                assert token == int(maker.law(row, [*context.tokens, *before]).argmax())
+                assert token == int(maker.distribution(row, [*context.tokens, *before]).argmax())
 
 
 @each_mode
@@ -670,10 +674,10 @@ def test_jacobi_iterates_towards_the_text_of_the_seed() -> None:
 
 
 def test_jacobi_drafts_the_same_in_large_vocabularies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the winners are looked up one by one, when the text of the round stands already."""
+    """There the winners are looked up one by one, when the text of the round is accepted already."""
     found = []
-    for large in (types_module.LARGE, 2):
-        monkeypatch.setattr(types_module, "LARGE", large)
+    for large in (scores_module.LARGE, 2):
+        monkeypatch.setattr(scores_module, "LARGE", large)
         speculative = engine(llamas()[0], JacobiDrafter(m=4))
         found.append(rounds(speculative, [Request(PROMPT, T1, 24, seed=seed) for seed in range(3)]))
     assert found[0] == found[1] and len(found[0]) > 20
@@ -835,7 +839,7 @@ def test_greedy_drafts_are_the_likeliest_tokens(seed: int | None, mode: str) -> 
         check_points(tree)
         for node in range(len(tree)):
             text = [*context.tokens, *path_of(tree, node)]
-            q = Sampler(MODES[mode], len(PROMPT)).law(next_logits(draft, text), text)
+            q = Sampler(MODES[mode], len(PROMPT)).distribution(next_logits(draft, text), text)
             found = children_of(tree, node)
             assert found == q.argsort(descending=True)[: len(found)].tolist()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters.eagle3 import Eagle3Drafter, draft_logits
 from foretoken.drafters.nets.decoder import LayerConfig
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, default_layers
@@ -25,7 +26,6 @@ from foretoken.training.recipes.eagle import EagleRecipe
 from foretoken.training.recipes.eagle3 import Eagle3Recipe, most_frequent
 from foretoken.training.recipes.features import FeatureRecipe, some_rows
 from foretoken.training.recipes.mtp import MtpRecipe
-from foretoken.types import Budget, Context, Rng
 from toys import engine, llama, serve
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -160,10 +160,10 @@ def test_the_loss_is_the_distance_from_the_target_within_the_draft_vocabulary() 
     parts, total, count = recipe.parts, 0.0, 0
     for text in range(2):
         for i, column in enumerate(columns[0].tolist()):
-            law = torch.softmax(parts.logits(batch.taps["last"][text, column]), -1)
-            if int(law.argmax()) % 2:  # only even tokens can be guessed
+            distribution = torch.softmax(parts.logits(batch.taps["last"][text, column]), -1)
+            if int(distribution.argmax()) % 2:  # only even tokens can be guessed
                 continue
-            within = law[::2] / law[::2].sum()
+            within = distribution[::2] / distribution[::2].sum()
             guess = torch.log_softmax(draft_logits(recipe.net, parts, recipe.net.head_state(output[text, i])), -1)
             total, count = total - float((within * guess).sum()), count + 1
     assert 0 < count < 22 and abs(float(found) - total / count) < 1e-4

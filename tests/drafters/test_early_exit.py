@@ -9,6 +9,7 @@ import torch
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.confidence import ConfidenceController
+from foretoken.core import Budget
 from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
@@ -16,7 +17,6 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.taps import decoder_layers
 from foretoken.sampling import SamplingParams
-from foretoken.types import Budget
 from models.checkpoints import new_model, prompt_of
 from toys import engine, outputs, serve, tables
 

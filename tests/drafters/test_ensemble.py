@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foretoken import registry
+from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
@@ -21,7 +22,6 @@ from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.trees.operations import from_paths, truncate
-from foretoken.types import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from toys import MarkovTable, engine, llamas, outputs, serve, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
@@ -52,7 +52,7 @@ def test_the_worked_example() -> None:
     assert (tree.kind, tree.drafters) == (Kind.POINT, (-1, 0, 0, 0, 1, 2))
 
 
-def test_drawn_nodes_keep_their_laws_and_owners() -> None:
+def test_drawn_nodes_keep_their_distributions_and_owners() -> None:
     target, draft = tables()
     one, other = ModelDrafter(draft, k=2), ModelDrafter(target, k=2)
     context = context_of(PROMPT, temperature=1.0)
@@ -61,13 +61,15 @@ def test_drawn_nodes_keep_their_laws_and_owners() -> None:
     tree = group.propose(context, Budget(2, 64))
     assert tree.kind is Kind.IID and tree.drafters == (-1, 0, 0, 1, 1, 2, 2)
     for node, owner in enumerate(tree.drafters[1:], 1):
-        law = tree.law(node)
+        distribution = tree.distribution(node)
         prefix = [*PROMPT, *(tree.tokens[n] for n in tree.path(tree.parents[node])[1:])]
         if owner == 1:
-            assert law is None
+            assert distribution is None
         else:
-            assert law is not None
-            torch.testing.assert_close(law, (draft, target)[owner // 2].law(prefix).to(law), rtol=0, atol=1e-12)
+            assert distribution is not None
+            torch.testing.assert_close(
+                distribution, (draft, target)[owner // 2].distribution(prefix).to(distribution), rtol=0, atol=1e-12
+            )
 
 
 class Greedy(Drafter):
@@ -135,7 +137,7 @@ def test_ensembles_in_an_ensemble_are_opened() -> None:
 
 
 class Watcher(Drafter):
-    """Checks that the rounds it is shown spell the text, and that every law is the target's at its place."""
+    """Checks that the rounds it is shown spell the text, and that every distribution is the target's at its place."""
 
     name = "watcher"
 
@@ -161,8 +163,10 @@ class Watcher(Drafter):
         assert scores.tree is tree and len(scores.logits) == len(tree) and tree.tokens[0] == self.text[-1]
         for node in range(len(tree)):
             prefix = [*self.text, *(tree.tokens[n] for n in tree.path(node)[1:])]
-            law = torch.softmax(scores.logits[node], -1)
-            torch.testing.assert_close(law, self.target.law(prefix).to(law), rtol=0, atol=1e-9)
+            distribution = torch.softmax(scores.logits[node], -1)
+            torch.testing.assert_close(
+                distribution, self.target.distribution(prefix).to(distribution), rtol=0, atol=1e-9
+            )
         assert [tree.parents[node] for node in verdict.path] == [0, *verdict.path][: len(verdict.path)]
         self.text += [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
         assert context.tokens[: len(self.text)] == self.text

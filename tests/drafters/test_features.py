@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foretoken.controllers.base import Controller
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters.eagle import EagleDrafter
 from foretoken.drafters.features import FeatureDrafter
 from foretoken.drafters.mtp import MtpDrafter
@@ -23,7 +24,6 @@ from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.parts import TargetParts
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng
 from toys import engine, llama, llamas, serve
 
 FAMILIES = [(EagleDrafter, EagleNet, EagleConfig), (MtpDrafter, MtpNet, MtpConfig)]
@@ -132,8 +132,8 @@ class Fixed(FeatureModel):
 
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> Any:
         rows = super().forward(feeds, taps)
-        law = torch.tensor([0.6, 0.3, 0.1] + [1e-9] * (self.vocab_size - 3)).log()
-        return [type(row)(law.expand(len(row.logits), -1), row.taps) for row in rows]
+        distribution = torch.tensor([0.6, 0.3, 0.1] + [1e-9] * (self.vocab_size - 3)).log()
+        return [type(row)(distribution.expand(len(row.logits), -1), row.taps) for row in rows]
 
 
 def test_the_tree_of_the_worked_example() -> None:
@@ -154,7 +154,7 @@ def test_the_tree_of_the_worked_example() -> None:
 
 
 def proposed(grow: str, **options: int) -> set[tuple[int, ...]]:
-    """Token paths that a head of fixed law (.6, .3, .1) drafts."""
+    """Token paths that a head of fixed distribution (.6, .3, .1) drafts."""
     target = HuggingFaceModel(llama())
     model = Fixed(network(EagleNet, EagleConfig, target), TargetParts(target), target)
     drafter = EagleDrafter(model, **options, grow=grow)  # type: ignore[arg-type]
@@ -170,8 +170,8 @@ def test_trees_that_grow_otherwise() -> None:
     assert proposed("opt_tree,threshold=0", nodes=4, depth=6, width=3) == {(0,), (0, 0), (1,), (0, 0, 0)}
     stopped = proposed("opt_tree,threshold=0.95", nodes=9, depth=6, width=3)
     assert max(map(len, stopped)) == 2  # the first level adds 1.0, the second one .93
-    dear = proposed("cost_aware,node_cost=0.25,step_cost=0", nodes=16, depth=6, width=3)
-    assert dear == {(0,), (0, 0)}  # tokens per time with 1, 2 and 3 nodes: 1.28, 1.307, 1.291
+    expensive = proposed("cost_aware,node_cost=0.25,step_cost=0", nodes=16, depth=6, width=3)
+    assert expensive == {(0,), (0, 0)}  # tokens per time with 1, 2 and 3 nodes: 1.28, 1.307, 1.291
     free = proposed("cost_aware,node_cost=0,step_cost=0", nodes=16, depth=6, width=3)
     assert len(free) == 16
 

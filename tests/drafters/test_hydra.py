@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters.hydra import HydraDrafter
 from foretoken.drafters.medusa import MedusaDrafter
 from foretoken.drafters.nets.decoder import LayerConfig
@@ -25,7 +26,6 @@ from foretoken.models.parts import TargetParts
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch, Recipe
-from foretoken.types import Budget, Context, Rng
 from toys import engine, llamas, outputs, serve
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -133,7 +133,7 @@ def worked_example() -> HydraDrafter:
 
 
 def test_the_worked_example() -> None:
-    """By value the shape is (0) .5, (1) .4, (00) .3, (10) .24, (01) .15; below root 1 stand 1 and 2.
+    """By value the shape is (0) .5, (1) .4, (00) .3, (10) .24, (01) .15; below root 1 there are 1 and 2.
 
     Head 1 goes on with 0 or 2 after 1, and with 3 after 2: other tokens below other parents.
     """

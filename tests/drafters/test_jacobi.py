@@ -10,14 +10,14 @@ import torch
 from foretoken import registry
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.engine.request import Request
 from foretoken.models.table import TableModel
 from foretoken.sampling import SamplingParams
-from foretoken.types import Budget, Context, TokenTree
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.point import PointVerifier
-from toys import FALSE_ALARM, MarkovTable, engine, joint_law, llamas, outputs, sampled_p_value, serve, tables
+from toys import FALSE_ALARM, MarkovTable, engine, joint_distribution, llamas, outputs, sampled_p_value, serve, tables
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3], [0, 0, 31, 0]]
 
@@ -50,7 +50,7 @@ def counting() -> TableModel:
 
 
 def best(target: TableModel, prefix: list[int]) -> int:
-    return int(target.law(prefix).argmax())
+    return int(target.distribution(prefix).argmax())
 
 
 @cache
@@ -69,7 +69,7 @@ def test_the_worked_example_of_the_docs() -> None:
 @pytest.mark.parametrize("init", ["repeat", "prompt"])
 def test_the_iteration_is_the_one_of_the_paper(init: str) -> None:
     """Every guess is the target's answer to the guesses before it in the round before."""
-    target = MarkovTable(TableModel.random(12, seed=6, sharpness=3.0).law, 12)
+    target = MarkovTable(TableModel.random(12, seed=6, sharpness=3.0).distribution, 12)
     m, prompt = 5, [1, 4, 2]
     text, window, fresh, wanted = list(prompt), [], 0, []
     while len(text) < 3 + 60:
@@ -126,20 +126,20 @@ def test_the_default_budget_holds_the_window() -> None:
 
 @pytest.mark.parametrize("rule", [None, PointVerifier()], ids=["auto", "point"])
 @pytest.mark.parametrize("init", ["repeat", "prompt"])
-def test_sampled_law(init: str, rule: Verifier | None) -> None:
+def test_sampled_distribution(init: str, rule: Verifier | None) -> None:
     target, _ = tables()
     modes = {
         "T=1": SamplingParams(temperature=1.0),
         "filters": SamplingParams(temperature=0.7, top_k=3, repetition_penalty=1.3),
     }
     prompt = [0, 1, 2, 3, 0]
-    laws = {mode: joint_law(target, params, prompt, 4) for mode, params in modes.items()}
+    distributions = {mode: joint_distribution(target, params, prompt, 4) for mode, params in modes.items()}
     speculative = engine(target, JacobiDrafter(m=3, init=init), rule, max_batch=8)
-    assert sampled_p_value(speculative, modes, laws, prompt, 4, 400) > FALSE_ALARM
+    assert sampled_p_value(speculative, modes, distributions, prompt, 4, 400) > FALSE_ALARM
 
 
 def test_the_end_of_the_context() -> None:
-    target = MarkovTable(TableModel.random(8, seed=1, sharpness=2.0).law, 8, context_length=20)
+    target = MarkovTable(TableModel.random(8, seed=1, sharpness=2.0).distribution, 8, context_length=20)
     request = Request([1, 2, 3], max_new_tokens=17)
     assert outputs(engine(target, JacobiDrafter(m=30)), [request]) == outputs(engine(target), [request])
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.confidence import ConfidenceController
+from foretoken.core import Budget, Context, Kind, Rng, TokenTree
 from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.kangaroo import KangarooDrafter
@@ -32,7 +33,6 @@ from foretoken.models.parts import TargetParts
 from foretoken.models.taps import decoder_layers
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes.kangaroo import KangarooRecipe
-from foretoken.types import Budget, Context, Kind, Rng, TokenTree
 from models.checkpoints import new_model, prompt_of
 from toys import engine, llamas, outputs, serve, tables
 
@@ -67,7 +67,7 @@ def net_for(target: HuggingFaceModel, layer: int = EXIT, idle: bool = False) -> 
 
 
 def drafter_for(target: HuggingFaceModel, net: KangarooNet | None = None, **options: Any) -> KangarooDrafter:
-    """With the projection in float32, so that laws can be compared."""
+    """With the projection in float32, so that distributions can be compared."""
     parts = TargetParts(target)
     adapter = FeatureModel(net_for(target) if net is None else net, parts, target, project=parts.logits)
     return KangarooDrafter(target, adapter, **options)
@@ -154,7 +154,7 @@ def test_an_adapter_that_adds_nothing_is_an_early_exit(options: dict[str, Any], 
     assert early == idle != lively
 
 
-def test_laws_of_an_idle_adapter_are_those_of_the_exit() -> None:
+def test_distributions_of_an_idle_adapter_are_those_of_the_exit() -> None:
     target = model()
     trees = []
     for drafter in (
@@ -165,7 +165,7 @@ def test_laws_of_an_idle_adapter_are_those_of_the_exit() -> None:
         trees.append(drafter.propose(context, Budget(4, 16)))
         target.release(context.sequence)
     early, idle = trees
-    assert early.tokens == idle.tokens and early.law_of == idle.law_of and early.kind == idle.kind
+    assert early.tokens == idle.tokens and early.q_rows == idle.q_rows and early.kind == idle.kind
     assert early.q is not None and idle.q is not None
     assert torch.allclose(early.q.double(), idle.q.double(), atol=1e-5)
 
@@ -179,8 +179,8 @@ def started(target: HuggingFaceModel, drafter: Any, prompt: Sequence[int], param
     return context
 
 
-def test_the_law_is_the_one_that_was_drawn_from() -> None:
-    """Every stored row is the adapter's law after the text and the path above, computed from nothing."""
+def test_the_distribution_is_the_one_that_was_drawn_from() -> None:
+    """Every stored row is the adapter's distribution after the text and the path above, computed from nothing."""
     target = model()
     net = net_for(target)
     for options, kind in (({"k": 4}, Kind.IID), ({"tree": "2x2x1"}, Kind.WITHOUT_REPLACEMENT)):
@@ -194,7 +194,9 @@ def test_the_law_is_the_one_that_was_drawn_from() -> None:
             with torch.no_grad():
                 output = net(None, exit_states(target, text)[None], torch.arange(len(text))[None])
                 logits = drafter.adapter.parts.logits(net.head_state(output[0, -1]))
-            assert torch.allclose(tree.q[tree.law_of[node]], context.maker.law(logits, text).to(tree.q), atol=1e-5)
+            assert torch.allclose(
+                tree.q[tree.q_rows[node]], context.maker.distribution(logits, text).to(tree.q), atol=1e-5
+            )
         target.release(context.sequence)
     greedy = drafter_for(target, net, k=3, draw="greedy")
     assert greedy.kind is Kind.POINT and drafter_for(target, net).kind is Kind.IID
@@ -255,17 +257,21 @@ def check_cache(adapter: FeatureModel, sequence: Any, states: Tensor) -> None:
 
 def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     target = model()
-    laws, calls = [], []
+    distributions, calls = [], []
     for chunk in (512, 3):
         monkeypatch.setattr("foretoken.drafters.kangaroo.PREFILL_CHUNK", chunk)
         drafter = drafter_for(target)
         forward = drafter.adapter.forward
         drafter.adapter.forward = lambda feeds, run=forward: calls.append(len(feeds[0].tokens)) or run(feeds)  # type: ignore
         context = started(target, drafter, PROMPTS[0], SamplingParams(temperature=1.0))
-        laws.append(drafter.propose(context, Budget(1, 1)).q)
+        distributions.append(drafter.propose(context, Budget(1, 1)).q)
         target.release(context.sequence)
     assert calls == [8, 1, 3, 3, 2, 1]
-    assert laws[0] is not None and laws[1] is not None and torch.allclose(laws[0], laws[1], atol=1e-5)
+    assert (
+        distributions[0] is not None
+        and distributions[1] is not None
+        and torch.allclose(distributions[0], distributions[1], atol=1e-5)
+    )
 
 
 def test_a_draft_that_was_broken_off_is_forgotten() -> None:
@@ -387,7 +393,7 @@ def test_in_a_router() -> None:
     requests = [Request(prompt, max_new_tokens=24, ignore_eos=True) for prompt in PROMPTS]
     plain = outputs(engine(target), requests)
     kangaroo = drafter_for(target, net_for(target, idle=True))
-    router = RouterDrafter([NgramDrafter(n=1, k=2), kangaroo, ModelDrafter(model(), k=2)], explore=3.0)
+    router = RouterDrafter([NgramDrafter(n=1, k=2), kangaroo, ModelDrafter(model(), k=2)])
     assert outputs(engine(target, router, max_batch=2), requests) == plain
     assert not kangaroo.adapter._sequences
     with pytest.raises(ValueError, match="cannot be in an ensemble"):
@@ -406,10 +412,10 @@ class Fading(FeatureModel):
         rows = super().forward(feeds, taps)
         out = []
         for feed, row in zip(feeds, rows, strict=True):
-            depth = min(feed.sequence.scratch_depths[-1], 4)  # the prompt asks for no laws
-            law = torch.full((self.vocab_size,), (1 - self.best[depth]) / (self.vocab_size - 1))
-            law[5] = self.best[depth]
-            out.append(Rows(law.log().expand(len(row.logits), -1), row.taps))
+            depth = min(feed.sequence.scratch_depths[-1], 4)  # the prompt asks for no distributions
+            distribution = torch.full((self.vocab_size,), (1 - self.best[depth]) / (self.vocab_size - 1))
+            distribution[5] = self.best[depth]
+            out.append(Rows(distribution.log().expand(len(row.logits), -1), row.taps))
         return out
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from foretoken.controllers.constant import ConstantController
+from foretoken.core import Budget, Context
 from foretoken.drafters.known import KnownDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.request import Request, Running
 from foretoken.sampling import SamplingParams
-from foretoken.types import Budget, Context
 from toys import engine, tables
 
 PROMPT = [0, 1, 0]

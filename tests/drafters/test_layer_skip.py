@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.core import Budget
 from foretoken.drafters.layer_skip import LayerSkipDrafter, Threshold
 from foretoken.drafters.model import _Growing
 from foretoken.drafters.skip_sets import SkipSet, fingerprint, load_skips, save_skips
@@ -18,9 +19,8 @@ from foretoken.loading import build_drafter
 from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
-from foretoken.types import Budget
 from models.checkpoints import new_model, prompt_of
-from toys import CAUGHT, FALSE_ALARM, engine, joint_law, llamas, outputs, sampled_p_value, serve, tables
+from toys import CAUGHT, FALSE_ALARM, engine, joint_distribution, llamas, outputs, sampled_p_value, serve, tables
 
 LAYERS = 6
 PROMPT = prompt_of(9)
@@ -202,6 +202,17 @@ def test_families_write_what_they_write_alone(name: str) -> None:
         assert outputs(engine(target, drafter, max_batch=3), requests) == plain
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
+def test_experts_that_return_their_scores_too_can_be_skipped(name: str) -> None:
+    """MLPs of gpt_oss and every second one of llama4 return a pair."""
+    target = HuggingFaceModel(new_model(name), lean=False)
+    requests = [Request(prompt_of(n, seed=n), max_new_tokens=12, ignore_eos=True) for n in (9, 1, 14)]
+    plain = outputs(engine(target), requests)
+    for mlp in ("1", "2", "1-2"):
+        drafter = LayerSkipDrafter(target, mlp=mlp, k=3)
+        assert outputs(engine(target, drafter, max_batch=3), requests) == plain
+
+
 # -- the threshold ---------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +260,7 @@ def test_the_callers_stop_still_counts() -> None:
     drafter = LayerSkipDrafter(target, k=6)
     run = started(target, drafter)
     run.context.state[drafter, "threshold"].value = 0.0
-    tree = drafter.propose(run.context, Budget(6, 64, stop=lambda law, chance: True))
+    tree = drafter.propose(run.context, Budget(6, 64, stop=lambda distribution, chance: True))
     assert tree.num_drafts == 1
     target.commit(run.sequence, ())
 
@@ -257,20 +268,20 @@ def test_the_callers_stop_still_counts() -> None:
 # -- exactness -------------------------------------------------------------------------------------------------------
 
 
-class ArgmaxWithSoftLaw(LayerSkipDrafter):
-    """The published code's mistake: the likeliest token is drafted, and said to be drawn from the soft law."""
+class ArgmaxWithSoftDistribution(LayerSkipDrafter):
+    """The published code's mistake: the likeliest token is drafted, and said to be drawn from the soft distribution."""
 
     def _candidates(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
-        law, _ = super()._candidates(tree, logits, parent, width)
-        assert law is not None
-        return law, [int(law.argmax())]
+        distribution, _ = super()._candidates(tree, logits, parent, width)
+        assert distribution is not None
+        return distribution, [int(distribution.argmax())]
 
 
-@pytest.mark.parametrize("kind", [LayerSkipDrafter, ArgmaxWithSoftLaw])
-def test_argmax_drafts_under_a_soft_law_are_caught(kind: type[LayerSkipDrafter]) -> None:
+@pytest.mark.parametrize("kind", [LayerSkipDrafter, ArgmaxWithSoftDistribution])
+def test_argmax_drafts_under_a_soft_distribution_are_caught(kind: type[LayerSkipDrafter]) -> None:
     target, _ = llamas(vocab=4)
     prompt, tokens = [0, 1, 2, 3, 0, 1], 3
-    laws = {"T=1": joint_law(target, T1, prompt, tokens)}
+    distributions = {"T=1": joint_distribution(target, T1, prompt, tokens)}
     drafter = kind(target, attention="0-1", mlp="1", k=2, adaptive=False)
-    value = sampled_p_value(engine(target, drafter, max_batch=8), {"T=1": T1}, laws, prompt, tokens, 800)
+    value = sampled_p_value(engine(target, drafter, max_batch=8), {"T=1": T1}, distributions, prompt, tokens, 800)
     assert value > FALSE_ALARM if kind is LayerSkipDrafter else value < CAUGHT

@@ -15,6 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from foretoken import registry
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
+from foretoken.core import Budget, Context, Rng, Scores, TokenTree
+from foretoken.core.noise import Noise
 from foretoken.drafters.lookahead import LookaheadDrafter, NgramPool, _Lookahead
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
@@ -22,12 +24,10 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.masks import ancestor_matrix
 from foretoken.models.table import TableModel
-from foretoken.noise import Noise
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.trees.operations import first_nodes
-from foretoken.types import Budget, Context, Rng, Scores, TokenTree
-from foretoken.verifiers.pairing import right_verifiers
-from toys import FALSE_ALARM, MarkovTable, engine, joint_law, llamas, outputs, sampled_p_value, serve, tables
+from foretoken.verifiers.compatibility import right_verifiers
+from toys import FALSE_ALARM, MarkovTable, engine, joint_distribution, llamas, outputs, sampled_p_value, serve, tables
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3], [0, 0, 31, 0]]
 
@@ -58,7 +58,7 @@ def a_context(tokens: list[int]) -> Context:
 
 
 def a_target(vocab: int = 12, **more: Any) -> MarkovTable:
-    return MarkovTable(TableModel.random(vocab, seed=6, sharpness=3.0).law, vocab, **more)
+    return MarkovTable(TableModel.random(vocab, seed=6, sharpness=3.0).distribution, vocab, **more)
 
 
 @cache
@@ -165,7 +165,8 @@ class Plain:
 
     def __init__(self, best: Callable[[list[int]], int], text: Sequence[int], w: int, n: int, g: int) -> None:
         self.best, self.text, self.w, self.n, self.g = best, list(text), w, n, g
-        self.rows = [random.Random(0).choices(list(text), k=w + n - 3)]
+        self.random, self.prompt = random.Random(0), list(text)
+        self.rows = [self.random.choices(self.prompt, k=w + n - 3)]
         self.pool: dict[int, list[tuple[int, ...]]] = {}
 
     def scored(self) -> list[int]:
@@ -200,20 +201,24 @@ class Plain:
                 if gram in grams:
                     grams.remove(gram)
                 grams.append(gram)
-                del grams[: -self.g]
+                if self.g:
+                    del grams[: -self.g]
             below = [*self.rows[1:], answers]
             for _ in range(len(accepted) if shift == "accepted" else 0):
                 below = [*below[1:], list(below[1])]
             self.rows = [below[0][1:], *below[1:]]
+            if shift == "refill":  # one more column for every accepted token, random tokens behind
+                gone = len(accepted)
+                self.rows = [row[gone:] + self.random.choices(self.prompt, k=min(gone, len(row))) for row in self.rows]
         self.text += accepted
         self.text.append(self.best(self.text))
 
 
-@pytest.mark.parametrize("shift", ["one", "accepted"])
+@pytest.mark.parametrize("shift", ["one", "accepted", "refill"])
 @pytest.mark.parametrize(("w", "n", "g"), [(3, 3, 2), (7, 5, 7), (4, 4, 1), (1, 3, 3), (2, 6, 2)])
 def test_window_pool_and_text_in_every_round(w: int, n: int, g: int, shift: str) -> None:
     target, prompt = a_target(), [1, 4, 2]
-    plain = Plain(lambda prefix: int(target.law(prefix).argmax()), prompt, w, n, g)
+    plain = Plain(lambda prefix: int(target.distribution(prefix).argmax()), prompt, w, n, g)
     drafter = LookaheadDrafter(w, n, g, shift=shift)
     serving = engine(target, drafter)
     serving.add(Request(prompt, max_new_tokens=200))
@@ -227,13 +232,37 @@ def test_window_pool_and_text_in_every_round(w: int, n: int, g: int, shift: str)
         assert context.tokens == plain.text
         assert state.rows == plain.rows
         assert {key: state.pool.of(key)[::-1] for key in plain.pool} == plain.pool
-    assert max(lengths) == n, "no n-gram stood whole, or the bonus token is missing"
+    assert max(lengths) == n, "no n-gram was accepted whole, or the bonus token is missing"
+
+
+def test_all_grams_are_kept_where_no_number_is_set() -> None:
+    target, prompt = a_target(), [1, 4, 2]
+    plain = Plain(lambda prefix: int(target.distribution(prefix).argmax()), prompt, 5, 3, 0)
+    drafter = LookaheadDrafter(5, 3, 0)
+    serving = engine(target, drafter)
+    serving.add(Request(prompt, max_new_tokens=200))
+    for _ in range(30):
+        serving.step()
+        plain.round("one")
+    state: _Lookahead = serving.running[0].context.state[drafter]
+    assert {key: state.pool.of(key)[::-1] for key in plain.pool} == plain.pool
+    assert max(map(len, plain.pool.values())) > 3
+
+
+def test_the_window_can_begin_with_any_token() -> None:
+    target = a_target()
+    drafter = build_drafter("lookahead,w=40,n=3,fill=vocabulary", target, target_source="")
+    serving = engine(target, drafter)
+    serving.add(Request([1, 1, 1], max_new_tokens=20))
+    serving.step()
+    state: _Lookahead = serving.running[0].context.state[drafter]
+    assert len(set(state.rows[0])) > 5, "the prompt has one token"
 
 
 def test_rows_of_length_two_grams() -> None:
     """N=2: one row, whose own predictions are the grams; the root's prediction among them."""
     target, prompt = a_target(), [1, 4, 2]
-    plain = Plain(lambda prefix: int(target.law(prefix).argmax()), prompt, 4, 2, 3)
+    plain = Plain(lambda prefix: int(target.distribution(prefix).argmax()), prompt, 4, 2, 3)
     drafter = LookaheadDrafter(4, 2, 3)
     serving = engine(target, drafter)
     serving.add(Request(prompt, max_new_tokens=60))
@@ -286,16 +315,16 @@ def test_budgets_that_change_and_rounds_without_a_draft(known: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"pool_from_prompt": True, "shift": "accepted"}], ids=["window", "prompt"])
-def test_sampled_law(options: dict[str, Any]) -> None:
+def test_sampled_distribution(options: dict[str, Any]) -> None:
     target, _ = tables()
     modes = {
         "T=1": SamplingParams(temperature=1.0),
         "filters": SamplingParams(temperature=0.7, top_k=3, repetition_penalty=1.3),
     }
     prompt = [0, 1, 2, 3, 0, 1]
-    laws = {mode: joint_law(target, params, prompt, 4) for mode, params in modes.items()}
+    distributions = {mode: joint_distribution(target, params, prompt, 4) for mode, params in modes.items()}
     speculative = engine(target, LookaheadDrafter(3, 3, 2, **options), max_batch=8)
-    assert sampled_p_value(speculative, modes, laws, prompt, 4, 400) > FALSE_ALARM
+    assert sampled_p_value(speculative, modes, distributions, prompt, 4, 400) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("rule", right_verifiers(LookaheadDrafter().kind, is_tree=True, greedy=False))
@@ -319,8 +348,10 @@ def test_probes_change_no_verdict(rule: str) -> None:
         verdicts = []
         maker = Sampler(params, 3, Noise(seed) if verifier.races else None)
         for each in (tree, bare):
-            laws = [target.law(prompt + [each.tokens[i] for i in each.path(node)[1:]]) for node in range(len(each))]
-            scores = Scores(torch.stack(laws).log(), each, prompt, maker)
+            distributions = [
+                target.distribution(prompt + [each.tokens[i] for i in each.path(node)[1:]]) for node in range(len(each))
+            ]
+            scores = Scores(torch.stack(distributions).log(), each, prompt, maker)
             verdicts.append(verifier.verify(each, scores, Rng(seed)))
         assert verdicts[0] == verdicts[1]
         assert all(node < len(bare) for node in verdicts[0].path)
@@ -386,9 +417,10 @@ def test_a_known_context_keeps_the_window_whatever_the_budget() -> None:
     [
         ({"n": 1}, "n >= 2"),
         ({"w": 0}, "w >= 1"),
-        ({"g": 0}, "g >= 1"),
-        ({"g": -1}, "g >= 1"),
-        ({"shift": "two"}, "'one' or 'accepted'"),
+        ({"g": -1}, "g >= 0"),
+        ({"shift": "two"}, "'one', 'accepted' or 'refill'"),
+        ({"fill": "text"}, "'prompt' or 'vocabulary'"),
+        ({"fill": "vocabulary"}, "vocab_size"),
     ],
 )
 def test_bad_options(options: dict[str, Any], word: str) -> None:

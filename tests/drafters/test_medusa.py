@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foretoken.cli.main import main
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters.medusa import MedusaDrafter
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.drafters.nets.store import load_weights, read_description, save_drafter
@@ -18,7 +19,6 @@ from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.parts import TargetParts
 from foretoken.models.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng
 from toys import llamas
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -1,4 +1,4 @@
-"""The model drafter: shapes, budgets, recorded laws, draws, its own cache."""
+"""The model drafter: shapes, budgets, recorded distributions, draws, its own cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from scipy.stats import chisquare
 
 from foretoken.controllers.confidence import ConfidenceController
+from foretoken.core import Budget, Context, Kind, Rng, TokenTree
 from foretoken.drafters.drawing import draw_each, draw_iid, draw_without_replacement
 from foretoken.drafters.model import ModelDrafter, parse_widths
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Kind, Rng, TokenTree
 from toys import engine, fixed_tables, llamas, next_logits, serve, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
@@ -137,28 +137,32 @@ def test_depths_beyond_k_are_not_drafted() -> None:
     assert len(tree) == 3
 
 
-# -- laws ------------------------------------------------------------------------------------------------------------
+# -- distributions
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"k": 4}, {"tree": "3x2x1", "draw": "iid"}, {"tree": "2x2x2"}], ids=str)
 @pytest.mark.parametrize("params", [T1, RICH], ids=["T=1", "pipeline"])
-def test_recorded_laws_are_the_laws_of_the_prefixes(options: dict[str, str], params: SamplingParams) -> None:
-    """Every node's row of q is the draft model's law after its parent's path, by the request's own pipeline."""
+def test_recorded_distributions_are_the_distributions_of_the_prefixes(
+    options: dict[str, str], params: SamplingParams
+) -> None:
+    """Every node's row of q is the draft model's distribution after its parent's path, by the request's own
+    pipeline."""
     _, draft = tables()
     for seed in range(5):
         context, tree = propose(ModelDrafter(draft, **options), params, seed=seed)  # type: ignore[arg-type]
-        assert tree.law_of[0] == -1 and len(tree.law_of) == len(tree)
+        assert tree.q_rows[0] == -1 and len(tree.q_rows) == len(tree)
         for node in range(1, len(tree)):
             prefix = [*PROMPT, *(tree.tokens[i] for i in tree.path(tree.parents[node])[1:])]
-            law = tree.law(node)
-            assert law is not None
-            torch.testing.assert_close(law, context.maker.law(next_logits(draft, prefix), prefix))
-            assert float(law[tree.tokens[node]]) > 0
+            distribution = tree.distribution(node)
+            assert distribution is not None
+            torch.testing.assert_close(distribution, context.maker.distribution(next_logits(draft, prefix), prefix))
+            assert float(distribution[tree.tokens[node]]) > 0
         for siblings in tree.children:
-            assert len({tree.law_of[node] for node in siblings}) <= 1
+            assert len({tree.q_rows[node] for node in siblings}) <= 1
 
 
-def test_networks_record_the_same_laws_in_a_batch() -> None:
+def test_networks_record_the_same_distributions_in_a_batch() -> None:
     _, draft = llamas()
     drafter = ModelDrafter(draft, tree="2x2x1")
     contexts = [
@@ -171,9 +175,11 @@ def test_networks_record_the_same_laws_in_a_batch() -> None:
         assert len(tree) == 11
         for node in range(1, len(tree)):
             prefix = [*context.tokens, *(tree.tokens[i] for i in tree.path(tree.parents[node])[1:])]
-            law = tree.law(node)
-            assert law is not None
-            torch.testing.assert_close(law, torch.softmax(next_logits(draft, prefix), -1), rtol=1e-9, atol=1e-12)
+            distribution = tree.distribution(node)
+            assert distribution is not None
+            torch.testing.assert_close(
+                distribution, torch.softmax(next_logits(draft, prefix), -1), rtol=1e-9, atol=1e-12
+            )
 
 
 def test_greedy_drafts_are_the_likeliest_tokens() -> None:
@@ -188,8 +194,8 @@ def test_greedy_drafts_are_the_likeliest_tokens() -> None:
 # -- draws -----------------------------------------------------------------------------------------------------------
 
 
-def counted(tree: str, draw: str, law: Sequence[float], count: int) -> Counter[tuple[int, ...]]:
-    _, draft = fixed_tables(law, law)
+def counted(tree: str, draw: str, distribution: Sequence[float], count: int) -> Counter[tuple[int, ...]]:
+    _, draft = fixed_tables(distribution, distribution)
     drafter = ModelDrafter(draft, tree=tree, draw=draw)
     found: Counter[tuple[int, ...]] = Counter()
     for seed in range(count):
@@ -199,9 +205,9 @@ def counted(tree: str, draw: str, law: Sequence[float], count: int) -> Counter[t
 
 def test_siblings_without_replacement_come_in_sampling_order() -> None:
     """P(a then b) = q(a) q(b) / (1 - q(a)); false alarm 1e-4."""
-    law = [0.5, 0.3, 0.15, 0.05]
-    found = counted("2", "without_replacement", law, 1500)
-    expected = {(a, b): law[a] * law[b] / (1 - law[a]) for a, b in permutations(range(4), 2)}
+    distribution = [0.5, 0.3, 0.15, 0.05]
+    found = counted("2", "without_replacement", distribution, 1500)
+    expected = {(a, b): distribution[a] * distribution[b] / (1 - distribution[a]) for a, b in permutations(range(4), 2)}
     assert set(found) <= set(expected)
     keys = sorted(expected)
     assert chisquare([found[k] for k in keys], [1500 * expected[k] for k in keys]).pvalue > 1e-4
@@ -209,10 +215,12 @@ def test_siblings_without_replacement_come_in_sampling_order() -> None:
 
 
 def test_independent_siblings_repeat() -> None:
-    law = [0.5, 0.3, 0.2]
-    found = counted("2", "iid", law, 1500)
+    distribution = [0.5, 0.3, 0.2]
+    found = counted("2", "iid", distribution, 1500)
     keys = [(a, b) for a in range(3) for b in range(3)]
-    assert chisquare([found[k] for k in keys], [1500 * law[a] * law[b] for a, b in keys]).pvalue > 1e-4
+    assert (
+        chisquare([found[k] for k in keys], [1500 * distribution[a] * distribution[b] for a, b in keys]).pvalue > 1e-4
+    )
 
 
 def test_a_small_support_gives_fewer_siblings() -> None:
@@ -224,12 +232,12 @@ def test_a_small_support_gives_fewer_siblings() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_draws_never_hit_a_token_of_probability_zero(dtype: torch.dtype) -> None:
-    law = torch.tensor([0.0, 1e-30, 0.0, 0.7, 0.0, 0.3, 0.0], dtype=dtype)
+    distribution = torch.tensor([0.0, 1e-30, 0.0, 0.7, 0.0, 0.3, 0.0], dtype=dtype)
     context = Context(0, [0], 1, None, Rng(0))
     for _ in range(300):
-        tokens = draw_without_replacement(law, 5, context)
+        tokens = draw_without_replacement(distribution, 5, context)
         assert len(set(tokens)) == len(tokens)
-        assert all(float(law[token]) > 0 for token in tokens)
+        assert all(float(distribution[token]) > 0 for token in tokens)
         assert {3, 5} <= set(tokens)
 
 
@@ -269,7 +277,7 @@ def test_drafting_ends_behind_the_first_unlikely_token() -> None:
     for seed in range(40):
         _, long = propose(full, seed=seed)
         _, short = propose(stopped, budget=Budget(6, 64, min_confidence=0.3), seed=seed)
-        chances = [float(long.law(node)[long.tokens[node]]) for node in range(1, len(long))]  # type: ignore[index]
+        chances = [float(long.distribution(node)[long.tokens[node]]) for node in range(1, len(long))]  # type: ignore[index]
         first = next((i for i, chance in enumerate(chances) if chance < 0.3), 5)
         assert short.tokens == long.tokens[: first + 2]
         lengths.add(len(short))
@@ -282,12 +290,12 @@ def test_a_branch_may_end_while_others_go_on() -> None:
     assert [len(tree.children[node]) for node in (1, 2, 3)] == [1, 0, 0]
 
 
-def test_a_richer_stop_sees_law_and_probability() -> None:
+def test_a_richer_stop_sees_distribution_and_probability() -> None:
     seen: list[tuple[int, float]] = []
 
-    def stop(law: torch.Tensor | None, probability: float) -> bool:
-        assert law is not None
-        seen.append((len(law), probability))
+    def stop(distribution: torch.Tensor | None, probability: float) -> bool:
+        assert distribution is not None
+        seen.append((len(distribution), probability))
         return len(seen) == 2
 
     _, tree = propose(ModelDrafter(tables()[1], k=5), T1, Budget(5, 64, stop=stop))
@@ -394,15 +402,15 @@ def test_widths(text: str, widths: tuple[int, ...]) -> None:
 def test_draws_made_together_are_those_made_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     for size in (2, 40, 9000):
-        laws = torch.rand(6, size, generator=generator).softmax(-1)
-        laws[0, size // 2 :] = 0.0
+        distributions = torch.rand(6, size, generator=generator).softmax(-1)
+        distributions[0, size // 2 :] = 0.0
         contexts = [Context(i, [0], 1, Sampler(T1, 1), Rng(i)) for i in range(6)]
         for _ in range(50):
             alone = [
-                draw_iid(law, 1, Context(0, [0], 1, Sampler(T1, 1), deepcopy(c.rng)))[0]
-                for law, c in zip(laws, contexts, strict=True)
+                draw_iid(distribution, 1, Context(0, [0], 1, Sampler(T1, 1), deepcopy(c.rng)))[0]
+                for distribution, c in zip(distributions, contexts, strict=True)
             ]
-            assert draw_each(laws, contexts) == alone
+            assert draw_each(distributions, contexts) == alone
 
 
 def test_a_batch_drafts_what_its_requests_draft_alone() -> None:
@@ -422,6 +430,6 @@ def test_a_batch_drafts_what_its_requests_draft_alone() -> None:
             drafter.finish(context)
         for seed, (params, budget, tree) in enumerate(zip(several, budgets, trees, strict=True)):
             _, alone = propose(drafter, params, budget, seed)
-            assert (tree.tokens, tree.parents, tree.law_of) == (alone.tokens, alone.parents, alone.law_of)
+            assert (tree.tokens, tree.parents, tree.q_rows) == (alone.tokens, alone.parents, alone.q_rows)
             assert (tree.q is None) == (alone.q is None)
             assert tree.q is None or alone.q is None or torch.allclose(tree.q, alone.q, atol=1e-6)

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from foretoken.core import Budget, Context, Kind, Rng
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.request import Request
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Kind, Rng
 from toys import engine, outputs, tables
 
 GOLDEN = [1, 2, 3, 4, 1, 2, 5, 6, 1, 2]

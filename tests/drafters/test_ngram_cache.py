@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters import ngram_counts
 from foretoken.drafters.datastore import joined
 from foretoken.drafters.ngram_cache import (
@@ -21,11 +22,11 @@ from foretoken.drafters.ngram_cache import (
 )
 from foretoken.drafters.ngram_counts import CountTable, NgramCache, key_of
 from foretoken.engine.request import Request
+from foretoken.loading import LoadingContext
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.match import MatchVerifier
-from toys import FALSE_ALARM, engine, joint_law, llamas, outputs, sampled_p_value, tables
+from toys import FALSE_ALARM, engine, joint_distribution, llamas, outputs, sampled_p_value, tables
 
 GOLDEN = [5, 6, 7, 8, 5, 6, 7, 9, 5, 6, 7, 8, 5, 6]
 
@@ -155,10 +156,7 @@ def build(path: Path | str | None, tokenizer: Any = None, **options: Any) -> Ngr
     target, _ = tables()
     return NgramCacheDrafter.build(
         path if path is None else str(path),
-        target=target,
-        target_source="",
-        tokenizer=tokenizer,
-        device=None,
+        LoadingContext(target, "", tokenizer),
         **options,
     )
 
@@ -239,13 +237,13 @@ def test_greedy_with_a_shared_cache() -> None:
     assert drafter.dynamic.new
 
 
-def test_sampled_law_with_a_shared_cache() -> None:
+def test_sampled_distribution_with_a_shared_cache() -> None:
     target, _ = tables()
     modes = {"T=1": SamplingParams(temperature=1.0)}
     prompt = [0, 1, 2, 3, 0, 1]
-    laws = {mode: joint_law(target, params, prompt, 3) for mode, params in modes.items()}
+    distributions = {mode: joint_distribution(target, params, prompt, 3) for mode, params in modes.items()}
     speculative = engine(target, NgramCacheDrafter(k=3), max_batch=4)
-    assert sampled_p_value(speculative, modes, laws, prompt, 3, 400) > FALSE_ALARM
+    assert sampled_p_value(speculative, modes, distributions, prompt, 3, 400) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("rule", [None, MatchVerifier()], ids=["auto", "match"])

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng
 
 
 def drafts(drafter: NgramDrafter, text: list[int], step: int) -> dict[int, list[int]]:

@@ -16,8 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.ensemble import EnsembleDrafter
+from foretoken.drafters.learning.divergences import divergence
+from foretoken.drafters.learning.learner import LearnConfig, Learner
+from foretoken.drafters.learning.lessons import Lesson, Mistake, stored_distribution
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.online import OnlineDrafter
@@ -27,12 +31,8 @@ from foretoken.loading import build_drafter, load_model
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
-from foretoken.training.divergences import divergence
-from foretoken.training.lessons import Lesson, Mistake, stored_law
-from foretoken.training.online import LearnConfig, Learner
-from foretoken.types import Scores, TokenTree, Verdict
 from foretoken.verifiers.block import BlockVerifier
-from foretoken.verifiers.pairing import inner_rule
+from foretoken.verifiers.compatibility import inner_rule
 from toys import MarkovTable, engine, llama, llamas, next_logits, outputs, serve, tables
 
 T1 = SamplingParams(temperature=1.0)
@@ -73,7 +73,7 @@ def collecting(drafter: OnlineDrafter) -> list[Lesson]:
     return lessons
 
 
-def law_at(model: LanguageModel, tokens: Sequence[int]) -> torch.Tensor:
+def distribution_at(model: LanguageModel, tokens: Sequence[int]) -> torch.Tensor:
     return torch.softmax(next_logits(model, tokens).float(), -1)
 
 
@@ -82,10 +82,10 @@ def law_at(model: LanguageModel, tokens: Sequence[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("options", TREES)
 @pytest.mark.parametrize("params", [SamplingParams(), T1, SamplingParams(temperature=0.7, top_k=5)])
-def test_mistakes_are_the_recovered_tokens_with_the_law_before_them(
+def test_mistakes_are_the_recovered_tokens_with_the_distribution_before_them(
     options: dict[str, Any], params: SamplingParams
 ) -> None:
-    """Bonus tokens are none, and the law is the target's own: no temperature, no filter."""
+    """Bonus tokens are none, and the distribution is the target's own: no temperature, no filter."""
     target, draft = llamas()
     drafter = OnlineDrafter(draft, target=target, every=100, top=0, **options)
     lessons = collecting(drafter)
@@ -100,22 +100,22 @@ def test_mistakes_are_the_recovered_tokens_with_the_law_before_them(
         assert [mistake.position for mistake in lesson.mistakes] == recovered
         origins |= set(run.origins)
         for mistake in lesson.mistakes:
-            law = law_at(target, lesson.tokens[: mistake.position])
-            torch.testing.assert_close(stored_law(mistake), law, atol=2e-3, rtol=0)
-            late = law_at(target, lesson.tokens[: mistake.position + 1])
-            distances.append(float((stored_law(mistake) - late).abs().sum()))
+            distribution = distribution_at(target, lesson.tokens[: mistake.position])
+            torch.testing.assert_close(stored_distribution(mistake), distribution, atol=2e-3, rtol=0)
+            late = distribution_at(target, lesson.tokens[: mistake.position + 1])
+            distances.append(float((stored_distribution(mistake) - late).abs().sum()))
     assert origins >= {"recovered", "accepted"}
-    assert statistics.median(distances) > 0.2  # one position off is another law
+    assert statistics.median(distances) > 0.2  # one position off is another distribution
 
 
 def test_only_the_most_likely_tokens_are_stored() -> None:
     target, draft = llamas()
     learner = Learner(draft, LearnConfig(top=4))
     logits = next_logits(target, [1, 2, 3])
-    mistake, law = learner.mistake(3, logits), torch.softmax(logits.float(), -1)
-    kept = law.topk(4)
+    mistake, distribution = learner.mistake(3, logits), torch.softmax(logits.float(), -1)
+    kept = distribution.topk(4)
     assert mistake.tokens.tolist() == kept.indices.tolist() and mistake.chances.dtype == torch.half
-    found = stored_law(mistake)
+    found = stored_distribution(mistake)
     assert float(found.sum()) == pytest.approx(1.0)
     torch.testing.assert_close(found[kept.indices], kept.values, atol=1e-3, rtol=0)
     others = torch.ones(32, dtype=torch.bool).index_fill(0, kept.indices, False)
@@ -124,7 +124,7 @@ def test_only_the_most_likely_tokens_are_stored() -> None:
 
 @pytest.mark.parametrize(("window", "first"), [(100, 0), (3, 4)])
 def test_the_student_is_asked_before_the_token(window: int, first: int) -> None:
-    """Its logits at t - 1 against the law for t, from the first tokens on or from a window of them."""
+    """Its logits at t - 1 against the distribution for t, from the first tokens on or from a window of them."""
     target, draft = llamas()
     learner = Learner(draft, LearnConfig(window=window, top=0))
     tokens = [5, 6, 7, 8, 5, 6, 7, 8, 1, 2, 3, 4]
@@ -134,8 +134,8 @@ def test_the_student_is_asked_before_the_token(window: int, first: int) -> None:
 
     def expected(shift: int) -> torch.Tensor:
         rows = [next_logits(draft, tokens[first : t + shift]).float() for t in places]
-        laws = [law_at(target, tokens[:t]).log() for t in places]
-        return divergence("fkl", torch.stack(laws), torch.stack(rows))
+        distributions = [distribution_at(target, tokens[:t]).log() for t in places]
+        return divergence("fkl", torch.stack(distributions), torch.stack(rows))
 
     torch.testing.assert_close(found, expected(0), atol=5e-3, rtol=0)
     assert (found - expected(1)).abs().max() > 0.1 and (found - expected(-1)).abs().max() > 0.1
@@ -157,13 +157,13 @@ def test_in_a_group_the_positions_are_its_own(group: str) -> None:
     target, draft = llamas()
     drafter = OnlineDrafter(draft, k=3, target=target, every=100, top=0)
     members = [NgramDrafter(n=2, k=3), drafter]
-    whole = RouterDrafter(members, explore=0.5) if group == "router" else EnsembleDrafter(members)
+    whole = RouterDrafter(members) if group == "router" else EnsembleDrafter(members)
     lessons = collecting(drafter)
     serve(engine(target, whole), [Request(prompt, T1, 40, seed=i) for i, prompt in enumerate(PROMPTS)])
     mistakes = [(lesson.tokens[: m.position], m) for lesson in lessons for m in lesson.mistakes]
     assert len(mistakes) > 10
     for prefix, mistake in mistakes:
-        torch.testing.assert_close(stored_law(mistake), law_at(target, prefix), atol=2e-3, rtol=0)
+        torch.testing.assert_close(stored_distribution(mistake), distribution_at(target, prefix), atol=2e-3, rtol=0)
 
 
 def test_inside_a_cascade_it_learns_from_the_model_that_it_drafts_for() -> None:
@@ -177,7 +177,7 @@ def test_inside_a_cascade_it_learns_from_the_model_that_it_drafts_for() -> None:
     mistakes = [(lesson.tokens[: m.position], m) for lesson in lessons for m in lesson.mistakes]
     assert len(mistakes) > 5 and all(len(prefix) == m.position for prefix, m in mistakes)
     for prefix, mistake in mistakes:
-        torch.testing.assert_close(stored_law(mistake), law_at(draft, prefix), atol=2e-3, rtol=0)
+        torch.testing.assert_close(stored_distribution(mistake), distribution_at(draft, prefix), atol=2e-3, rtol=0)
 
 
 # -- it learns -------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_the_learnt_weights_are_served_and_the_given_model_stays() -> None:
     assert (next_logits(served, text) - next_logits(draft, text)).abs().max() > 1e-3
 
 
-def test_the_law_of_a_draft_is_that_of_the_weights_it_was_drawn_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_distribution_of_a_draft_is_that_of_the_weights_it_was_drawn_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests run on while weights change; the recorded q is what the served model says in that very round."""
     target, draft = llamas()
     drafter = OnlineDrafter(draft, k=2, target=target, every=1, lr=1e-2, budget=1.0)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.confidence import ConfidenceController
+from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.nets.store import save_drafter
@@ -25,7 +26,6 @@ from foretoken.models.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.pass_tokens import PassTokensRecipe
-from foretoken.types import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from toys import engine, llama, llamas, outputs, serve, tables
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [3], [9, 1, 2, 3, 4, 9, 1, 2, 30, 17, 12]]
@@ -68,7 +68,7 @@ class OnAndOff(Controller):
 
 
 class Watched(PassTokensDrafter):
-    """Notes, for every round, the text up to the last token that stood and what was said below it."""
+    """Notes, for every round, the text up to the last token that were accepted and what was said below it."""
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -110,14 +110,16 @@ def test_the_trees_of_the_worked_example() -> None:
     assert tree.probes == (False,) * 3 + (True,) * 6
     assert tree.depths == (0, 1, 2, 1, 2, 2, 3, 3, 4)
     assert tree.children == ((1,), (2,), (), (), (), (), (), (), ())
-    shown(drafter, context, tree, (1,), 21)  # the first draft stands: its own group, nodes 5 and 6, says what follows
+    shown(
+        drafter, context, tree, (1,), 21
+    )  # the first draft is accepted: its own group, nodes 5 and 6, says what follows
     assert context.tokens == [4, 9, 20, 1, 21]
     assert drafter.propose(context, Budget(5, 64)).tokens[:3] == (21, 5, 6)
 
 
 @pytest.mark.parametrize(("path", "drafts"), [((), (4, 5, 6)), ((1,), (7, 8, 9)), ((1, 2), ()), ((1, 2, 3), ())])
 def test_fewer_groups(path: tuple[int, ...], drafts: tuple[int, ...]) -> None:
-    """The first two nodes have groups; where the last token that stands has none, the next round only asks."""
+    """The first two nodes have groups; where the last token that is accepted has none, the next round only asks."""
     target = llamas()[0]
     drafter, context = drafter_for(target, 3, groups=2), a_context([4, 9])
     drafter.start(context)
@@ -145,7 +147,7 @@ def test_a_stop_is_told_what_the_look_ahead_token_believes(temperature: float) -
     shown(drafter, context, drafter.propose(context, Budget(5, 64)), (), 20)
     seen: list[float] = []
 
-    def second(law: Tensor | None, chance: float) -> bool:
+    def second(distribution: Tensor | None, chance: float) -> bool:
         seen.append(chance)
         return len(seen) == 2
 
@@ -161,26 +163,26 @@ def test_a_tree_of_another_or_none_leaves_nothing_to_draft() -> None:
     assert drafter.propose(context, Budget(5, 64)).num_drafts == 0
 
 
-def test_drawn_drafts_carry_their_laws() -> None:
+def test_drawn_drafts_carry_their_distributions() -> None:
     target = llamas()[0]
     drafter = drafter_for(target, 2)
     context = a_context([4, 9], temperature=0.5, repetition_penalty=1.5)
     tree = drafter.propose(context, Budget(5, 64))
-    assert tree.kind is Kind.IID and tree.num_drafts == 0 and tree.law(1) is None
+    assert tree.kind is Kind.IID and tree.num_drafts == 0 and tree.distribution(1) is None
     shown(drafter, context, tree, (), 20)
     logits = context.state[drafter].logits
     tree = drafter.propose(context, Budget(5, 64))
     assert tree.kind is Kind.IID and tree.num_drafts == 2
-    first, second = tree.law(1), tree.law(2)
-    assert first is not None and second is not None and tree.law(3) is None
-    torch.testing.assert_close(first, context.maker.law(logits[0], context.tokens))
-    torch.testing.assert_close(second, context.maker.law(logits[1], [*context.tokens, tree.tokens[1]]))
+    first, second = tree.distribution(1), tree.distribution(2)
+    assert first is not None and second is not None and tree.distribution(3) is None
+    torch.testing.assert_close(first, context.maker.distribution(logits[0], context.tokens))
+    torch.testing.assert_close(second, context.maker.distribution(logits[1], [*context.tokens, tree.tokens[1]]))
     greedy = drafter_for(target, 2, draw="greedy")
     shown(greedy, context, greedy.propose(context, Budget(5, 64)), (), 20)
     assert greedy.kind is Kind.POINT and greedy.propose(context, Budget(5, 64)).q is None
 
 
-def test_draws_follow_the_law() -> None:
+def test_draws_follow_the_distribution() -> None:
     target = llamas()[0]
     drafter, context = drafter_for(target, 1), a_context([4, 9], temperature=1.0)
     drafter.start(context)
@@ -189,8 +191,8 @@ def test_draws_follow_the_law() -> None:
     for _ in range(4000):
         state.logits = said(7, sure=4.0)
         counts[drafter.propose(context, Budget(5, 64)).tokens[1]] += 1
-    law = torch.softmax(said(7, sure=4.0)[0], -1)
-    assert float((counts / 4000 - law).abs().max()) < 0.03
+    distribution = torch.softmax(said(7, sure=4.0)[0], -1)
+    assert float((counts / 4000 - distribution).abs().max()) < 0.03
 
 
 # -- drafting and training say the same ------------------------------------------------------------------------------
@@ -198,7 +200,8 @@ def test_draws_follow_the_law() -> None:
 
 @pytest.mark.parametrize("lean", [True, False])
 def test_drafting_says_what_training_sees(lean: bool) -> None:
-    """Every round's logits against the recipe's masked forward over the whole text, at the last token that stood."""
+    """Every round's logits against the recipe's masked forward over the whole text, at the last token that were
+    accepted."""
     target = HuggingFaceModel(llama(), lean=lean)
     recipe = PassTokensRecipe(target, TargetParts(target), {"k": "3"})
     net = recipe.net.double()
@@ -227,7 +230,7 @@ def test_the_loss_is_the_cross_entropy_at_the_right_offsets() -> None:
     target.model.requires_grad_(False)
     tokens = torch.randint(V, (2, 13), generator=torch.Generator().manual_seed(3))
     taps = parts.features(tokens[:, :-1], ("last",))
-    laws = torch.log_softmax(parts.logits(taps["last"]).double(), -1)
+    distributions = torch.log_softmax(parts.logits(taps["last"]).double(), -1)
     for labels in ("text", "target"):
         recipe = PassTokensRecipe(target, parts, {"k": "3", "labels": labels, "decay": "0.5"})
         recipe.net.double()
@@ -239,8 +242,8 @@ def test_the_loss_is_the_cross_entropy_at_the_right_offsets() -> None:
                 said_there = probes_of(target, recipe.net, tokens[row, : column + 1].tolist())
                 for i in range(1, 4):
                     log_q = torch.log_softmax(said_there[i - 1], -1)
-                    law = laws[row, column + i].exp()
-                    part = -(law * log_q).sum() if labels == "target" else -log_q[tokens[row, column + i + 1]]
+                    distribution = distributions[row, column + i].exp()
+                    part = -(distribution * log_q).sum() if labels == "target" else -log_q[tokens[row, column + i + 1]]
                     total += float(part) * 0.5 ** (i - 1) / (2 * 4) / 1.75
         assert float(found.detach()) == pytest.approx(total, abs=1e-5)
     target.model.requires_grad_(True)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.prediction import PredictionDrafter
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
+from foretoken.loading import LoadingContext
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng
 from toys import engine, llamas, outputs, serve, tables
 
 PROMPT = [900, 901]
@@ -157,12 +158,12 @@ def test_sampled_with_a_seed_is_the_same_in_a_batch() -> None:
 
 def test_bad_input() -> None:
     target, _ = tables()
-    parts: dict[str, Any] = {"target": target, "target_source": "", "tokenizer": None, "device": None}
+    context = LoadingContext(target, "")
     with pytest.raises(ValueError, match="k >= 1"):
         PredictionDrafter(k=0)
     with pytest.raises(ValueError, match="takes no path"):
-        PredictionDrafter.build("file", **parts)
-    drafter = PredictionDrafter.build(None, k=3, **parts)
+        PredictionDrafter.build("file", context)
+    drafter = PredictionDrafter.build(None, context, k=3)
     for token in (4, -1):
         running = engine(target, drafter)
         with pytest.raises(ValueError, match=f"prediction token {token} is outside the vocabulary of 4"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.quantized import QuantizedDrafter
@@ -29,9 +30,8 @@ from foretoken.models.packing import pack_linears
 from foretoken.models.quantised import Dequantised, Int4Product, Int8Product, IntegerProduct, QuantisedProduct
 from foretoken.models.second_weights import OwnWeightsModel, QuantisedWeights, Scheme
 from foretoken.sampling import SamplingParams
-from foretoken.types import Budget, Context, TokenTree
 from models.checkpoints import new_model, prompt_of
-from toys import CAUGHT, FALSE_ALARM, engine, joint_law, llamas, outputs, sampled_p_value, serve, tables
+from toys import CAUGHT, FALSE_ALARM, engine, joint_distribution, llamas, outputs, sampled_p_value, serve, tables
 
 PROMPTS = [prompt_of(9), [3], prompt_of(14, seed=1)]
 T1 = SamplingParams(temperature=1.0)
@@ -110,15 +110,15 @@ def test_both_forwards_draft_the_same() -> None:
     assert target.forward([Feed(target.open(), [5])])[0].logits.shape == (1, 97)
 
 
-def law_p_value(drafter: QuantizedDrafter, target: HuggingFaceModel) -> float:
+def distribution_p_value(drafter: QuantizedDrafter, target: HuggingFaceModel) -> float:
     modes = {"T=1": T1}
-    laws = {"T=1": joint_law(target, T1, [1, 2], 3)}
-    return sampled_p_value(engine(target, drafter), modes, laws, [1, 2], 3, 700)
+    distributions = {"T=1": joint_distribution(target, T1, [1, 2], 3)}
+    return sampled_p_value(engine(target, drafter), modes, distributions, [1, 2], 3, 700)
 
 
 def test_sampled_outputs_have_the_targets_distribution() -> None:
     target, _ = llamas(vocab=4)
-    assert law_p_value(QuantizedDrafter(target, "8", k=2), target) > FALSE_ALARM
+    assert distribution_p_value(QuantizedDrafter(target, "8", k=2), target) > FALSE_ALARM
 
 
 def test_a_planted_bias_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_planted_bias_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         return [t if t.q is None else replace(t, tokens=(t.tokens[0], *t.q.argmax(-1).tolist())) for t in trees]
 
     monkeypatch.setattr(QuantizedDrafter, "propose_batch", lying)
-    assert law_p_value(drafter, target) < CAUGHT
+    assert distribution_p_value(drafter, target) < CAUGHT
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_groups(params: SamplingParams) -> None:
     for group in (
         EnsembleDrafter([NgramDrafter(n=2, k=3), own, QuantizedDrafter(target, "4", tree="2x1")]),
         EnsembleDrafter([own, SparseKvDrafter(target, k=2, budget=24, chunk=4)]),
-        RouterDrafter([own, NgramDrafter(n=2)], explore=2.0),
+        RouterDrafter([own, NgramDrafter(n=2)]),
     ):
         assert outputs(engine(target, group), requests(params)) == plain
 

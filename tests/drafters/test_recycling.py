@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from foretoken.core import Budget, Context, Rng, Scores, TokenTree, Verdict
 from foretoken.drafters.recycling import PRIOR, Followers, RecyclingDrafter, Statistics, Template
 from foretoken.engine.request import Request
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.match import MatchVerifier
-from toys import FALSE_ALARM, engine, joint_law, llamas, outputs, sampled_p_value, tables
+from toys import FALSE_ALARM, engine, joint_distribution, llamas, outputs, sampled_p_value, tables
 
 WIDE = Budget(max_depth=6, max_nodes=80)
 
@@ -161,13 +161,13 @@ def test_greedy_with_a_shared_table_that_reshapes() -> None:
     assert drafter.template != default and sum(drafter.statistics.hits) > 0
 
 
-def test_sampled_law_with_a_shared_table() -> None:
+def test_sampled_distribution_with_a_shared_table() -> None:
     target, _ = tables()
     modes = {"T=1": SamplingParams(temperature=1.0)}
     prompt = [0, 1, 2, 3, 0, 1]
-    laws = {mode: joint_law(target, params, prompt, 3) for mode, params in modes.items()}
+    distributions = {mode: joint_distribution(target, params, prompt, 3) for mode, params in modes.items()}
     speculative = engine(target, RecyclingDrafter(nodes=5), max_batch=4)
-    assert sampled_p_value(speculative, modes, laws, prompt, 3, 400) > FALSE_ALARM
+    assert sampled_p_value(speculative, modes, distributions, prompt, 3, 400) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("rule", [None, MatchVerifier()], ids=["auto", "match"])

@@ -12,6 +12,7 @@ import torch
 from foreign import KINDS, TEXT, Writer, save_model, vocabulary
 
 import foretoken as ft
+from foretoken.core import Budget, Context, Kind, Rng
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.retokenize import RetokenizeDrafter
 from foretoken.drafters.vocabulary import Vocabulary
@@ -20,7 +21,6 @@ from foretoken.models.base import Feed, SequenceState
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Kind, Rng
 from toys import engine, llama, llamas, outputs, serve
 
 T1 = SamplingParams(temperature=1.0)
@@ -284,7 +284,7 @@ def test_a_stop_ends_the_draft_behind_the_token() -> None:
     flat = RetokenizeDrafter(TableModel(lambda prefix: [0.3, 0.4, 0.3], 3), letters, letters, k=5)
     context = started(flat, [0])
     assert list(flat.propose(context, Budget(9, 9, min_confidence=0.5)).tokens) == [0, 1]
-    assert list(flat.propose(context, Budget(9, 9, stop=lambda law, chance: False)).tokens) == [0, *[1] * 5]
+    assert list(flat.propose(context, Budget(9, 9, stop=lambda distribution, chance: False)).tokens) == [0, *[1] * 5]
 
 
 def test_a_text_longer_than_the_draft_models_context() -> None:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from test_ngram_cache import Words
 
+from foretoken.core import Budget, Context, Rng, TokenTree
 from foretoken.drafters import datastore as module
 from foretoken.drafters.datastore import DEPTH, SEPARATOR, Datastore, build_datastore, joined, suffix_order
 from foretoken.drafters.retrieval import RetrievalDrafter, most_frequent
 from foretoken.engine.request import Request
+from foretoken.loading import LoadingContext
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng, TokenTree
 from toys import engine, llamas, outputs, tables
 
 BUDGET = Budget(max_depth=10, max_nodes=64)
@@ -142,10 +143,7 @@ def build(path: Path | None, tokenizer: Any = None, vocab: int = 5, **options: A
     target, _ = tables(vocab)
     return RetrievalDrafter.build(
         None if path is None else str(path),
-        target=target,
-        target_source="",
-        tokenizer=tokenizer,
-        device=None,
+        LoadingContext(target, "", tokenizer),
         **options,
     )
 

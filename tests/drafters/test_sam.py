@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from test_ngram_cache import Words
 
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters.datastore import Datastore, build_datastore
 from foretoken.drafters.sam import AutomatonCorpus, DatastoreCorpus, SamDrafter
 from foretoken.drafters.sources import Automaton
 from foretoken.engine.request import Request
+from foretoken.loading import LoadingContext
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng
 from toys import engine, llamas, outputs, tables
 
 GOLDEN = [1, 2, 3, 4, 5, 1, 2, 3, 9, 1, 2, 3, 4, 7, 1, 2, 3]
@@ -122,15 +123,14 @@ def test_from_a_datastore_file(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a b c d e a b")
     build_datastore([tmp_path / "text.txt"], Words(), tmp_path / "store")
     target, _ = tables(5)
-    parts: dict[str, Any] = {"target": target, "target_source": "", "device": None}
-    drafter = SamDrafter.build(str(tmp_path / "store"), tokenizer=Words(), bias=0, **parts)
+    drafter = SamDrafter.build(str(tmp_path / "store"), LoadingContext(target, "", Words()), bias=0)
     assert draft(drafter, [3, 1, 2]) == [3, 4, 0, 1]
-    assert SamDrafter.build(None, tokenizer=None, **parts).corpus is None
+    assert SamDrafter.build(None, LoadingContext(target, "")).corpus is None
     with pytest.raises(ValueError, match="another tokenizer"):
-        SamDrafter.build(str(tmp_path / "store"), tokenizer=Words("x y z v w"), **parts)
+        SamDrafter.build(str(tmp_path / "store"), LoadingContext(target, "", Words("x y z v w")))
     small, _ = tables(3)
     with pytest.raises(ValueError, match="vocabulary has 3"):
-        SamDrafter.build(str(tmp_path / "store"), tokenizer=None, **{**parts, "target": small})
+        SamDrafter.build(str(tmp_path / "store"), LoadingContext(small, ""))
 
 
 def test_bad_options() -> None:

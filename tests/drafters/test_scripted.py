@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from foretoken.core import Budget, Context, Rng, TokenTree
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng, TokenTree
 
 
 def context(tokens: list[int], prompt_length: int) -> Context:

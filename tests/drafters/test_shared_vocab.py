@@ -1,4 +1,4 @@
-"""The drafter of the common tokens: its law, how it reads the target's text, what is refused."""
+"""The drafter of the common tokens: its distribution, how it reads the target's text, what is refused."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from foreign import KINDS, TEXT, Writer, save_model, tokenizer, vocabulary
 from torch import Tensor
 
 import foretoken as ft
+from foretoken.core import Budget, Context, Rng, TokenTree
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.shared_vocab import SharedVocabDrafter
 from foretoken.drafters.vocabulary import Vocabulary
@@ -19,8 +20,18 @@ from foretoken.engine.request import Request
 from foretoken.models.base import LanguageModel
 from foretoken.models.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng, TokenTree
-from toys import CAUGHT, FALSE_ALARM, engine, fixed_tables, joint_law, llamas, outputs, sampled_p_value, serve, tables
+from toys import (
+    CAUGHT,
+    FALSE_ALARM,
+    engine,
+    fixed_tables,
+    joint_distribution,
+    llamas,
+    outputs,
+    sampled_p_value,
+    serve,
+    tables,
+)
 
 T1 = SamplingParams(temperature=1.0)
 RICH = SamplingParams(0.7, 3, 0.95, 0.05, 1.3, 0.3, 0.2, {1: 0.5})
@@ -60,11 +71,11 @@ def test_equal_vocabularies_draft_as_the_model_drafter(options: dict[str, Any], 
         prompt = [3, 1, 4, 1, 5]
         mine = propose(SharedVocabDrafter(draft, same, same, **options), prompt, params, seed)
         wanted = propose(ModelDrafter(draft, **options), prompt, params, seed)
-        assert (mine.tokens, mine.parents, mine.kind, mine.law_of) == (
+        assert (mine.tokens, mine.parents, mine.kind, mine.q_rows) == (
             wanted.tokens,
             wanted.parents,
             wanted.kind,
-            wanted.law_of,
+            wanted.q_rows,
         )
         assert (mine.q is None) == (wanted.q is None)
         if mine.q is not None and wanted.q is not None:
@@ -86,12 +97,13 @@ def test_the_builtin_draft_model_drafts_as_the_model_drafter() -> None:
             assert one.stats.num_accepted_tokens_per_pos == other.stats.num_accepted_tokens_per_pos
 
 
-# -- the law ---------------------------------------------------------------------------------------------------------
+# -- the distribution
+# ---------------------------------------------------------------------------------------------------------
 
 TARGET, DRAFT = spell("a", "b", "c", "d", "e"), spell("x", "c", "yy", "a", "e")
 
 
-def test_the_law_is_the_draft_models_over_the_common_tokens() -> None:
+def test_the_distribution_is_the_draft_models_over_the_common_tokens() -> None:
     """x and yy are no target tokens: q' = (a: 3, c: 1, e: 4) / 8, in the target's ids."""
     draft = TableModel(lambda prefix: [0.1, 0.1, 0.1, 0.3, 0.4], 5)
     tree = propose(SharedVocabDrafter(draft, DRAFT, TARGET, k=2), [0, 1, 2])
@@ -107,11 +119,11 @@ def test_the_pipeline_comes_after_the_restriction_in_the_targets_ids() -> None:
     tree = propose(SharedVocabDrafter(draft, DRAFT, TARGET, k=1), [0, 1], params)
     scores = torch.tensor([0.3, 0.0, 0.1, 0.0, 0.4], dtype=torch.float64).log()
     assert tree.q is not None
-    torch.testing.assert_close(tree.q[0], Sampler(params, 2).law(scores, [0, 1]))
+    torch.testing.assert_close(tree.q[0], Sampler(params, 2).distribution(scores, [0, 1]))
 
 
 def test_the_draft_model_reads_its_own_ids_in_trees() -> None:
-    """Every node's law is the draft model's after the mapped path."""
+    """Every node's distribution is the draft model's after the mapped path."""
     draft = TableModel.random(5, seed=3, order=3)
     drafter = SharedVocabDrafter(draft, DRAFT, TARGET, tree="2x2x1")
     tree = propose(drafter, [0, 2, 4])
@@ -119,11 +131,11 @@ def test_the_draft_model_reads_its_own_ids_in_trees() -> None:
     own = {0: 3, 2: 1, 4: 4}
     for node in range(1, len(tree)):
         path = [3, 1, 4, *(own[tree.tokens[i]] for i in tree.path(tree.parents[node])[1:])]
-        law = draft.law(path)
+        distribution = draft.distribution(path)
         wanted = torch.zeros(5, dtype=torch.float64)
         for token, theirs in own.items():
-            wanted[token] = law[theirs]
-        found = tree.law(node)
+            wanted[token] = distribution[theirs]
+        found = tree.distribution(node)
         assert found is not None
         torch.testing.assert_close(found, wanted / wanted.sum())
 
@@ -143,8 +155,8 @@ def test_drafts_that_the_target_never_says(options: dict[str, Any]) -> None:
     target, draft = fixed_tables(p, [0.1, 0.1, 0.1, 0.3, 0.4])
     drafter = SharedVocabDrafter(draft, DRAFT, TARGET, **options)
     modes = {"T=1": T1}
-    laws = {"T=1": joint_law(target, T1, [1, 3], 3)}
-    assert sampled_p_value(engine(target, drafter), modes, laws, [1, 3], 3, 400) > FALSE_ALARM
+    distributions = {"T=1": joint_distribution(target, T1, [1, 3], 3)}
+    assert sampled_p_value(engine(target, drafter), modes, distributions, [1, 3], 3, 400) > FALSE_ALARM
     for seed in (None, 0):
         (run,) = serve(engine(target, drafter), [Request([1, 3], T1, 20, seed=seed)])
         assert (run.stats.num_accepted_tokens, run.stats.num_drafts) == (0, 20)
@@ -161,7 +173,7 @@ def test_a_draft_model_without_a_common_continuation() -> None:
 
 
 def test_nothing_common_is_allowed() -> None:
-    """A grammar leaves only tokens that the draft model lacks: an empty draft, and the target's law."""
+    """A grammar leaves only tokens that the draft model lacks: an empty draft, and the target's distribution."""
 
     def only(ids: Tensor, scores: Tensor) -> Tensor:
         allowed = torch.full_like(scores, -torch.inf)
@@ -189,8 +201,8 @@ class Misplaced(SharedVocabDrafter):
 
     def _finished(self, tree: Any) -> TokenTree:
         order = self._ids[0].tolist()
-        for i, law in enumerate(tree.laws):
-            tree.laws[i] = law.index_copy(0, torch.tensor(order[1:] + order[:1]), law[order])
+        for i, distribution in enumerate(tree.distributions):
+            tree.distributions[i] = distribution.index_copy(0, torch.tensor(order[1:] + order[:1]), distribution[order])
         return super()._finished(tree)
 
 
@@ -198,16 +210,16 @@ class Unrestricted(SharedVocabDrafter):
     """A planted mistake: q keeps the mass of tokens that can never be drawn (it does not add up to one)."""
 
     def _finished(self, tree: Any) -> TokenTree:
-        tree.laws = [law * 0.5 for law in tree.laws]
+        tree.distributions = [distribution * 0.5 for distribution in tree.distributions]
         return super()._finished(tree)
 
 
 @pytest.mark.parametrize("mistake", [Misplaced, Unrestricted])
 def test_planted_mistakes_are_caught(mistake: type[SharedVocabDrafter]) -> None:
     target, draft = tables(vocab=5)
-    laws = {"T=1": joint_law(target, T1, [0, 2], 3)}
+    distributions = {"T=1": joint_distribution(target, T1, [0, 2], 3)}
     values = [
-        sampled_p_value(engine(target, cls(draft, DRAFT, TARGET, k=2)), {"T=1": T1}, laws, [0, 2], 3, 1500)
+        sampled_p_value(engine(target, cls(draft, DRAFT, TARGET, k=2)), {"T=1": T1}, distributions, [0, 2], 3, 1500)
         for cls in (SharedVocabDrafter, mistake)
     ]
     assert values[0] > FALSE_ALARM

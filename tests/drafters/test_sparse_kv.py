@@ -26,7 +26,7 @@ PROMPT = [(7 * i + i * i // 3) % 31 for i in range(70)]
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_within_the_budget_every_draft_is_accepted(temperature: float) -> None:
-    """Draft law and target law are then the same."""
+    """Draft distribution and target distribution are then the same."""
     target = HuggingFaceModel(llama())
     (run,) = serve(
         engine(target, SparseKvDrafter(target, k=4)), [Request(PROMPT, SamplingParams(temperature), 40, seed=3)]

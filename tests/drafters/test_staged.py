@@ -1,4 +1,4 @@
-"""The staged drafter: a spine, its siblings, and how the budget is shared out (its law: tests/verifiers)."""
+"""The staged drafter: a spine, its siblings, and how the budget is shared out (its distribution: tests/verifiers)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from foretoken.core import Budget, Context, Kind, Rng, TokenTree
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.ngram import NgramDrafter
@@ -16,8 +17,7 @@ from foretoken.drafters.staged import StagedDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Kind, Rng, TokenTree
-from foretoken.verifiers.pairing import inner_rule
+from foretoken.verifiers.compatibility import inner_rule
 from toys import next_logits, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
@@ -39,7 +39,7 @@ def staged(draft: LanguageModel | None = None, inner: Drafter | None = None, **o
 def test_a_spine_with_leaves() -> None:
     tree = propose(staged(k=3, width=3))
     assert tree.parents == (-1, 0, 1, 2, 0, 0, 1, 1, 2, 2)
-    assert tree.law_of == (-1, 0, 1, 2, 0, 0, 1, 1, 2, 2)
+    assert tree.q_rows == (-1, 0, 1, 2, 0, 0, 1, 1, 2, 2)
     assert tree.kind is Kind.WITHOUT_REPLACEMENT
     for children in tree.children:
         assert len({tree.tokens[child] for child in children}) == len(children)
@@ -105,14 +105,14 @@ def test_greedy_siblings_beside_a_token_that_penalties_chose() -> None:
 
 
 def test_siblings_are_drawn_without_replacement() -> None:
-    law = [0.5, 0.3, 0.2]
-    draft = TableModel(lambda prefix: law, 3)
+    distribution = [0.5, 0.3, 0.2]
+    draft = TableModel(lambda prefix: distribution, 3)
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(3000):
         pair = tuple(propose(staged(draft, ScriptedDrafter(), k=1, width=2), seed=seed).tokens[1:])
         counts[pair] = counts.get(pair, 0) + 1
     pairs = [(a, b) for a in range(3) for b in range(3) if a != b]
-    expected = [3000 * law[a] * law[b] / (1 - law[a]) for a, b in pairs]
+    expected = [3000 * distribution[a] * distribution[b] / (1 - distribution[a]) for a, b in pairs]
     assert set(counts) == set(pairs)
     assert chisquare([counts[pair] for pair in pairs], expected).pvalue > 1e-4
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from foretoken.core import Budget, Context, Rng
 from foretoken.drafters.sources import Automaton
 from foretoken.drafters.suffix import MatchLimits, SuffixDrafter, speculate
 from foretoken.engine.request import Request
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Rng
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.match import MatchVerifier
-from toys import FALSE_ALARM, engine, joint_law, llamas, outputs, sampled_p_value, tables
+from toys import FALSE_ALARM, engine, joint_distribution, llamas, outputs, sampled_p_value, tables
 
 GOLDEN = [1, 2, 3, 4, 5, 1, 2, 3, 9, 1, 2, 3, 4, 7, 1, 2, 3]
 
@@ -224,13 +224,13 @@ def test_exact_with_shared_outputs(tree: bool) -> None:
     assert outputs(speculative, requests) == outputs(engine(target), requests)
 
 
-def test_sampled_law_with_shared_outputs() -> None:
+def test_sampled_distribution_with_shared_outputs() -> None:
     target, _ = tables()
     modes = {"T=1": SamplingParams(temperature=1.0)}
     prompt = [0, 1, 2, 3, 0, 1]
-    laws = {mode: joint_law(target, params, prompt, 3) for mode, params in modes.items()}
+    distributions = {mode: joint_distribution(target, params, prompt, 3) for mode, params in modes.items()}
     speculative = engine(target, SuffixDrafter(k=4, tree=True, factor=3.0), max_batch=4)
-    assert sampled_p_value(speculative, modes, laws, prompt, 3, 400) > FALSE_ALARM
+    assert sampled_p_value(speculative, modes, distributions, prompt, 3, 400) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("rule", [None, MatchVerifier()], ids=["auto", "match"])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from foretoken.core import Budget, Kind, TokenTree
 from foretoken.drafters import skip_search
 from foretoken.drafters.skip_search import PATIENCE, SkipSearch, posterior
 from foretoken.drafters.skip_sets import SkipSet
@@ -16,11 +17,10 @@ from foretoken.loading import build_drafter
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
-from foretoken.types import Budget, Kind, TokenTree
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.point import PointVerifier
 from models.checkpoints import new_model, prompt_of
-from toys import FALSE_ALARM, engine, joint_law, llamas, outputs, sampled_p_value, serve, tables
+from toys import FALSE_ALARM, engine, joint_distribution, llamas, outputs, sampled_p_value, serve, tables
 
 LAYERS = 6
 PROMPT = prompt_of(9)
@@ -236,13 +236,13 @@ def test_a_seed_fixes_the_output_whatever_was_written_before() -> None:
 
 
 @pytest.mark.parametrize("rule", [None, PointVerifier()], ids=["auto", "point"])
-def test_the_law_with_a_shared_search(rule: Verifier | None) -> None:
+def test_the_distribution_with_a_shared_search(rule: Verifier | None) -> None:
     target, _ = llamas(vocab=4)
     prompt, tokens = [0, 1, 2, 3, 0, 1], 4
-    laws = {"T=1": joint_law(target, T1, prompt, tokens)}
+    distributions = {"T=1": joint_distribution(target, T1, prompt, tokens)}
     drafter = SwiftDrafter(target, k=3, threshold=0.3, keep=0, window=2)
     speculative = engine(target, drafter, rule, max_batch=4)
-    assert sampled_p_value(speculative, {"T=1": T1}, laws, prompt, tokens, 500) > FALSE_ALARM
+    assert sampled_p_value(speculative, {"T=1": T1}, distributions, prompt, tokens, 500) > FALSE_ALARM
     assert drafter._shared.measured > 20
 
 

@@ -406,6 +406,53 @@ def test_an_idle_engine_and_a_busy_one_show_that_they_live() -> None:
     during(toy(context_length=100_000), scenario)
 
 
+def test_a_hung_engine_shows_within_a_second_and_recovers() -> None:
+    """Whoever watches needs no answer of the engine's thread to see that it hangs."""
+
+    async def scenario(engine: AsyncLlm) -> None:
+        pieces = engine.stream(PROMPT, max_new_tokens=90_000)
+        await anext(pieces)
+        async with Gate(engine):
+            await asyncio.sleep(0.6)
+            status = engine.status
+            assert status.heartbeat_age_s > 0.5 and status.dead is None and status.running == 1
+            waiting = engine.submit(Request(PROMPT, max_new_tokens=2))
+            assert engine.status.waiting == 1
+        await until(lambda: engine.status.heartbeat_age_s < 0.5)
+        await pieces.aclose()
+        assert len((await waiting.next())[1].token_ids) >= 1
+
+    during(toy(context_length=100_000), scenario)
+
+
+def test_other_threads_may_look_while_texts_are_kept_and_a_controller_learns() -> None:
+    """What a status page reads is a number or a copy: it never meets a table that is being changed."""
+    target, draft = llamas()
+    llm = assemble(target, ModelDrafter(draft, k=2), "auto", "auto", None)
+    stop, failures, looks = threading.Event(), [], []
+
+    async def scenario(engine: AsyncLlm) -> None:
+        def look() -> None:
+            while not stop.is_set():
+                try:
+                    looks.append((engine.status, llm.memory()))
+                except Exception as error:
+                    failures.append(error)
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        try:
+            asked = [engine.generate([i % 7, i] * (8 + i), max_new_tokens=6) for i in range(24)]
+            await asyncio.gather(*asked)
+        finally:
+            stop.set()
+            watcher.join()
+        assert not failures and looks
+        assert llm.memory()["prefix_bytes"] == sum(one.nbytes for one in llm.engine.texts.prefixes._kept.values()) > 0
+
+    during(llm, scenario, max_running=4, prefix_bytes=2**16)
+
+
 # -- between two rounds ----------------------------------------------------------------------------------------------
 
 

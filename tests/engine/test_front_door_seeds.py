@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from foretoken.controllers.constant import ConstantController
+from foretoken.core.noise import SEEDS
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.llm import Llm, assemble
-from foretoken.noise import SEEDS
 from toys import tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
+from foretoken.core import Budget, Context
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
@@ -21,7 +22,6 @@ from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
-from foretoken.types import Budget, Context
 from toys import engine, llama, llamas
 
 POISON = 31
@@ -102,13 +102,13 @@ Plant = Callable[[Engine, Counter, pytest.MonkeyPatch], None]
 
 
 def plant_verify(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
-    together = loop.verify_together
+    together = loop.verify_batch
 
     def verify(verifiers: Any, scores: Any, rngs: Any) -> Any:
         counter.see(any(one.prefix[0] == POISON for one in scores))
         return together(verifiers, scores, rngs)
 
-    patch.setattr(loop, "verify_together", verify)
+    patch.setattr(loop, "verify_batch", verify)
 
 
 def plant_stopper(serving: Engine, counter: Counter, patch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,6 @@ PLANTS: dict[str, Plant] = {
     "open": plant_open,
     "take over": on("texts", "take_over", lambda run, others: is_poisoned(run.context), 0),
     "finish": on("drafter", "finish", of_context, 0),
-    "keep": on("texts", "keep", of_run, 0),
     "explain": on("controller", "explain", of_context, 0),
     "controller finish": on("controller", "finish", of_context, 0),
 }
@@ -258,7 +257,7 @@ def test_a_poisoned_request_ends_alone(
 
 @each_drafter
 def test_a_poisoned_sampling_processor_ends_its_request_alone(make: Callable[[HuggingFaceModel], Drafter]) -> None:
-    """In the draft's laws as in the target's: a request's processor runs wherever tokens are drawn."""
+    """In the draft's distributions as in the target's: a request's processor runs wherever tokens are drawn."""
 
     def processor(ids: Tensor, scores: Tensor) -> Tensor:
         if ids.shape[-1] > 1 + 1 + 5 * PLACE + 4:
@@ -375,6 +374,37 @@ def test_memory_that_is_full_while_a_cache_grows_leaves_the_others_right(
     check_free(busy)
 
 
+def test_kept_texts_make_room_when_memory_is_full() -> None:
+    """Even the only request that runs is tried again when what finished ones have left is gone."""
+    busy = serving(model_drafter)
+    busy.add(Request([3, 4] * 20, max_new_tokens=8))
+    clean = {first: run.output for first, run in finished(busy).items()}
+    assert len(busy.texts.prefixes) == 1
+    run = busy.target.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if busy.texts.prefixes.nbytes:
+            raise torch.OutOfMemoryError("planted")
+        return run(*args, **kwargs)
+
+    busy.target.forward = forward  # type: ignore[method-assign]
+    busy.add(Request([3, 4] * 20, max_new_tokens=8))
+    assert {first: one.output for first, one in finished(busy).items()} == clean
+    check_free(busy)
+
+
+def test_a_text_that_cannot_be_kept_has_its_answer(caplog: pytest.LogCaptureFixture) -> None:
+    clean, busy = clean_outputs(ngram_drafter), serving(ngram_drafter)
+    in_method(busy.texts, "keep", Counter(0, MemoryError), of_run)
+    for request in requests():
+        busy.add(request)
+    done = finished(busy)
+    assert {first: run.output for first, run in done.items()} == clean
+    assert {run.finish_reason for run in done.values()} == {"length"}
+    assert "was not kept" in caplog.text
+    check_free(busy)
+
+
 def test_pytorchs_own_report_of_full_memory_is_known() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
@@ -402,7 +432,7 @@ def test_a_cancelled_request_that_cannot_be_freed_is_logged_and_forgotten(caplog
 def test_a_deadline_that_cannot_be_kept_in_peace_is_an_error() -> None:
     busy = serving(ngram_drafter)
     busy.add(Request([POISON, 1, 2], max_new_tokens=5, deadline_s=1e-9))
-    in_method(busy.texts, "keep", Counter(0), of_run)
+    in_method(busy.controller, "finish", Counter(0), of_context)
     (run,) = finished(busy).values()
     assert run.finish_reason == "deadline" and run.output == []
     busy.add(Request([POISON, 1, 2], max_new_tokens=50, deadline_s=3600.0))

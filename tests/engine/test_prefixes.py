@@ -11,13 +11,16 @@ import torch
 
 from foretoken import load
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.medusa import MedusaDrafter
 from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.prefixes import SHORTEST, Kept, Prefixes, common
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel, Snapshot
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.parts import TargetParts
 from foretoken.models.stateful import StatefulModel
 from foretoken.sampling import SamplingParams
 from toys import engine, llama, llamas, serve
@@ -33,7 +36,6 @@ def models() -> tuple[HuggingFaceModel, HuggingFaceModel]:
 
 def one(busy: Engine, request: Request) -> Running:
     (run,) = serve(busy, [request])
-    assert run.error is None, run.error
     return run
 
 
@@ -94,6 +96,21 @@ def test_llm_keeps_texts_by_default_and_says_what_it_read() -> None:
     cold = off.generate(text + "    for name in", max_new_tokens=4)
     assert cold.stats.num_prompt_tokens_computed == cold.stats.num_prompt_tokens
     assert cold.token_ids == again.token_ids and off.memory()["prefix_bytes"] == 0
+
+
+@pytest.mark.parametrize("length", [1, 2, 20])
+def test_a_drafter_over_hidden_states_takes_any_prompt(length: int) -> None:
+    """Of a prompt of one token nothing is read before the first round."""
+    target, _ = models()
+    parts = TargetParts(target)
+    net = MedusaHeads(MedusaConfig(parts.hidden_size, parts.vocab_size, 3))
+    busy = engine(target, MedusaDrafter(net, parts, 6), prefix_bytes=ROOM)
+    request = Request(LONG[:length], max_new_tokens=30)
+    first, again = one(busy, request), one(busy, request)
+    (wanted,) = serve(engine(models()[0]), [request])
+    assert first.output == again.output == wanted.output
+    following = one(busy, Request([*LONG[:length], *first.output, 3], max_new_tokens=5))
+    assert following.stats.num_prompt_tokens_computed <= 3
 
 
 # -- who finds what --------------------------------------------------------------------------------------------------
@@ -180,8 +197,10 @@ def test_a_text_that_was_damaged_by_an_error_is_not_kept() -> None:
         raise RuntimeError("planted")
 
     busy = keeping()
-    (run,) = serve(busy, [Request(LONG, SamplingParams(processors=(processor,)), 4)])
-    assert run.finish_reason == "error" and len(busy.texts.prefixes) == 0
+    busy.add(Request(LONG, SamplingParams(processors=(processor,)), 4))
+    ((run, emission),) = busy.step()
+    assert emission.finish_reason == run.finish_reason == "error" and isinstance(emission.error, RuntimeError)
+    assert not busy.busy and len(busy.texts.prefixes) == 0
 
 
 def test_hybrid_targets_read_everything_and_write_the_same() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from foretoken import registry
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
+from foretoken.core import Budget, Context, Kind, NonFiniteLogitsError, Scores, StepRecord, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
@@ -21,8 +22,7 @@ from foretoken.engine.request import Request
 from foretoken.models.base import Capabilities, CapabilityError, Feed
 from foretoken.models.table import TableModel
 from foretoken.sampling import SamplingParams
-from foretoken.types import Budget, Context, Kind, NonFiniteLogitsError, Scores, StepRecord, TokenTree, Verdict
-from foretoken.verifiers.pairing import right_verifiers
+from foretoken.verifiers.compatibility import right_verifiers
 from toys import engine, llamas, outputs, serve, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]

@@ -17,6 +17,7 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.request import Request, Running
 from foretoken.engine.trace import RoundTrace
 from foretoken.models.table import TableModel
+from foretoken.registry import make
 from foretoken.sampling import Sampler, SamplingParams
 from toys import engine, outputs, serve, tables
 
@@ -100,7 +101,7 @@ def test_probabilities_are_those_of_the_target(name: str, params: SamplingParams
             if found is None:
                 continue
             above = [*text, *path(trace, trace.parents[node])]
-            wanted = sampler.law(target.law(above).log(), above)
+            wanted = sampler.distribution(target.distribution(above).log(), above)
             assert found == pytest.approx(float(wanted[trace.tokens[node]]), abs=1e-9)
         text += written(trace)
 
@@ -111,7 +112,7 @@ def test_draft_probabilities_are_those_that_were_drawn_from() -> None:
     for trace in run.rounds:
         for node in range(1, len(trace.tokens)):
             found = trace.q[node]
-            wanted = float(draft.law([*text, *path(trace, trace.parents[node])])[trace.tokens[node]])
+            wanted = float(draft.distribution([*text, *path(trace, trace.parents[node])])[trace.tokens[node]])
             assert found == pytest.approx(wanted, abs=1e-9)
             seen += 1
         text += written(trace)
@@ -179,3 +180,46 @@ def test_every_emission_brings_its_round() -> None:
         assert written(trace)[: len(emission.token_ids)] == emission.token_ids
         told.append(trace)
     assert told == run.rounds
+
+
+RULES = ["rejection", "block", "multi_round", "without_replacement", "kseq", "traversal", "point"]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "batch"])
+def test_the_tests_of_a_rule_are_those_that_decided(rule: str, alone: bool) -> None:
+    """None is missing, and those of rejection sampling compare p and q of their nodes."""
+    target, draft = tables()
+    drafter = NgramDrafter(n=2, k=3) if rule == "point" else ModelDrafter(draft, k=3)
+    if rule in ("multi_round", "kseq", "traversal"):
+        drafter = ModelDrafter(draft, tree="2x2x1", draw="iid")
+    if rule == "without_replacement":
+        drafter = ModelDrafter(draft, tree="2x2x1")
+    busy = engine(target, drafter, make("verifier", rule))
+    requests = [Request(PROMPT, T1, 25, explain=True) for _ in range(1 if alone else 3)]
+    rounds = [trace for run in serve(busy, requests) for trace in run.rounds if len(trace.tokens) > 1]
+    assert {trace.verifier for trace in rounds} == {rule}
+    assert all(trace.tests for trace in rounds)
+    assert {test["u"] < test["chance"] for trace in rounds for test in trace.tests} == {True, False}
+    if rule == "rejection":
+        for trace in rounds:
+            assert [test["u"] < test["chance"] for test in trace.tests].count(True) == len(trace.accepted)
+            for test, node in zip(trace.tests, range(1, len(trace.tokens)), strict=False):
+                p, q = trace.p[node], trace.q[node]
+                assert p is not None and q is not None and test["chance"] == pytest.approx(min(1.0, p / q))
+
+
+def test_a_trace_changes_nothing_and_names_what_the_target_thought_of_the_next_token() -> None:
+    seen = []
+    for explain in (True, False):
+        target, draft = tables()
+        busy = engine(target, ModelDrafter(draft, k=3), make("verifier", "rejection"))
+        (run,) = serve(busy, [Request(PROMPT, T1, 25, seed=4, explain=explain)])
+        seen.append(run.output)
+        assert all(trace.next_p is not None and 0 < trace.next_p <= 1 for trace in run.rounds)
+    assert seen[0] == seen[1]
+
+
+def test_greedy_rounds_have_no_tests() -> None:
+    run, *_ = explained("chain", SamplingParams(), None)
+    assert all(trace.tests == [] and trace.verifier == "greedy" for trace in run.rounds)

@@ -38,13 +38,13 @@ def ids_of(text: str) -> list[int]:
 
 
 class Writer(MarkovTable):
-    """Writes a given output, whatever the prompt: the law is one-hot at the next token, then ``<eos>``."""
+    """Writes a given output, whatever the prompt: the distribution is one-hot at the next token, then ``<eos>``."""
 
     def __init__(self, output: Sequence[int], prompt_length: int) -> None:
         super().__init__(lambda prefix: [], len(tokenizer()), eos_token_ids={eos()})
         self.output, self.prompt_length = list(output), prompt_length
 
-    def law(self, prefix: Sequence[int]):  # type: ignore[no-untyped-def]
+    def distribution(self, prefix: Sequence[int]):  # type: ignore[no-untyped-def]
         """[V] one-hot."""
         import torch
 

@@ -2,8 +2,8 @@
 
 ``CASES`` maps a registry name to its cases.  A case is a label and a function ``(target, draft) -> drafter``; both are
 :class:`~foretoken.models.base.LanguageModel` objects, ``draft`` one that differs a little from ``target``.  A drafter
-that needs a network (hidden states, layers) says ``network=True``: its law is then tested on a tiny llama instead of
-tables.
+that needs a network (hidden states, layers) says ``network=True``: its distribution is then tested on a tiny llama
+instead of tables.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from foretoken.models.second_weights import OwnWeightsModel, Scheme
 from foretoken.models.stacked import StackedModel, StackedModules
 from foretoken.training.recipes import RECIPES
 from foretoken.trees.operations import first_nodes, from_paths
-from foretoken.verifiers.pairing import inner_rule
+from foretoken.verifiers.compatibility import inner_rule
 
 
 def predicting(drafter: KnownDrafter) -> KnownDrafter:
@@ -252,6 +252,12 @@ CASES: dict[str, list[Case]] = {
     "lookahead": [
         Case("window", lambda target, draft: LookaheadDrafter(w=3, n=3, g=2)),
         Case("prompt", lambda target, draft: LookaheadDrafter(w=4, n=4, g=3, pool_from_prompt=True, shift="accepted")),
+        Case(
+            "refill",
+            lambda target, draft: LookaheadDrafter(
+                w=4, n=3, g=0, shift="refill", fill="vocabulary", vocab_size=target.vocab_size
+            ),
+        ),
     ],
     "ngram_cache": [Case("context", lambda target, draft: NgramCacheDrafter(k=3, share=False))],
     "suffix": [
@@ -348,7 +354,6 @@ CASES: dict[str, list[Case]] = {
                     EnsembleDrafter([ModelDrafter(draft, k=2), RecyclingDrafter(nodes=4, share=False)]),
                     LookaheadDrafter(w=3, n=3, g=2),
                 ],
-                explore=1.0,
             ),
         ),
     ],

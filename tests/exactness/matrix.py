@@ -10,12 +10,12 @@ from cases import CASES, Case
 from torch import Tensor
 
 from foretoken import registry
+from foretoken.core import Kind
 from foretoken.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
 from foretoken.sampling import SamplingParams
-from foretoken.types import Kind
 from foretoken.verifiers.base import Verifier
-from foretoken.verifiers.pairing import verifiers_for
+from foretoken.verifiers.compatibility import verifiers_for
 from toys import llamas, tables
 
 AUTO = "auto"

@@ -8,6 +8,7 @@ import pytest
 from matrix import SAMPLED_MODES
 
 from foretoken import registry
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
@@ -15,14 +16,13 @@ from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.request import Request
 from foretoken.sampling import SamplingParams
 from foretoken.trees.operations import from_paths
-from foretoken.types import Budget, Context, TokenTree
 from foretoken.verifiers.base import Verifier
 from toys import (
     FALSE_ALARM,
     MarkovTable,
     engine,
     fixed_tables,
-    joint_law,
+    joint_distribution,
     outputs,
     sampled_p_value,
     serve,
@@ -43,7 +43,7 @@ each_seed = pytest.mark.parametrize("seed", [None, 1], ids=["drawn", "coupled"])
 each_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 
 
-def law_holds(
+def distribution_holds(
     target: MarkovTable,
     drafter: Drafter,
     verifier: Verifier | None = None,
@@ -51,12 +51,13 @@ def law_holds(
     tokens: int = 4,
     modes: dict[str, SamplingParams] = T1,
 ) -> bool:
-    laws = {mode: joint_law(target, params, prompt, tokens) for mode, params in modes.items()}
+    distributions = {mode: joint_distribution(target, params, prompt, tokens) for mode, params in modes.items()}
     speculative = engine(target, drafter, verifier, max_batch=4)
-    return sampled_p_value(speculative, modes, laws, prompt, tokens, SAMPLES // len(modes)) > FALSE_ALARM
+    return sampled_p_value(speculative, modes, distributions, prompt, tokens, SAMPLES // len(modes)) > FALSE_ALARM
 
 
-# -- laws ------------------------------------------------------------------------------------------------------------
+# -- distributions
+# ------------------------------------------------------------------------------------------------------------
 
 
 @each_drafter
@@ -71,16 +72,16 @@ def law_holds(
     ],
     ids=["disjoint", "one-hot-q", "duplicate-siblings", "one-hot-p", "only-token-0"],
 )
-def test_extreme_laws(drafter: str, p: list[float], q: list[float]) -> None:
+def test_extreme_distributions(drafter: str, p: list[float], q: list[float]) -> None:
     target, draft = fixed_tables(p, q)
-    assert law_holds(target, DRAFTERS[drafter](draft), tokens=3)
+    assert distribution_holds(target, DRAFTERS[drafter](draft), tokens=3)
 
 
 @pytest.mark.parametrize("verifier", ["multi_round", "kseq", "traversal", "match"])
 def test_duplicate_siblings_under_every_rule(verifier: str) -> None:
     target, draft = fixed_tables([0.4, 0.3, 0.2, 0.1], [0.85, 0.05, 0.05, 0.05])
     rule = registry.make("verifier", verifier)
-    assert law_holds(target, ModelDrafter(draft, tree="3x2", draw="iid"), rule, tokens=3)
+    assert distribution_holds(target, ModelDrafter(draft, tree="3x2", draw="iid"), rule, tokens=3)
 
 
 @each_seed
@@ -107,14 +108,16 @@ def test_the_target_accepts_its_own_draws(drafter: str, seed: int | None) -> Non
 @each_drafter
 def test_a_prompt_of_one_token(drafter: str) -> None:
     target, draft = tables(seed=5)
-    assert law_holds(target, DRAFTERS[drafter](draft), prompt=[0], tokens=3, modes=SAMPLED_MODES)
+    assert distribution_holds(target, DRAFTERS[drafter](draft), prompt=[0], tokens=3, modes=SAMPLED_MODES)
 
 
 @pytest.mark.parametrize("eos", [{3}, {1, 2}], ids=["one-eos", "two-eos"])
 @each_drafter
 def test_eos_inside_a_draft(drafter: str, eos: set[int]) -> None:
     target, draft = tables(eos_token_ids=eos)
-    assert law_holds(target, DRAFTERS[drafter](draft), modes={name: SAMPLED_MODES[name] for name in ("T=1", "filters")})
+    assert distribution_holds(
+        target, DRAFTERS[drafter](draft), modes={name: SAMPLED_MODES[name] for name in ("T=1", "filters")}
+    )
 
 
 @each_drafter
@@ -123,7 +126,7 @@ def test_one_new_token(drafter: str) -> None:
     speculative = engine(target, DRAFTERS[drafter](draft))
     (run,) = serve(speculative, [Request(PROMPT, T1["T=1"], 1, seed=0)])
     assert (run.stats.num_drafts, run.stats.num_draft_tokens, run.finish_reason) == (1, 0, "length")
-    assert law_holds(target, DRAFTERS[drafter](draft), tokens=1)
+    assert distribution_holds(target, DRAFTERS[drafter](draft), tokens=1)
 
 
 # -- greedy ----------------------------------------------------------------------------------------------------------

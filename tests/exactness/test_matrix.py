@@ -1,7 +1,7 @@
 """The exactness matrix: every drafter of the registry x every lossless verifier x sampling modes x batch sizes.
 
 Greedy output is compared token by token with plain decoding through the same loop and with ``transformers.generate``;
-sampled output with the exact law, by chi-square; sampled output of networks with itself in other batches.
+sampled output with the exact distribution, by chi-square; sampled output of networks with itself in other batches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import LogitsProcessorList
 
 from foretoken import registry
 from foretoken.engine.request import Request
-from toys import FALSE_ALARM, Law, engine, joint_law, llama, llamas, outputs, sampled_p_value
+from toys import FALSE_ALARM, Distribution, engine, joint_distribution, llama, llamas, outputs, sampled_p_value
 
 NEW_TOKENS = 44
 PROMPTS = [
@@ -27,8 +27,8 @@ PROMPTS = [
     [0, 0, 31, 0],  # token 0
     [9, 1, 2, 3, 4, 9, 1, 2, 30, 17, 12, 9, 1],
 ]
-LAW_PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-LAW_TOKENS = 4
+TEST_PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+TABLE_TOKENS = 4
 AUTO_SAMPLES, PAIR_SAMPLES = 320, 40  # per sampling mode
 
 GREEDY_PAIRS, SAMPLED_PAIRS = pairs(greedy=True), pairs(greedy=False)
@@ -118,37 +118,43 @@ def test_greedy_in_other_precisions_and_alone(pair: Pair, dtype: torch.dtype, ba
     assert outputs(speculative, greedy_requests()[::5]) == plain_greedy(dtype)[::5]
 
 
-# -- sampled: the law ------------------------------------------------------------------------------------------------
+# -- sampled: the distribution
+# ------------------------------------------------------------------------------------------------
 
 
 @cache
-def exact_laws(network: bool) -> dict[str, Law]:
+def exact_distributions(network: bool) -> dict[str, Distribution]:
     case = next(case for _, case in rows() if case.network == network)
     target, _ = toy_models(case)
-    return {mode: joint_law(target, params, LAW_PROMPT, LAW_TOKENS) for mode, params in SAMPLED_MODES.items()}
+    return {
+        mode: joint_distribution(target, params, TEST_PROMPT, TABLE_TOKENS) for mode, params in SAMPLED_MODES.items()
+    }
 
 
 @each(SAMPLED_PAIRS)
-def test_sampled_law(pair: Pair) -> None:
+def test_sampled_distribution(pair: Pair) -> None:
     target, draft = toy_models(pair.case)
     speculative = engine(target, pair.case.build(target, draft), pair.make_verifier(), max_batch=4)
     count = AUTO_SAMPLES if pair.auto else PAIR_SAMPLES
-    laws = exact_laws(pair.case.network)
-    assert sampled_p_value(speculative, SAMPLED_MODES, laws, LAW_PROMPT, LAW_TOKENS, count) > FALSE_ALARM
+    distributions = exact_distributions(pair.case.network)
+    assert sampled_p_value(speculative, SAMPLED_MODES, distributions, TEST_PROMPT, TABLE_TOKENS, count) > FALSE_ALARM
 
 
-def test_plain_sampled_law() -> None:
+def test_plain_sampled_distribution() -> None:
     target, _ = toy_models(CASES["ngram"][0])
-    value = sampled_p_value(engine(target), SAMPLED_MODES, exact_laws(False), LAW_PROMPT, LAW_TOKENS, AUTO_SAMPLES)
+    value = sampled_p_value(
+        engine(target), SAMPLED_MODES, exact_distributions(False), TEST_PROMPT, TABLE_TOKENS, AUTO_SAMPLES
+    )
     assert value > FALSE_ALARM
 
 
 @each([pair for pair in SAMPLED_PAIRS if pair.seeded])
 def test_the_first_samples_are_the_same_alone(pair: Pair) -> None:
-    """What the law test draws four at a time is what comes out one at a time, so the law is tested for both."""
+    """What the distribution test draws four at a time is what comes out one at a time, so the distribution is tested
+    for both."""
     target, draft = toy_models(pair.case)
     requests = [
-        Request(LAW_PROMPT, params, LAW_TOKENS, seed=seed) for seed in range(2) for params in SAMPLED_MODES.values()
+        Request(TEST_PROMPT, params, TABLE_TOKENS, seed=seed) for seed in range(2) for params in SAMPLED_MODES.values()
     ]
     together, alone = (
         outputs(engine(target, pair.case.build(target, draft), pair.make_verifier(), max_batch=size), requests)

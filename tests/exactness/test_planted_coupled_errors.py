@@ -12,6 +12,8 @@ import torch
 from matrix import SAMPLED_MODES
 from torch import Tensor
 
+from foretoken.core import Scores, TokenTree, Verdict
+from foretoken.core.noise import Noise
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter, _Growing
 from foretoken.drafters.ngram import NgramDrafter
@@ -19,18 +21,16 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import Feed, LanguageModel, Rows
 from foretoken.models.table import TableModel
-from foretoken.noise import Noise
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, residual, verdict_at, walk_down
 from foretoken.verifiers.coupled import CoupledVerifier
 from toys import (
     CAUGHT,
     FALSE_ALARM,
-    Law,
+    Distribution,
     MarkovTable,
     engine,
-    joint_law,
+    joint_distribution,
     llamas,
     outputs,
     p_value,
@@ -75,7 +75,7 @@ def rate(runs: Sequence[Running]) -> float:
 
 def pair_chance(speculative: Engine, target: LanguageModel, params: SamplingParams = T1, texts: int = TEXTS) -> float:
     """How likely a right engine is to miss the joint distribution of the first two output tokens that much."""
-    exact: Law = joint_law(target, params, PROMPTS[0], TOKENS)
+    exact: Distribution = joint_distribution(target, params, PROMPTS[0], TOKENS)
     found = outputs(speculative, [Request(PROMPTS[0], params, TOKENS, seed=seed) for seed in range(texts)])
     return p_value({"": found}, {"": exact}, TOKENS)
 
@@ -275,7 +275,7 @@ def test_noise_of_11_bits_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uniforms of float16 give 2048 runners the same time as another: with 4096 equal tokens low ids win too often."""
     exponentials = Noise.exponentials
     flat = TableModel(lambda _: [1.0] * MANY, MANY)
-    blocks: Law = {(block,): 1 / 16 for block in range(16)}
+    blocks: Distribution = {(block,): 1 / 16 for block in range(16)}
     asked = [Request([0], T1, 1, seed=seed) for seed in range(600)]
 
     def chance() -> float:
@@ -336,7 +336,7 @@ class Residual(CoupledVerifier):
                 path.append(matching[0])
                 continue
             if tree.children[node]:
-                q = self.draft.law(scores.node_prefix(node))  # type: ignore[attr-defined]
+                q = self.draft.distribution(scores.node_prefix(node))  # type: ignore[attr-defined]
                 rest = residual(scores.p(node), q)
                 noise = scores.maker.noise
                 assert noise is not None

@@ -1,4 +1,5 @@
-"""Planted errors in rules, drafters, models and randomness: the law test of the matrix must catch every one."""
+"""Planted errors in rules, drafters, models and randomness: the distribution test of the matrix must catch every
+one."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from torch import Tensor
 from foretoken import registry
 from foretoken.controllers.base import Controller
 from foretoken.controllers.confidence import ConfidenceController
+from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.models.base import SequenceState
-from foretoken.types import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, draw, drawn_chance, leftover, residual, scaled
 from foretoken.verifiers.block import pass_chance
-from toys import CAUGHT, FALSE_ALARM, MarkovTable, engine, joint_law, next_logits, sampled_p_value, tables
+from toys import CAUGHT, FALSE_ALARM, MarkovTable, engine, joint_distribution, next_logits, sampled_p_value, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]
 TOKENS = 4
@@ -37,12 +38,12 @@ def chance_of(
     target: MarkovTable | None = None,
     mode: str = "T=1",
 ) -> float:
-    """The p-value of the law test with these parts."""
+    """The p-value of the distribution test with these parts."""
     target = target or models()[0]
     params = {mode: SAMPLED_MODES[mode]}
-    laws = {mode: joint_law(target, params[mode], PROMPT, TOKENS)}
+    distributions = {mode: joint_distribution(target, params[mode], PROMPT, TOKENS)}
     speculative = engine(target, drafter, verifier, controller, max_batch=4)
-    return sampled_p_value(speculative, params, laws, PROMPT, TOKENS, SAMPLES)
+    return sampled_p_value(speculative, params, distributions, PROMPT, TOKENS, SAMPLES)
 
 
 # -- rules -----------------------------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ class ChainRule(Verifier):
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         for node in range(1, len(tree)):
-            p, q, x = scores.p(node - 1), tree.law(node), tree.tokens[node]
+            p, q, x = scores.p(node - 1), tree.distribution(node), tree.tokens[node]
             assert q is not None
             if not self.accepts(p, q, x, coins):
                 return Verdict(tuple(range(1, node)), coins.draw(self.rest(p, q)), False)
@@ -98,10 +99,10 @@ class FirstFailureBlock(ChainRule):
             before, keep = keep, scaled(keep, float(p[x]), drawn_chance(tree, node))
             chance = keep
             if node < last:
-                rest = leftover(scores.p(node), tree.law(node + 1), tree.tokens[node + 1], keep)
+                rest = leftover(scores.p(node), tree.distribution(node + 1), tree.tokens[node + 1], keep)
                 chance = pass_chance(float(rest.sum()), keep)
             if not coins.accept(chance):
-                rest = leftover(p, tree.law(node), x, before)
+                rest = leftover(p, tree.distribution(node), x, before)
                 return Verdict(tuple(range(1, node)), coins.draw(rest if float(rest.sum()) > 0 else p), False)
         return Verdict(tuple(range(1, last + 1)), coins.draw(scores.p(last)), True)
 
@@ -134,84 +135,84 @@ class PlainDrafter(Drafter):
     def draws_trees(self) -> bool:
         return self.width > 1
 
-    def choose(self, law: Tensor, rng: Rng) -> int:
-        return draw(law, rng.uniform())
+    def choose(self, distribution: Tensor, rng: Rng) -> int:
+        return draw(distribution, rng.uniform())
 
-    def order(self, law: Tensor, siblings: list[int]) -> list[int]:
+    def order(self, distribution: Tensor, siblings: list[int]) -> list[int]:
         return siblings
 
-    def ends(self, law: Tensor, token: int, budget: Budget) -> tuple[bool, bool]:
+    def ends(self, distribution: Tensor, token: int, budget: Budget) -> tuple[bool, bool]:
         """Whether the token stays in the draft, and whether the draft goes on."""
-        return True, not budget.stops_after(law, float(law[token]))
+        return True, not budget.stops_after(distribution, float(distribution[token]))
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         return self.siblings(context) if self.width > 1 else self.chain(context, budget)
 
-    def law(self, context: Context, drafts: Sequence[int]) -> Tensor:
+    def distribution(self, context: Context, drafts: Sequence[int]) -> Tensor:
         prefix = [*context.tokens, *drafts]
-        law: Tensor = context.maker.law(next_logits(self.model, prefix), prefix)
-        return law
+        distribution: Tensor = context.maker.distribution(next_logits(self.model, prefix), prefix)
+        return distribution
 
     def chain(self, context: Context, budget: Budget) -> TokenTree:
         drafts: list[int] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         goes_on = True
         while goes_on and len(drafts) < min(self.max_depth, budget.max_depth):
-            law = self.law(context, drafts)
-            token = self.choose(law, context.rng)
-            stays, goes_on = self.ends(law, token, budget)
+            distribution = self.distribution(context, drafts)
+            token = self.choose(distribution, context.rng)
+            stays, goes_on = self.ends(distribution, token, budget)
             if stays:
                 drafts.append(token)
-                laws.append(law)
-        return TokenTree.chain(context.root, drafts, torch.stack(laws) if laws else None)
+                distributions.append(distribution)
+        return TokenTree.chain(context.root, drafts, torch.stack(distributions) if distributions else None)
 
     def siblings(self, context: Context) -> TokenTree:
-        law = self.law(context, ())
-        rest, tokens = law.clone(), []
+        distribution = self.distribution(context, ())
+        rest, tokens = distribution.clone(), []
         for _ in range(self.width):
             tokens.append(self.choose(rest, context.rng))
             rest[tokens[-1]] = 0.0
-        tokens = self.order(law, tokens)
+        tokens = self.order(distribution, tokens)
         none, all_ = [-1], [0] * self.width
-        return TokenTree((context.root, *tokens), (*none, *all_), self.kind, law[None], (*none, *all_))
+        return TokenTree((context.root, *tokens), (*none, *all_), self.kind, distribution[None], (*none, *all_))
 
 
-class ArgmaxWithSoftLaw(PlainDrafter):
-    def choose(self, law: Tensor, rng: Rng) -> int:
-        return int(law.argmax())
+class ArgmaxWithSoftDistribution(PlainDrafter):
+    def choose(self, distribution: Tensor, rng: Rng) -> int:
+        return int(distribution.argmax())
 
 
-class FilteredDrawUnfilteredLaw(PlainDrafter):
-    def choose(self, law: Tensor, rng: Rng) -> int:
-        return draw(law.where(law >= law.topk(2).values[-1], 0.0), rng.uniform())
+class FilteredDrawUnfilteredDistribution(PlainDrafter):
+    def choose(self, distribution: Tensor, rng: Rng) -> int:
+        return draw(distribution.where(distribution >= distribution.topk(2).values[-1], 0.0), rng.uniform())
 
 
 class SharperDraw(PlainDrafter):
     """Draws at another temperature than it says."""
 
-    def choose(self, law: Tensor, rng: Rng) -> int:
-        return draw(law**2, rng.uniform())
+    def choose(self, distribution: Tensor, rng: Rng) -> int:
+        return draw(distribution**2, rng.uniform())
 
 
 class DropsUnlikely(PlainDrafter):
     """A confidence stop that takes the unlikely token out of the draft."""
 
-    def ends(self, law: Tensor, token: int, budget: Budget) -> tuple[bool, bool]:
-        stays = float(law[token]) >= 0.3
+    def ends(self, distribution: Tensor, token: int, budget: Budget) -> tuple[bool, bool]:
+        stays = float(distribution[token]) >= 0.3
         return stays, stays
 
 
 class DropsAtStop(PlainDrafter):
     """The same by the controller's threshold."""
 
-    def ends(self, law: Tensor, token: int, budget: Budget) -> tuple[bool, bool]:
-        stays = not budget.stops_after(law, float(law[token]))
+    def ends(self, distribution: Tensor, token: int, budget: Budget) -> tuple[bool, bool]:
+        stays = not budget.stops_after(distribution, float(distribution[token]))
         return stays, stays
 
 
 class SortedSiblings(PlainDrafter):
-    def order(self, law: Tensor, siblings: list[int]) -> list[int]:
-        return sorted(siblings, key=lambda token: -float(law[token]))
+    def order(self, distribution: Tensor, siblings: list[int]) -> list[int]:
+        return sorted(siblings, key=lambda token: -float(distribution[token]))
 
 
 def without_replacement() -> Verifier:
@@ -229,7 +230,9 @@ def test_plain_siblings_pass(verifier: Verifier | None) -> None:
     assert chance_of(PlainDrafter(models()[1], width=2), verifier) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("drafter", [ArgmaxWithSoftLaw, FilteredDrawUnfilteredLaw, SharperDraw, DropsUnlikely])
+@pytest.mark.parametrize(
+    "drafter", [ArgmaxWithSoftDistribution, FilteredDrawUnfilteredDistribution, SharperDraw, DropsUnlikely]
+)
 def test_wrong_drafters_are_caught(drafter: type[PlainDrafter]) -> None:
     assert chance_of(drafter(models()[1])) < CAUGHT
 
@@ -264,13 +267,16 @@ class UnwoundTree(MarkovTable):
 def test_wrong_models_are_caught(wrong: type[MarkovTable], tree: str) -> None:
     right, draft = models()
     target = wrong(right.table, right.vocab_size)
-    params, laws = {"T=1": SAMPLED_MODES["T=1"]}, {"T=1": joint_law(right, SAMPLED_MODES["T=1"], PROMPT, TOKENS)}
+    params, distributions = (
+        {"T=1": SAMPLED_MODES["T=1"]},
+        {"T=1": joint_distribution(right, SAMPLED_MODES["T=1"], PROMPT, TOKENS)},
+    )
     speculative = engine(target, ModelDrafter(draft, k=3, tree=tree))
-    assert sampled_p_value(speculative, params, laws, PROMPT, TOKENS, SAMPLES) < CAUGHT
+    assert sampled_p_value(speculative, params, distributions, PROMPT, TOKENS, SAMPLES) < CAUGHT
 
 
 @pytest.mark.parametrize("mode", ["penalties", "processor"])
-def test_laws_of_the_committed_prefix_only_are_caught(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributions_of_the_committed_prefix_only_are_caught(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = ModelDrafter(tables(closeness=0.7, seed=3)[1], k=3)  # deep nodes are reached often
     assert chance_of(drafter, mode=mode) > FALSE_ALARM
     monkeypatch.setattr(Scores, "node_prefix", lambda self, node: self.prefix)

@@ -23,6 +23,7 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.router import RouterDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
+from foretoken.loading import build_controller
 from foretoken.models.base import LanguageModel
 from foretoken.sampling import SamplingParams
 from toys import engine, llamas, outputs, serve
@@ -96,7 +97,7 @@ def controllers() -> list[str]:
 def test_every_controller_leaves_the_text_of_the_seed(controller: str, drafter: str) -> None:
     """However much is drafted, and whatever clock or bandit decides it."""
     target, draft = llamas()
-    made: Controller = registry.make("controller", controller)
+    made: Controller = build_controller(controller)
     speculative = engine(target, drafters(target, draft)[drafter], None, made, max_batch=4)
     assert outputs(speculative, requests()) == plain()
 

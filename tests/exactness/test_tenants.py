@@ -32,7 +32,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel
 from foretoken.sampling import SamplingParams
-from foretoken.verifiers.pairing import inner_rule
+from foretoken.verifiers.compatibility import inner_rule
 from toys import engine, llamas, serve
 
 ROOM = 2**24

@@ -1,7 +1,7 @@
 """The rows of ``early_exit`` in the exactness matrix on a target that was trained for it by a low-rank update.
 
 The other trained drafters have weights of their own, and stand beside the matrix's target; this training makes another
-target, so that its plain output and its laws are others too.
+target, so that its plain output and its distributions are others too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import GREEDY_MODES, SAMPLED_MODES, Pair, pairs
-from test_matrix import LAW_PROMPT, LAW_TOKENS, NEW_TOKENS, PAIR_SAMPLES, PROMPTS, each, greedy_requests
+from test_matrix import NEW_TOKENS, PAIR_SAMPLES, PROMPTS, TABLE_TOKENS, TEST_PROMPT, each, greedy_requests
 
 from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.engine.request import Request
@@ -23,7 +23,7 @@ from foretoken.models.low_rank import add_low_rank, merge_low_rank
 from foretoken.models.parts import TargetParts
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.early_exit import EarlyExitRecipe
-from toys import FALSE_ALARM, Law, engine, joint_law, llama, outputs, sampled_p_value, serve
+from toys import FALSE_ALARM, Distribution, engine, joint_distribution, llama, outputs, sampled_p_value, serve
 
 STEPS, TEXTS, LENGTH = 40, 4, 40
 SETTINGS = {"layer": "1", "exits": "layer", "labels": "target", "dropout": "0", "rank": "2"}
@@ -74,8 +74,10 @@ def plain(dtype: torch.dtype) -> list[list[int]]:
 
 
 @cache
-def laws() -> dict[str, Law]:
-    return {mode: joint_law(target(4), params, LAW_PROMPT, LAW_TOKENS) for mode, params in SAMPLED_MODES.items()}
+def distributions() -> dict[str, Distribution]:
+    return {
+        mode: joint_distribution(target(4), params, TEST_PROMPT, TABLE_TOKENS) for mode, params in SAMPLED_MODES.items()
+    }
 
 
 def test_training_made_another_target_whose_exits_guess_better() -> None:
@@ -119,19 +121,24 @@ def test_greedy_under_every_verifier(pair: Pair) -> None:
 
 
 @each(rows(greedy=False))
-def test_sampled_law(pair: Pair) -> None:
+def test_sampled_distribution(pair: Pair) -> None:
     model = target(4)
     speculative = engine(model, pair.case.build(model, model), pair.make_verifier(), max_batch=4)
-    assert sampled_p_value(speculative, SAMPLED_MODES, laws(), LAW_PROMPT, LAW_TOKENS, PAIR_SAMPLES) > FALSE_ALARM
+    assert (
+        sampled_p_value(speculative, SAMPLED_MODES, distributions(), TEST_PROMPT, TABLE_TOKENS, PAIR_SAMPLES)
+        > FALSE_ALARM
+    )
 
 
-def test_the_law_is_not_that_of_the_base() -> None:
-    """The negative control: the untrained target's laws do not describe the samples."""
+def test_the_distribution_is_not_that_of_the_base() -> None:
+    """The negative control: the untrained target's distributions do not describe the samples."""
     model = target(4)
     base = HuggingFaceModel(llama(4))
-    other = {mode: joint_law(base, params, LAW_PROMPT, LAW_TOKENS) for mode, params in SAMPLED_MODES.items()}
+    other = {
+        mode: joint_distribution(base, params, TEST_PROMPT, TABLE_TOKENS) for mode, params in SAMPLED_MODES.items()
+    }
     speculative = engine(model, EarlyExitDrafter(model, 1, k=3), max_batch=4)
-    assert sampled_p_value(speculative, SAMPLED_MODES, other, LAW_PROMPT, LAW_TOKENS, 4 * PAIR_SAMPLES) < FALSE_ALARM
+    assert sampled_p_value(speculative, SAMPLED_MODES, other, TEST_PROMPT, TABLE_TOKENS, 4 * PAIR_SAMPLES) < FALSE_ALARM
 
 
 @each(AUTO_ROWS)

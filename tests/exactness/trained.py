@@ -36,7 +36,7 @@ def _train(method: str, target: LanguageModel) -> Recipe:
 
 
 def trained(method: str, target: LanguageModel) -> Drafter:
-    """A drafter over weights that were trained on the target's laws behind random texts.
+    """A drafter over weights that were trained on the target's distributions behind random texts.
 
     Toy targets are made anew for every test, always with the same weights: what was trained for one fits all of them.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPTJForCausalLM
 from transformers.utils import logging as hf_logging
 
 from foretoken.loading import load_model
@@ -97,6 +97,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+if getattr(GPTJForCausalLM, "_supports_attention_backend", False):  # not before Transformers 5.24
+    ARCHITECTURES["gptj"] = (
+        "gptj",
+        {"n_embd": 48, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": CONTEXT},
+    )
 
 
 FLOAT32_ONLY = ("deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss")

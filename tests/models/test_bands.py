@@ -273,9 +273,6 @@ def test_memory_follows_a_crowd_that_comes_and_goes() -> None:
 # -- networks over hidden states -------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    reason="FeatureModel.forward tells sequences apart by their rows, of which every band has a first", strict=True
-)
 def test_networks_over_hidden_states_run_over_several_bands() -> None:
     target = HuggingFaceModel(llama(dtype=torch.float32, context=CONTEXT))
     parts = TargetParts(target)

@@ -10,12 +10,12 @@ from checkpoints import new_model, prompt_of
 from torch import Tensor
 
 import foretoken as ft
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.models.base import Feed
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.layouts import usable_layouts
 from foretoken.trees.operations import from_paths
-from foretoken.types import Budget, Context, TokenTree
 
 pytestmark = pytest.mark.skipif(
     len(usable_layouts(torch.bfloat16)) == 1,
@@ -88,7 +88,7 @@ def test_a_path_in_a_tree_has_the_bits_of_plain_decoding(network: object, lean: 
 
 
 def test_the_comparison_sees_a_single_bit(network: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the plain sums of the public forward do depend on where a token stands."""
+    """The control: the plain sums of the public forward do depend on where a token is accepted."""
     model = HuggingFaceModel(network, exact="bitwise", lean=False)
     monkeypatch.setattr(model, "_attention", "sdpa")
     assert differing_rows(model, 10) > 0

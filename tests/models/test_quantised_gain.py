@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foretoken.drafters.quantized import PAYS, QuantizedDrafter
-from foretoken.loading import default_drafter
+from foretoken.loading import LoadingContext, default_drafter
 from foretoken.models import quantised_gain, wrap
 from foretoken.models.quantised import available
 from foretoken.models.quantised_gain import ACCEPTANCE, expected_gain
@@ -89,6 +89,6 @@ def test_auto_has_it_where_it_promises_enough(
     target: Any, monkeypatch: pytest.MonkeyPatch, gain: float, default: str
 ) -> None:
     monkeypatch.setattr("foretoken.drafters.quantized.expected_gain", lambda target, scheme: gain)
-    assert QuantizedDrafter.free_for(target, "somewhere") is (gain >= PAYS)
+    assert QuantizedDrafter.free_for(LoadingContext(target, "somewhere")) is (gain >= PAYS)
     assert default_drafter(target, "somewhere") == default
     assert default_drafter(target, target.model) == "ngram"  # handed in

@@ -13,6 +13,7 @@ from checkpoints import VOCAB, new_model, plain_logits, prompt_of, save
 
 import foretoken as ft
 from foretoken.controllers.constant import ConstantController
+from foretoken.core import TokenTree
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.loop import Engine
@@ -21,14 +22,16 @@ from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.capabilities import detect
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.sequential import SequentialModel
-from foretoken.types import TokenTree
+
+HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+"""A quarter of heads of 12 would be an odd number."""
 
 # model_type: (config values, the layer type that the error names)
 ROLLED_BACK: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": ({"n_layer": 2, "n_head": 4}, "ALiBi"),
     "mpt": ({"d_model": 48, "n_layers": 2, "n_heads": 4, "expansion_ratio": 2, "max_seq_len": 128}, "ALiBi"),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "conv"),
-    "gptj": ({"n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 128}, "attention layers"),
+    "stablelm": ({"num_hidden_layers": 2, "rope_parameters": HALF_TURNED}, "attention layers"),
     "llama4": ({"attn_temperature_tuning": True, "floor_scale": 8}, "Llama4TextAttention"),
 }
 RECURRENT: dict[str, tuple[dict[str, Any], str]] = {

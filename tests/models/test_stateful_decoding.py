@@ -11,8 +11,6 @@ from checkpoints import VOCAB, new_model, prompt_of
 from hybrids import HYBRIDS, hybrid, unclamped, whole_float64
 
 import foretoken as ft
-from foretoken.bench.parity import run_parity
-from foretoken.bench.parity_report import Settings
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
@@ -20,6 +18,8 @@ from foretoken.loading.drafters import default_drafter
 from foretoken.models import wrap
 from foretoken.models.base import CapabilityError
 from foretoken.models.stateful import StatefulModel
+from foretoken.parity.report import Settings
+from foretoken.parity.run import run_parity
 
 ABLE = [name for name in HYBRIDS if name not in ("mamba", "falcon_mamba", "jamba", "lfm2")]
 PROMPTS = [prompt_of(13), prompt_of(1, seed=1), [5, 6, 7, 8] * 3]

@@ -11,7 +11,7 @@ from foretoken.models.table import TableModel
 
 
 def counting(prefix: tuple[int, ...]) -> list[float]:
-    """A law that depends on the whole prefix (unnormalised)."""
+    """A distribution that depends on the whole prefix (unnormalised)."""
     return [1.0 + len(prefix), 2.0 + sum(prefix), 1.0]
 
 
@@ -24,7 +24,7 @@ def test_logits_are_the_tables_logs_on_every_nodes_own_prefix() -> None:
     for prefix, row in zip(([1, 2, 2], [1, 2, 2, 0], [1, 2, 0], [1, 2, 2, 0, 1]), rows.logits, strict=True):
         weights = torch.tensor(counting(tuple(prefix)), dtype=torch.float64)
         assert torch.equal(row, (weights / weights.sum()).log())
-        assert torch.equal(model.law(prefix), weights / weights.sum())
+        assert torch.equal(model.distribution(prefix), weights / weights.sum())
 
 
 def test_it_keeps_the_protocol() -> None:
@@ -33,28 +33,30 @@ def test_it_keeps_the_protocol() -> None:
     sequence = model.open()
     model.forward([Feed(sequence, [1, 2, 3], [-1, 0, 0])])
     (grown,) = model.forward([Feed(sequence, [4, 4], [1, 2], wanted=1)])
-    assert torch.equal(grown.logits[0], model.law([1, 3, 4]).log())
+    assert torch.equal(grown.logits[0], model.distribution([1, 3, 4]).log())
     model.commit(sequence, [0, 2, 4])
     assert (sequence.tokens, sequence.scratch_tokens) == ([1, 3, 4], [])
     (chain,) = model.forward([Feed(sequence, [0, 1])])
-    assert torch.equal(chain.logits[1], model.law([1, 3, 4, 0, 1]).log())
+    assert torch.equal(chain.logits[1], model.distribution([1, 3, 4, 0, 1]).log())
     model.commit(sequence, ())
     assert sequence.tokens == [1, 3, 4]
     (none,) = model.forward([Feed(sequence, [0], wanted=0)])
     assert none.logits.shape == (0, 5)
 
 
-def test_a_random_table_is_a_fixed_law_of_its_order() -> None:
+def test_a_random_table_is_a_fixed_distribution_of_its_order() -> None:
     one, same, other = (TableModel.random(6, seed=seed, order=2) for seed in (1, 1, 2))
-    assert torch.equal(one.law([3, 4, 5]), same.law([3, 4, 5]))
-    assert torch.equal(one.law([3, 4, 5]), one.law([0, 4, 5]))
-    assert not torch.equal(one.law([3, 4, 5]), one.law([3, 5, 5]))
-    assert not torch.equal(one.law([3, 4, 5]), other.law([3, 4, 5]))
-    assert not torch.equal(one.law([0]), one.law([0, 0]))
-    assert float(one.law([]).sum()) == pytest.approx(1.0, abs=1e-12)
+    assert torch.equal(one.distribution([3, 4, 5]), same.distribution([3, 4, 5]))
+    assert torch.equal(one.distribution([3, 4, 5]), one.distribution([0, 4, 5]))
+    assert not torch.equal(one.distribution([3, 4, 5]), one.distribution([3, 5, 5]))
+    assert not torch.equal(one.distribution([3, 4, 5]), other.distribution([3, 4, 5]))
+    assert not torch.equal(one.distribution([0]), one.distribution([0, 0]))
+    assert float(one.distribution([]).sum()) == pytest.approx(1.0, abs=1e-12)
     flat, sharp = TableModel.random(6, sharpness=0.1), TableModel.random(6, sharpness=10.0)
-    assert float(flat.law([1]).max()) < float(sharp.law([1]).max())
-    assert torch.equal(TableModel.random(6, order=0).law([1, 2]), TableModel.random(6, order=0).law([]))
+    assert float(flat.distribution([1]).max()) < float(sharp.distribution([1]).max())
+    assert torch.equal(
+        TableModel.random(6, order=0).distribution([1, 2]), TableModel.random(6, order=0).distribution([])
+    )
 
 
 def test_it_generates() -> None:

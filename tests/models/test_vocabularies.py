@@ -12,14 +12,14 @@ from scipy.stats import chi2_contingency
 
 import foretoken as ft
 from foretoken.controllers.constant import ConstantController
+from foretoken.core import TokenTree
+from foretoken.core.noise import unseeded_from
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading import check_vocabularies
 from foretoken.models.table import TableModel
-from foretoken.noise import unseeded_from
 from foretoken.sampling import SamplingParams
-from foretoken.types import TokenTree
 
 NARROW, WIDE = 100, 112
 
@@ -57,8 +57,9 @@ def test_checkpoints_of_other_widths_draft(target_width: int, draft_width: int, 
 
 @pytest.mark.parametrize(("target_width", "draft_width"), [(4, 6), (6, 4)])
 @pytest.mark.parametrize("draw", ["iid", "without_replacement"])
-def test_the_law_is_the_targets(target_width: int, draft_width: int, draw: str) -> None:
-    """Three sampled tokens, 1500 times: the same law as plain decoding (false alarm below 1e-4, the seed is fixed)."""
+def test_the_distribution_is_the_targets(target_width: int, draft_width: int, draw: str) -> None:
+    """Three sampled tokens, 1500 times: the same distribution as plain decoding (false alarm below 1e-4, the seed is
+    fixed)."""
     target, draft = TableModel.random(target_width, seed=1), TableModel.random(draft_width, seed=2, sharpness=0.5)
     drafter = ModelDrafter(draft, tree="2x2", draw=draw, target=target)
     counts = [Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()]
@@ -80,7 +81,7 @@ def test_the_law_is_the_targets(target_width: int, draft_width: int, draw: str) 
     assert chi2_contingency([row if row[-1] or table[0][-1] else row[:-1] for row in table]).pvalue > 1e-4
 
 
-def test_draft_laws_have_the_targets_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draft_distributions_have_the_targets_width(monkeypatch: pytest.MonkeyPatch) -> None:
     for target_width, draft_width in ((4, 6), (6, 4)):
         target, draft = TableModel.random(target_width), TableModel.random(draft_width, seed=3)
         trees: list[TokenTree] = []

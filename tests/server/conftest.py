@@ -1,82 +1,14 @@
-"""A real server on a free port, in a thread of this process."""
+"""The server that most tests of this folder share."""
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
 
-import httpx
-import uvicorn
-
-import foretoken as ft
-from foretoken.llm import Llm
-from foretoken.server.app import create_app
-from foretoken.server.config import Settings
-from foretoken.server.protocol import GuardedProtocol
-from foretoken.server.serving import Serving
-
-
-def make_llm(settings: Settings) -> Llm:
-    """The built-in target with a drafter that copies, in float32."""
-    return ft.load("builtin", "ngram", dtype="float32", controller="constant", known=True)
-
-
-class Running:
-    """A server and its state.
-
-    Attributes:
-        url: where it is.
-        serving: what its routes share.
-    """
-
-    def __init__(self, url: str, serving: Serving) -> None:
-        self.url, self.serving = url, serving
-        self.client = httpx.Client(base_url=url, timeout=60)
-
-    def post(self, path: str, **body: Any) -> httpx.Response:
-        """Send JSON to the model that is served."""
-        return self.client.post(path, json={"model": "builtin", **body})
-
-    def complete(self, prompt: Any = "def fib(n):", **body: Any) -> dict[str, Any]:
-        """A completion that must succeed."""
-        answer = self.post("/v1/completions", prompt=prompt, **{"max_tokens": 8, "temperature": 0, **body})
-        assert answer.status_code == 200, answer.text
-        found: dict[str, Any] = answer.json()
-        return found
-
-
-@contextmanager
-def served(make: Any = make_llm, **settings: Any) -> Iterator[Running]:
-    """A server with these settings."""
-    sock = socket.socket()
-    sock.bind(("127.0.0.1", 0))
-    sock.listen(256)
-    given = Settings(port=sock.getsockname()[1], **settings)
-    serving = Serving(given, make)
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(given, serving), http=GuardedProtocol, lifespan="on", log_config=None, ws="none")
-    )
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{given.port}"
-    try:
-        end = time.monotonic() + 120
-        while time.monotonic() < end and httpx.get(f"{url}/ready", timeout=30).status_code != 200:
-            assert serving.failed is None, serving.failed
-            time.sleep(0.05)
-        yield Running(url, serving)
-    finally:
-        server.should_exit = True
-        thread.join(30)
+from running_server import Running, served
 
 
 @pytest.fixture(scope="package")

@@ -7,8 +7,7 @@ import math
 from typing import Any
 
 import pytest
-
-from conftest import Running
+from running_server import Running
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 

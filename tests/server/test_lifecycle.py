@@ -11,14 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-
-from conftest import Running, served
+from running_server import Running, served
 
 QUIET = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -91,6 +90,21 @@ def test_a_signal_drains() -> None:
         assert any(one.get("route") == "/v1/completions" and one["status"] == 200 for one in logged)
 
 
+def test_what_takes_longer_than_the_drain_ends_with_an_error() -> None:
+    """R5: a stream that is cut says so; it has no ``[DONE]`` and does not break off in the middle."""
+    with process("--drafter", "none", "--shutdown-timeout", "0.2") as (running, url):
+        body = {"model": "builtin", "prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        lines: list[str] = []
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if not lines:
+                    running.send_signal(signal.SIGTERM)
+                lines += [line] if line else []
+        assert "data: [DONE]" not in lines
+        assert json.loads(lines[-1][6:])["error"]["code"] == "draining"
+        assert running.wait(60) == 0
+
+
 def test_a_second_signal_ends_at_once() -> None:
     with process("--drafter", "none") as (running, url):
         body = {"model": "builtin", "prompt": "x", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
@@ -105,10 +119,8 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 def _ignored(url: str, body: dict[str, Any]) -> None:
-    try:
+    with suppress(httpx.TransportError):
         httpx.post(url, json=body, timeout=60)
-    except httpx.TransportError:
-        pass
 
 
 def refused(*flags: str) -> str:

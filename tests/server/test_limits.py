@@ -7,12 +7,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
+from running_server import Running, served
 
-from conftest import Running, served
 from foretoken.server.limits import deeper_than
 
 
@@ -78,7 +79,46 @@ def test_every_bound_at_its_value_and_behind_it(server: Running, name: str, good
 
 
 WRONG: list[Any] = [None, True, "abc", [], {}, [[]], {"a": 1}, -1, 1.5, 10**30, "\ud800", [None], ["x", 1], [1, "x"]]
-FIELDS = ["model", "prompt", "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "stream", "stream_options", "logprobs", "echo", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "suffix", "best_of", "user", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "allowed_token_ids", "bad_words", "add_special_tokens", "return_token_ids", "prompt_logprobs", "response_format", "structured_outputs", "request_id", "cache_salt", "priority", "speculative", "prediction", "timings"]
+FIELDS = [
+    "model",
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "n",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "echo",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "seed",
+    "suffix",
+    "best_of",
+    "user",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "allowed_token_ids",
+    "bad_words",
+    "add_special_tokens",
+    "return_token_ids",
+    "prompt_logprobs",
+    "response_format",
+    "structured_outputs",
+    "request_id",
+    "cache_salt",
+    "priority",
+    "speculative",
+    "prediction",
+    "timings",
+]
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -139,10 +179,8 @@ def test_a_body_that_is_too_large(server: Running) -> None:
         for _ in range(100):
             yield b"x" * 2**20
 
-    try:
+    with suppress(httpx.WriteError):  # the server has answered and closed before all was sent
         error_of(server.client.post("/v1/completions", content=endless()), 413)
-    except httpx.WriteError:
-        pass  # the server has answered and closed before all was sent
     assert server.complete(max_tokens=1)
 
 

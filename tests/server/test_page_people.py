@@ -128,7 +128,7 @@ def real() -> Iterator[str]:
     from foretoken.server.app import create_app
     from foretoken.server.config import Settings
 
-    settings = Settings(model="builtin", drafter="model,tree=3x2x1x1", controller="constant")
+    settings = Settings(model="builtin", drafter="model,tree=3x2x1x1", controller="constant", dtype="float32")
     found = uvicorn.Server(uvicorn.Config(create_app(settings), log_config=None, lifespan="on"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=found.run, kwargs={"sockets": [listener]}, daemon=True)

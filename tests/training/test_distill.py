@@ -18,9 +18,9 @@ from transformers import AutoTokenizer
 import foretoken as ft
 from foretoken.bench.alignment import Alignment
 from foretoken.cli.main import main
+from foretoken.drafters.learning.divergences import LOSSES, divergence, log_distribution
 from foretoken.loading import load_model
 from foretoken.training.distill import Distiller, Progress
-from foretoken.training.divergences import LOSSES, divergence, log_law
 from foretoken.training.lm import LmConfig, train_lm
 from foretoken.training.text_sources import TEXTS, TeacherText
 from foretoken.training.workshop import DistillConfig, Workshop, load_student
@@ -85,7 +85,7 @@ def kill_after(step: int) -> Callable[[Progress], None]:
 
 
 def of(name: str, p: list[float], q: list[float], beta: float = 0.5) -> float:
-    """The divergence of two laws."""
+    """The divergence of two distributions."""
     rows = torch.tensor([p]).log(), torch.tensor([q]).log()
     return float(divergence(name, *rows, beta))
 
@@ -106,11 +106,11 @@ def test_worked_values() -> None:
     assert of("jsd", p, q, 0.9) == pytest.approx(wanted, rel=1e-4)
 
 
-def test_what_holds_for_all_laws() -> None:
+def test_what_holds_for_all_distributions() -> None:
     torch.manual_seed(0)
     p, q = torch.randn(50, 7) * 3, torch.randn(50, 7) * 3
-    laws = p.softmax(-1), q.softmax(-1)
-    torch.testing.assert_close(divergence("tvd", p, q), 1 - torch.minimum(*laws).sum(-1))
+    distributions = p.softmax(-1), q.softmax(-1)
+    torch.testing.assert_close(divergence("tvd", p, q), 1 - torch.minimum(*distributions).sum(-1))
     torch.testing.assert_close(divergence("jsd", p, q), divergence("jsd", q, p))
     torch.testing.assert_close(divergence("fkl", p, q), divergence("rkl", q, p))
     for name in LOSSES:
@@ -155,8 +155,8 @@ def test_impossible_tokens_give_finite_numbers(name: str) -> None:
     assert float(divergence("jsd", far, -far)) == pytest.approx(math.log(2))
 
 
-def test_laws_are_float32() -> None:
-    assert log_law(torch.randn(2, 4).bfloat16()).dtype == torch.float32
+def test_distributions_are_float32() -> None:
+    assert log_distribution(torch.randn(2, 4).bfloat16()).dtype == torch.float32
 
 
 # -- written text ----------------------------------------------------------------------------------------------------
@@ -182,15 +182,15 @@ def test_a_continuation_depends_on_its_number_alone(target: Path) -> None:
     assert not model._sequences  # every row was given back
 
 
-def test_written_tokens_follow_the_law(target: Path) -> None:
+def test_written_tokens_follow_the_distribution(target: Path) -> None:
     model = load_model(target, dtype="float32")
     rows = write_continuations(model, torch.tensor([[40, 50, 60]]).expand(800, 3), 1, 2.0, seed=0)
     logits = model.model(input_ids=torch.tensor([[40, 50, 60]])).logits[0, -1]  # type: ignore[attr-defined]
-    law = (logits / 2).softmax(-1).detach()
-    counts = torch.bincount(rows[:, 3], minlength=len(law)) / 800
+    distribution = (logits / 2).softmax(-1).detach()
+    counts = torch.bincount(rows[:, 3], minlength=len(distribution)) / 800
     # Expected distance of 800 draws: half the sum of sqrt(2 p (1 - p) / (pi n)).
-    noise = float((2 * law * (1 - law) / (math.pi * 800)).sqrt().sum()) / 2
-    assert float((counts - law).abs().sum()) / 2 < 1.3 * noise
+    noise = float((2 * distribution * (1 - distribution) / (math.pi * 800)).sqrt().sum()) / 2
+    assert float((counts - distribution).abs().sum()) / 2 < 1.3 * noise
 
 
 def test_bad_requests_for_text(target: Path) -> None:
@@ -413,7 +413,7 @@ def test_bad_input(target: Path, draft: Path, data: Path, tmp_path: Path, capsys
 
 def test_another_tokenizer_is_refused(target: Path, draft: Path, data: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    (tmp_path / "b.txt").write_text("quite different words stand here\n" * 400)
+    (tmp_path / "b.txt").write_text("quite different words are accepted here\n" * 400)
     train_lm([tmp_path / "b.txt"], other, LmConfig(hidden=16, layers=1, ffn=24, steps=1, **SHAPE))
     with pytest.raises(ValueError, match="another tokenizer"):
         load_student(other, load_model(target), AutoTokenizer.from_pretrained(target))

@@ -364,8 +364,8 @@ def test_text_that_the_target_writes(data: Path, target: Path, tmp_path: Path) -
     assert written == [(5, 5)]
     block = trainer.sampler(0)[0]
     assert block.shape == (49,)
-    law = torch.softmax(model.model(torch.from_numpy(block)[None, :-1]).logits[0].float(), -1)
-    chances = law[torch.arange(48), torch.from_numpy(block)[1:]]
+    distribution = torch.softmax(model.model(torch.from_numpy(block)[None, :-1]).logits[0].float(), -1)
+    chances = distribution[torch.arange(48), torch.from_numpy(block)[1:]]
     assert float(chances[6:].log().mean()) > -1.5  # the target finds its own writing likely
     trainer.run()
     run(tmp_path / "b").run()

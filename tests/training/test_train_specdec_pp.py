@@ -86,7 +86,7 @@ def test_from_two_models_to_a_controller(
 
 
 def test_the_labels_are_the_chances_of_the_guesses(pair: tuple[Path, Path], data: Path, tmp_path: Path) -> None:
-    """min(1, p/q) of the mixed text, from whole laws in float32; unmixed places are not learnt from.
+    """min(1, p/q) of the mixed text, from whole distributions in float32; unmixed places are not learnt from.
 
     The target is loaded in float32: the states of a bfloat16 one change with the length of the text by up to some
     hundredths of p, how much depends on the CPU.
@@ -101,7 +101,7 @@ def test_the_labels_are_the_chances_of_the_guesses(pair: tuple[Path, Path], data
     places = chosen[0].nonzero()[:, 0] + 1
     assert len(states) == len(chances) == len(places) > 10
     assert float(chances.min()) < 0.9 and float(chances.max()) <= 1
-    # Find the mixed text again from the states: behind each place stands the token that gives exactly this state.
+    # Find the mixed text again from the states: behind each place is accepted the token that gives exactly this state.
     mixed = tokens[0, :-1].clone()
     for i, place in enumerate(places.tolist()):
         tried = mixed[None, : place + 1].repeat(recipe.width, 1)
@@ -109,11 +109,11 @@ def test_the_labels_are_the_chances_of_the_guesses(pair: tuple[Path, Path], data
         far = (recipe.parts.features(tried, ("last",))["last"][:, -1] - states[i]).abs().amax(-1)
         assert float(far.min()) < 1e-4
         mixed[place] = far.argmin()
-        laws = [
+        distributions = [
             torch.softmax(parts.logits(parts.features(mixed[None, :place], ("last",))["last"][0, -1]).float(), -1)
             for parts in (recipe.judge_parts, TargetParts(recipe.target))
         ]
-        p, q = (float(law[mixed[place]]) for law in laws)
+        p, q = (float(distribution[mixed[place]]) for distribution in distributions)
         assert float(chances[i]) == pytest.approx(min(1.0, p / q), rel=1e-3)
 
 
@@ -126,7 +126,7 @@ def test_training_lowers_the_loss(pair: tuple[Path, Path], data: Path, tmp_path:
 
 
 def plain_network(shunned: int, told_apart: bool = True) -> LanguageModel:
-    """A network whose law is the same everywhere, with odds e^-3 for its first tokens.
+    """A network whose distribution is the same everywhere, with odds e^-3 for its first tokens.
 
     The state behind a token says which one it is, unless they are not ``told_apart``.
     """
@@ -150,7 +150,7 @@ def test_a_trained_head_beats_the_best_constant(seed: int) -> None:
     recipe = SpecdecPpRecipe(plain_network(16), plain_network(0), {}, seed)
     _, chances = recipe.guesses(text_of(recipe, 0), torch.Generator().manual_seed(0))
     odds = math.exp(-3)
-    expected = odds * 32 / (16 + 16 * odds)  # p/q of a shunned token, 0.095; the others stand
+    expected = odds * 32 / (16 + 16 * odds)  # p/q of a shunned token, 0.095; the others are accepted
     assert sorted(set(chances.round(decimals=3).tolist())) == pytest.approx([expected, 1.0], abs=1e-3)
     assert against_constant(recipe, seed) < 0.5
 

@@ -19,18 +19,18 @@ Path = tuple[int, ...]
 
 
 class Guesser:
-    """A draft law over three tokens after every path, the same whenever it is asked."""
+    """A draft distribution over three tokens after every path, the same whenever it is asked."""
 
     def __init__(self, seed: int, sharpness: float = 2.0) -> None:
         self.seed, self.sharpness, self.read = seed, sharpness, 0
 
-    def law(self, path: Path) -> list[float]:
+    def distribution(self, path: Path) -> list[float]:
         rng = random.Random(hash((self.seed, path)))
         weights = [math.exp(self.sharpness * rng.random()) for _ in range(3)]
         return [weight / sum(weights) for weight in weights]
 
     def value(self, path: Path) -> float:
-        return math.prod(self.law(path[:i])[token] for i, token in enumerate(path))
+        return math.prod(self.distribution(path[:i])[token] for i, token in enumerate(path))
 
 
 def grown(growth: Growth, guesser: Guesser, nodes: int, depth: int, width: int) -> tuple[Candidates, list[Path]]:
@@ -39,10 +39,10 @@ def grown(growth: Growth, guesser: Guesser, nodes: int, depth: int, width: int) 
     for _ in range(depth):
         first = len(seen)
         for node in frontier:
-            law = guesser.law(paths[node])
+            distribution = guesser.distribution(paths[node])
             guesser.read += 1
-            best = sorted(range(3), key=lambda token: -law[token])[:width]
-            seen.add(node, best, [seen.scores[node] + math.log(law[token]) for token in best])
+            best = sorted(range(3), key=lambda token: -distribution[token])[:width]
+            seen.add(node, best, [seen.scores[node] + math.log(distribution[token]) for token in best])
             paths.extend((*paths[node], token) for token in best)
         frontier = growth.frontier(seen, first, width, nodes)
         if not frontier:
@@ -110,8 +110,8 @@ def as_published(guesser: Guesser, nodes: int, depth: int, width: int) -> list[P
     for _ in range(depth - 1):
         fresh = []
         for path in level:
-            law = guesser.law(path)
-            fresh += [(*path, token) for token in sorted(range(3), key=lambda t, p=law: -p[t])[:width]]
+            distribution = guesser.distribution(path)
+            fresh += [(*path, token) for token in sorted(range(3), key=lambda t, p=distribution: -p[t])[:width]]
         known += fresh
         level = sorted(fresh, key=guesser.value, reverse=True)[:width]
     return sorted(known, key=guesser.value, reverse=True)[:nodes]
@@ -168,7 +168,7 @@ def test_on_a_convex_cost_it_is_the_marginal_rule() -> None:
     assert values[count - 1] > rate * node >= values[count]
 
 
-def test_free_nodes_are_all_kept_and_dear_ones_not() -> None:
+def test_free_nodes_are_all_kept_and_expensive_ones_not() -> None:
     assert best_count([0.5, 0.1], lambda n: 1.0)[0] == 2
     assert best_count([0.5, 0.1], lambda n: float(n)) == (0, 1.0)
     seen = Candidates([0])

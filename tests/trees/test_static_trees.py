@@ -181,7 +181,7 @@ def test_size_and_depth_follow_the_costs(cost: Callable[[int], float], step: flo
         assert solved.expected_length(nodes, depth) / (cost(nodes + 1) + step * depth) == pytest.approx(rate)
 
 
-def test_free_nodes_and_dear_nodes() -> None:
+def test_free_nodes_and_expensive_nodes() -> None:
     solved = solve((0.6, 0.2, 0.1), 20, 8)
     assert best_shape(solved, flat, 0.0)[:2] == (20, 6)  # two more levels would add nothing
     assert solved.expected_length(20, 6) == solved.expected_length(20, 8)

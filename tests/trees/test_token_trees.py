@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from foretoken.core import Kind, TokenTree
 from foretoken.trees.operations import (
     first_nodes,
     from_paths,
@@ -18,7 +19,6 @@ from foretoken.trees.operations import (
     select,
     truncate,
 )
-from foretoken.types import Kind, TokenTree
 
 #        0
 #      /   \
@@ -59,10 +59,10 @@ def test_what_is_no_tree_is_refused(tokens: tuple[int, ...], parents: tuple[int,
 
 
 @pytest.mark.parametrize("kind", [Kind.IID, Kind.WITHOUT_REPLACEMENT])
-def test_drawn_trees_must_carry_their_laws(kind: Kind) -> None:
-    with pytest.raises(ValueError, match="must carry the laws"):
+def test_drawn_trees_must_carry_their_distributions(kind: Kind) -> None:
+    with pytest.raises(ValueError, match="must carry the distributions"):
         TokenTree((1, 2), (-1, 0), kind)
-    with pytest.raises(ValueError, match="must carry the laws"):
+    with pytest.raises(ValueError, match="must carry the distributions"):
         TokenTree((1, 2), (-1, 0), kind, torch.ones(1, 3))
     assert len(TokenTree((1,), (-1,), kind)) == 1
 
@@ -72,15 +72,15 @@ def test_views() -> None:
     assert TREE.children == ((1, 2), (3, 4), (5,), (), (6,), (), ())
     assert TREE.path(6) == [0, 1, 4, 6] and TREE.path(0) == [0]
     assert (len(TREE), TREE.num_drafts, TREE.is_chain) == (7, 6, False)
-    assert TREE.law(3) is None
+    assert TREE.distribution(3) is None
 
 
 def test_chains() -> None:
     q = torch.tensor([[0.5, 0.5], [0.1, 0.9]])
     chain = TokenTree.chain(7, [0, 1], q)
     assert (chain.tokens, chain.parents, chain.kind) == ((7, 0, 1), (-1, 0, 1), Kind.IID)
-    assert chain.law(0) is None
-    assert [chain.law(node).tolist() for node in (1, 2)] == q.tolist()  # type: ignore[union-attr]
+    assert chain.distribution(0) is None
+    assert [chain.distribution(node).tolist() for node in (1, 2)] == q.tolist()  # type: ignore[union-attr]
     assert TokenTree.chain(7, [], q[:0]) == TokenTree.root_only(7)
     assert TokenTree.chain(7, [3]).kind is Kind.POINT
     assert chain.is_chain and TokenTree.root_only(7).is_chain
@@ -112,14 +112,18 @@ def test_first_nodes() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_a_cut_tree_keeps_paths_and_laws(seed: int, depth: int) -> None:
+def test_a_cut_tree_keeps_paths_and_distributions(seed: int, depth: int) -> None:
     tree = random_tree(seed, probes=seed % 2 == 1)
     cut = truncate(tree, depth)
 
     def described(of: TokenTree, node: int) -> tuple[object, ...]:
-        law = of.law(node)
+        distribution = of.distribution(node)
         path = tuple(of.tokens[n] for n in of.path(node))
-        return (*path, bool(of.probes and of.probes[node]), None if law is None else tuple(law.tolist()))
+        return (
+            *path,
+            bool(of.probes and of.probes[node]),
+            None if distribution is None else tuple(distribution.tolist()),
+        )
 
     probes = tree.probes or (False,) * len(tree)
     above = {n: tree.path(n) for n in range(len(tree))}  # a probe stays if all that it hangs from stays
@@ -166,21 +170,21 @@ def test_deterministic_trees_merge_into_a_trie() -> None:
     assert both == replace(from_paths(9, [(1, 2), (1, 3), (4,)]), drafters=(-1, 0, 0, 1, 1))
 
 
-def test_drawn_trees_keep_every_node_and_its_law() -> None:
+def test_drawn_trees_keep_every_node_and_its_distribution() -> None:
     one = TokenTree.chain(9, [1, 2], torch.tensor([[0.1, 0.9, 0.0], [0.3, 0.3, 0.4]]))
     other = TokenTree.chain(9, [1], torch.tensor([[0.5, 0.5, 0.0]]))
     both = merge([one, other])
     assert (both.tokens, both.parents, both.kind) == ((9, 1, 2, 1), (-1, 0, 1, 0), Kind.IID)
     assert both.drafters == (-1, 0, 0, 1)
-    for node, law in ((1, one.law(1)), (2, one.law(2)), (3, other.law(1))):
-        assert both.law(node).tolist() == law.tolist()  # type: ignore[union-attr]
+    for node, distribution in ((1, one.distribution(1)), (2, one.distribution(2)), (3, other.distribution(1))):
+        assert both.distribution(node).tolist() == distribution.tolist()  # type: ignore[union-attr]
 
 
 def test_a_point_tree_beside_a_drawn_one() -> None:
     drawn = TokenTree.chain(9, [1], torch.tensor([[0.5, 0.5, 0.0]]))
     both = merge([TokenTree.chain(9, [2, 0]), drawn, TokenTree.root_only(9)])
-    assert (both.tokens, both.parents, both.law_of) == ((9, 2, 0, 1), (-1, 0, 1, 0), (-1, -1, -1, 0))
-    assert both.kind is Kind.IID and both.law(1) is None
+    assert (both.tokens, both.parents, both.q_rows) == ((9, 2, 0, 1), (-1, 0, 1, 0), (-1, -1, -1, 0))
+    assert both.kind is Kind.IID and both.distribution(1) is None
 
 
 def test_places_lead_from_every_tree_to_the_merged_one() -> None:
@@ -202,14 +206,14 @@ def test_probes_are_merged_with_nothing() -> None:
 
 
 def test_independent_siblings_beside_draws_without_replacement_are_sequences_of_their_own() -> None:
-    law = torch.tensor([[0.5, 0.3, 0.2]])
-    iid = TokenTree((9, 1, 1), (-1, 0, 0), Kind.IID, law, (-1, 0, 0))
-    wor = TokenTree((9, 0, 1), (-1, 0, 0), Kind.WITHOUT_REPLACEMENT, law, (-1, 0, 0))
+    distribution = torch.tensor([[0.5, 0.3, 0.2]])
+    iid = TokenTree((9, 1, 1), (-1, 0, 0), Kind.IID, distribution, (-1, 0, 0))
+    wor = TokenTree((9, 0, 1), (-1, 0, 0), Kind.WITHOUT_REPLACEMENT, distribution, (-1, 0, 0))
     both = merge([iid, wor])
     assert both.kind is Kind.WITHOUT_REPLACEMENT
-    assert both.law_of == (-1, 0, 1, 2, 2)
-    assert merge([iid, iid]).law_of == (-1, 0, 0, 1, 1)
-    assert merge([iid], Kind.WITHOUT_REPLACEMENT).law_of == (-1, 0, 1)
+    assert both.q_rows == (-1, 0, 1, 2, 2)
+    assert merge([iid, iid]).q_rows == (-1, 0, 0, 1, 1)
+    assert merge([iid], Kind.WITHOUT_REPLACEMENT).q_rows == (-1, 0, 1)
     with pytest.raises(ValueError, match="draws without replacement cannot"):
         merge([wor], Kind.IID)
 

@@ -1,8 +1,8 @@
-"""Exact laws of drafting and verification, by enumerating every random decision with its probability.
+"""Exact distributions of drafting and verification, by enumerating every random decision with its probability.
 
 A process takes :class:`~foretoken.verifiers.base.Coins`; :func:`outcomes` runs it once for each string of decisions
 that it can meet, depth first, and yields what came out with what probability.  Drafts are enumerated the same way.
-Everything is float64, so a right rule differs from the target's law by rounding only.
+Everything is float64, so a right rule differs from the target's distribution by rounding only.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from foretoken.types import Kind, Scores, TokenTree, Verdict
+from foretoken.core import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins
 
 T = TypeVar("T")
 Rule = Callable[[TokenTree, Scores, Coins], Verdict]
-Law = dict[tuple[int, ...], float]
+Distribution = dict[tuple[int, ...], float]
 Drafts = list[tuple[TokenTree, float]]
 
 
@@ -48,8 +48,8 @@ class EnumeratingCoins(Coins):
         assert exact <= bound + 1e-12, "the bound of a lazy test must not be below its chance"
         return self.accept(exact)
 
-    def draw(self, law: Tensor) -> int:
-        weights = law.tolist()
+    def draw(self, distribution: Tensor) -> int:
+        weights = distribution.tolist()
         total = sum(weights)
         return self._choose([(token, weight / total) for token, weight in enumerate(weights)])
 
@@ -77,8 +77,8 @@ class SharedUniformCoins(EnumeratingCoins):
         bar = 0.0 if num <= 0.0 else 1.0 if num >= den else num / den
         return bool(self._split([(1, 0.0, bar), (0, bar, 1.0)]))
 
-    def draw(self, law: Tensor) -> int:
-        cdf = (law / law.sum()).cumsum(0).tolist()
+    def draw(self, distribution: Tensor) -> int:
+        cdf = (distribution / distribution.sum()).cumsum(0).tolist()
         return self._split([(token, *edges) for token, edges in enumerate(zip([0.0, *cdf[:-1]], cdf, strict=True))])
 
     def _split(self, parts: list[tuple[int, float, float]]) -> int:
@@ -104,8 +104,8 @@ def outcomes(
         script[-1].index += 1
 
 
-class LawsAsLogits:
-    """A sampling pipeline for scores whose logits are already laws.
+class ProbabilitiesAsLogits:
+    """A sampling pipeline for scores whose logits are already distributions.
 
     Args:
         fixed: whether these are one-hot, so that every prefix has one token that follows it.
@@ -120,10 +120,10 @@ class LawsAsLogits:
     def __init__(self, fixed: bool = False) -> None:
         self.fixed = fixed
 
-    def law(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
+    def distribution(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
         return logits
 
-    def laws(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+    def distributions(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
         return logits
 
     def ranking(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
@@ -131,15 +131,15 @@ class LawsAsLogits:
 
 
 class Tables:
-    """A target and a draft "model" on ``size`` tokens: for every prefix one random law each, [V] float64.
+    """A target and a draft "model" on ``size`` tokens: for every prefix one random distribution each, [V] float64.
 
     Args:
         size: V.
         seed: of the tables.
-        closeness: 0 for unrelated laws, 1 for q = p.
-        zeros: how many tokens of each law of the draft model have probability zero.
+        closeness: 0 for unrelated distributions, 1 for q = p.
+        zeros: how many tokens of each distribution of the draft model have probability zero.
         target_zeros: the same for the target.
-        one_hot: whether the target's laws are point masses (temperature 0).
+        one_hot: whether the target's distributions are point masses (temperature 0).
     """
 
     def __init__(
@@ -168,21 +168,21 @@ class Tables:
         return weights / weights.sum()
 
     def _p(self, prefix: tuple[int, ...]) -> Tensor:
-        law = self._random(0, prefix, self._target_zeros)
-        return torch.nn.functional.one_hot(law.argmax(), self.size).double() if self.one_hot else law
+        distribution = self._random(0, prefix, self._target_zeros)
+        return torch.nn.functional.one_hot(distribution.argmax(), self.size).double() if self.one_hot else distribution
 
     def _q(self, prefix: tuple[int, ...]) -> Tensor:
         return self._closeness * self.p(prefix) + (1 - self._closeness) * self._random(1, prefix, self._zeros)
 
 
 class FixedTables(Tables):
-    """The same two laws after every prefix."""
+    """The same two distributions after every prefix."""
 
     def __init__(self, p: Sequence[float], q: Sequence[float]) -> None:
         super().__init__(len(p))
-        laws = torch.tensor([p, q], dtype=torch.float64)
-        self.p = lambda prefix: laws[0]
-        self.q = lambda prefix: laws[1]
+        distributions = torch.tensor([p, q], dtype=torch.float64)
+        self.p = lambda prefix: distributions[0]
+        self.q = lambda prefix: distributions[1]
 
 
 def prefixes(tree: TokenTree) -> list[tuple[int, ...]]:
@@ -193,34 +193,34 @@ def prefixes(tree: TokenTree) -> list[tuple[int, ...]]:
 def scores_of(tree: TokenTree, tables: Tables) -> Scores:
     """The target's view of a tree."""
     return Scores(
-        torch.stack([tables.p(prefix) for prefix in prefixes(tree)]), tree, (0,), LawsAsLogits(tables.one_hot)
+        torch.stack([tables.p(prefix) for prefix in prefixes(tree)]), tree, (0,), ProbabilitiesAsLogits(tables.one_hot)
     )
 
 
 Draw = Callable[[Tensor, int, Coins], list[int]]
 
 
-def independent(law: Tensor, count: int, coins: Coins) -> list[int]:
+def independent(distribution: Tensor, count: int, coins: Coins) -> list[int]:
     """``count`` tokens drawn with replacement."""
-    return [coins.draw(law) for _ in range(count)]
+    return [coins.draw(distribution) for _ in range(count)]
 
 
-def distinct(law: Tensor, count: int, coins: Coins) -> list[int]:
+def distinct(distribution: Tensor, count: int, coins: Coins) -> list[int]:
     """``count`` tokens drawn without replacement, uniformly once the support is used up."""
     tokens: list[int] = []
     for _ in range(count):
-        rest = law.clone()
+        rest = distribution.clone()
         rest[tokens] = 0.0
         if float(rest.sum()) == 0.0:
-            rest = torch.ones_like(law)
+            rest = torch.ones_like(distribution)
             rest[tokens] = 0.0
         tokens.append(coins.draw(rest))
     return tokens
 
 
-def likeliest(law: Tensor, count: int, coins: Coins) -> list[int]:
+def likeliest(distribution: Tensor, count: int, coins: Coins) -> list[int]:
     """The ``count`` most likely tokens: deterministic."""
-    return law.argsort(descending=True)[:count].tolist()
+    return distribution.argsort(descending=True)[:count].tolist()
 
 
 DRAWS: dict[Kind, Draw] = {Kind.IID: independent, Kind.WITHOUT_REPLACEMENT: distinct, Kind.POINT: likeliest}
@@ -229,22 +229,22 @@ DRAWS: dict[Kind, Draw] = {Kind.IID: independent, Kind.WITHOUT_REPLACEMENT: dist
 def grow(tables: Tables, shape: Sequence[int], kind: Kind, coins: Coins, draw: Draw | None = None) -> TokenTree:
     """A tree in which every node of depth d has ``shape[d]`` children, drawn as ``kind`` says (or by ``draw``)."""
     draw = draw or DRAWS[kind]
-    tokens, parents, law_of, laws = [0], [-1], [-1], []
+    tokens, parents, q_rows, distributions = [0], [-1], [-1], []
     level: list[tuple[int, tuple[int, ...]]] = [(0, ())]
     for count in shape:
         following = []
         for node, prefix in level:
-            law = tables.q(prefix)
-            laws.append(law)
-            for token in draw(law, count, coins):
+            distribution = tables.q(prefix)
+            distributions.append(distribution)
+            for token in draw(distribution, count, coins):
                 following.append((len(tokens), (*prefix, token)))
                 tokens.append(token)
                 parents.append(node)
-                law_of.append(len(laws) - 1)
+                q_rows.append(len(distributions) - 1)
         level = following
     if kind is Kind.POINT:
         return TokenTree(tuple(tokens), tuple(parents))
-    return TokenTree(tuple(tokens), tuple(parents), kind, torch.stack(laws), tuple(law_of))
+    return TokenTree(tuple(tokens), tuple(parents), kind, torch.stack(distributions), tuple(q_rows))
 
 
 def drafts(tables: Tables, shape: Sequence[int], kind: Kind, draw: Draw | None = None) -> Drafts:
@@ -257,44 +257,45 @@ def emitted(
     tables: Tables,
     trees: Iterable[tuple[TokenTree, float]],
     kind_of_coins: type[EnumeratingCoins] = EnumeratingCoins,
-) -> Law:
-    """The law of what one round emits: accepted tokens and the next token."""
-    law: Law = {}
+) -> Distribution:
+    """The distribution of what one round emits: accepted tokens and the next token."""
+    distribution: Distribution = {}
     for tree, weight in trees:
         decide = partial(rule, tree, scores_of(tree, tables))
         for verdict, chance in outcomes(decide, kind_of_coins):
             tokens = (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
-            law[tokens] = law.get(tokens, 0.0) + weight * chance
-    return law
+            distribution[tokens] = distribution.get(tokens, 0.0) + weight * chance
+    return distribution
 
 
-def extended(law: Law, tables: Tables, length: int) -> Law:
-    """The law of the first ``length`` tokens when the target goes on by itself after what ``law`` emits."""
-    result: Law = {}
-    open_laws = dict(law)
-    while open_laws:
-        longer: Law = {}
-        for tokens, weight in open_laws.items():
+def extended(distribution: Distribution, tables: Tables, length: int) -> Distribution:
+    """The distribution of the first ``length`` tokens when the target goes on by itself after what ``distribution``
+    emits."""
+    result: Distribution = {}
+    open_distributions = dict(distribution)
+    while open_distributions:
+        longer: Distribution = {}
+        for tokens, weight in open_distributions.items():
             if len(tokens) >= length:
                 result[tokens[:length]] = result.get(tokens[:length], 0.0) + weight
                 continue
             for token, chance in enumerate(tables.p(tokens).tolist()):
                 longer[(*tokens, token)] = longer.get((*tokens, token), 0.0) + weight * chance
-        open_laws = longer
+        open_distributions = longer
     return result
 
 
-def target_law(tables: Tables, length: int) -> Law:
-    """The target's joint law of ``length`` tokens."""
-    law: Law = {}
+def target_distribution(tables: Tables, length: int) -> Distribution:
+    """The target's joint distribution of ``length`` tokens."""
+    distribution: Distribution = {}
     for tokens in product(range(tables.size), repeat=length):
-        law[tokens] = 1.0
+        distribution[tokens] = 1.0
         for i, token in enumerate(tokens):
-            law[tokens] *= float(tables.p(tokens[:i])[token])
-    return law
+            distribution[tokens] *= float(tables.p(tokens[:i])[token])
+    return distribution
 
 
-def total_variation(one: Law, other: Law) -> float:
+def total_variation(one: Distribution, other: Distribution) -> float:
     """Half the sum of absolute differences."""
     return 0.5 * sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in {*one, *other})
 
@@ -307,8 +308,8 @@ def bias(
     kind_of_coins: type[EnumeratingCoins] = EnumeratingCoins,
 ) -> float:
     """Total variation between what drafting, verification and the target produce, and the target alone."""
-    law = extended(emitted(rule, tables, trees, kind_of_coins), tables, depth + 1)
-    return total_variation(law, target_law(tables, depth + 1))
+    distribution = extended(emitted(rule, tables, trees, kind_of_coins), tables, depth + 1)
+    return total_variation(distribution, target_distribution(tables, depth + 1))
 
 
 def mean_accepted(rule: Rule, tables: Tables, trees: Iterable[tuple[TokenTree, float]]) -> float:

@@ -12,19 +12,19 @@ from enumeration import Tables, grow, prefixes
 from scipy.stats import chi2, chisquare
 from torch import Tensor
 
-from foretoken import types as types_module
+from foretoken.core import Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
+from foretoken.core import scores as scores_module
+from foretoken.core.noise import Noise
 from foretoken.drafters.drawing import best, ranked
 from foretoken.engine.request import Request
-from foretoken.noise import Noise
 from foretoken.sampling import LogitsProcessor, Sampler, SamplingParams
-from foretoken.types import Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier
+from foretoken.verifiers.batched import verify_batch
 from foretoken.verifiers.block import BlockVerifier
+from foretoken.verifiers.compatibility import auto_verifier, check_pair, check_proposals
 from foretoken.verifiers.coupled import CoupledVerifier
 from foretoken.verifiers.greedy import GreedyVerifier
-from foretoken.verifiers.pairing import auto_verifier, check_pair, check_proposals
 from foretoken.verifiers.point import PointVerifier
-from foretoken.verifiers.together import verify_together
 from toys import engine, outputs, tables
 
 FALSE_ALARM = 1e-4
@@ -108,7 +108,7 @@ def walked(scores: Scores) -> list[int]:
     assert maker.noise is not None
     while nodes:
         path = [scores.tree.tokens[node] for node in scores.tree.path(nodes[0])[1:]]
-        p = maker.law(scores.logits[nodes[0]], [*scores.prefix, *path])
+        p = maker.distribution(scores.logits[nodes[0]], [*scores.prefix, *path])
         numbers = maker.noise.exponentials(len(scores.prefix) + len(path) - maker.prompt_length, len(p))
         times = [float(e / chance) if chance > 0 else np.inf for e, chance in zip(numbers, p, strict=True)]
         tokens.append(int(np.argmin(times)))
@@ -132,7 +132,7 @@ def test_the_winner_has_the_targets_distribution(vocab: int, params: SamplingPar
     weights[vocab - 2] = 0.0
     if vocab > 4:
         weights[0] = 0.0
-    p, noise, count = Sampler(params).law(weights.log(), ()), Noise(vocab), 5000
+    p, noise, count = Sampler(params).distribution(weights.log(), ()), Noise(vocab), 5000
     found = [fast(root_scores(weights.log(), position, noise, params)).next_token for position in range(count)]
     assert found[:500] == [plain(root_scores(weights.log(), i, noise, params)).next_token for i in range(500)]
     counts = np.bincount(found, minlength=vocab)
@@ -287,12 +287,12 @@ class Flat(Noise):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_ties_go_to_the_lower_id(large: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if large:
-        monkeypatch.setattr(types_module, "LARGE", 2)
+        monkeypatch.setattr(scores_module, "LARGE", 2)
     rows = torch.tensor([[0.125, 0.25, 0.125, 0.25, 0.25], [0.2] * 5, [0.0, 0.0, 0.5, 0.5, 0.0]], dtype=dtype).log()
     for row, winner in zip(rows, (1, 0, 2), strict=True):
         two = [root_scores(row, 0, Flat(0)) for _ in range(2)]
         assert fast(two[0]).next_token == winner
-        assert [one.next_token for one in verify_together([RULE] * 2, two, [Rng(0)] * 2)] == [winner] * 2
+        assert [one.next_token for one in verify_batch([RULE] * 2, two, [Rng(0)] * 2)] == [winner] * 2
         if dtype is torch.float64:
             assert plain(root_scores(row, 0, Flat(0))).next_token == winner
 
@@ -307,7 +307,7 @@ def test_no_coin_is_tossed_and_nothing_is_changed() -> None:
         logits = scores.logits.clone()
         RULE.verify(scores.tree, scores, rng)
         RULE.decide(scores.tree, scores, Coins(rng))
-        verify_together([RULE] * 2, [fresh(scores), fresh(scores)], [rng, rng])
+        verify_batch([RULE] * 2, [fresh(scores), fresh(scores)], [rng, rng])
         assert rng.uniform() == Rng(seed).uniform()
         assert torch.equal(scores.logits, logits)
         assert all(torch.equal(row, before[position]) for position, row in kept.items())
@@ -338,7 +338,7 @@ def test_a_sampler_without_noise_is_refused() -> None:
     for refused in (
         lambda: plain(scores),
         lambda: fast(scores),
-        lambda: verify_together([RULE] * 2, [scores, other], [Rng(0), Rng(1)]),
+        lambda: verify_batch([RULE] * 2, [scores, other], [Rng(0), Rng(1)]),
     ):
         with pytest.raises(ValueError, match="the verifier 'coupled' needs the noise of a request"):
             refused()
@@ -348,13 +348,13 @@ def test_a_sampler_without_noise_is_refused() -> None:
 @pytest.mark.parametrize("params", RECIPES, ids=range(len(RECIPES)))
 def test_logits_that_are_no_numbers_are_reported(bad: float, params: SamplingParams) -> None:
     for large in (False, True):
-        size = types_module.LARGE + 1 if large else 6
+        size = scores_module.LARGE + 1 if large else 6
         logits = torch.full((size,), bad, dtype=torch.float64)
         scores = [root_scores(logits, 0, Noise(seed), params) for seed in range(2)]
         for refused in (
             lambda scores=scores: plain(scores[0]),
             lambda scores=scores: fast(scores[0]),
-            lambda scores=scores: verify_together([RULE] * 2, scores, [Rng(0), Rng(1)]),
+            lambda scores=scores: verify_batch([RULE] * 2, scores, [Rng(0), Rng(1)]),
         ):
             with pytest.raises(NonFiniteLogitsError):
                 refused()
@@ -405,10 +405,10 @@ def test_a_batch_decides_as_its_requests_do(large: bool, monkeypatch: pytest.Mon
         alone = [rule.verify(one.tree, one, Rng(i)) for i, (rule, one) in enumerate(mixed(seed))]
         with monkeypatch.context() as patch:
             if large:
-                patch.setattr(types_module, "LARGE", 2)
+                patch.setattr(scores_module, "LARGE", 2)
             verifiers, scores = zip(*mixed(seed), strict=True)
             rngs = [Rng(i) for i in range(len(scores))]
-            assert verify_together(verifiers, scores, rngs) == alone
+            assert verify_batch(verifiers, scores, rngs) == alone
         for verifier, one in zip(verifiers, scores, strict=True):
             assert (one.chosen is None) or one.maker.fixed
             if verifier is RULE:
@@ -428,10 +428,10 @@ def test_the_races_of_a_batch_are_run_by_one_call_per_recipe(monkeypatch: pytest
     monkeypatch.setattr(Sampler, "log_probs", counted)
     recipes = cycle([T1, RECIPES[1]])
     scores = [random_scores(seed, next(recipes), Noise(seed), nodes=3 + seed) for seed in range(6)]
-    verify_together([RULE] * 6, [chained(one) for one in scores], [Rng(0)] * 6)
+    verify_batch([RULE] * 6, [chained(one) for one in scores], [Rng(0)] * 6)
     assert sorted(calls) == [3 + 5 + 7, 4 + 6 + 8]
     calls.clear()
-    verify_together([RULE] * 6, scores, [Rng(0)] * 6)  # of trees only the nodes that walks reach are raced
+    verify_batch([RULE] * 6, scores, [Rng(0)] * 6)  # of trees only the nodes that walks reach are raced
     assert not calls and not any(one.tree.is_chain for one in scores)
 
 
@@ -440,7 +440,7 @@ def test_the_races_of_a_batch_are_run_by_one_call_per_recipe(monkeypatch: pytest
 
 @pytest.mark.parametrize("params", [T1, RECIPES[2], RECIPES[4]], ids=["T=1", "top-k", "penalty"])
 def test_large_vocabularies_race_lazily_and_the_same(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
-    size = types_module.LARGE + 100
+    size = scores_module.LARGE + 100
     raced: list[int] = []
     ranking = Sampler.ranking
 
@@ -461,14 +461,14 @@ def test_large_vocabularies_race_lazily_and_the_same(params: SamplingParams, mon
         assert verdict == plain(scores) and verdict.path == (2,)
         assert raced == [1, 1]  # the two nodes that the walk visits
         both = [fresh(scores), fresh(scores)]
-        assert verify_together([RULE] * 2, both, [Rng(0)] * 2) == [verdict] * 2
+        assert verify_batch([RULE] * 2, both, [Rng(0)] * 2) == [verdict] * 2
     small = chained(random_scores(0, T1, Noise(0)))
     raced.clear()
     fast(small)
     assert raced == [len(small.tree)]
 
 
-@pytest.mark.parametrize("vocab", [5, 300, types_module.LARGE + 1])
+@pytest.mark.parametrize("vocab", [5, 300, scores_module.LARGE + 1])
 def test_precisions_agree(vocab: int) -> None:
     """Rounded logits are the request's logits: whatever their type, the race on them is run in float64."""
     for seed in range(30 if vocab < 1000 else 3):

@@ -12,12 +12,12 @@ import torch
 from enumeration import FixedTables, drafts, mean_accepted
 
 from foretoken import registry
-from foretoken.analysis.coupled_theory import candidates_acceptance, coupled_acceptance, coupled_lower_bound
+from foretoken.core import Kind, Rng, Scores, TokenTree
+from foretoken.core.noise import Noise
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request, Running
-from foretoken.noise import Noise
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Kind, Rng, Scores, TokenTree
+from foretoken.theory.coupled import candidates_acceptance, coupled_acceptance, coupled_lower_bound
 from foretoken.verifiers.base import Coins
 from foretoken.verifiers.coupled import CoupledVerifier
 from toys import engine, fixed_tables, serve

@@ -1,5 +1,5 @@
-"""Drafts of drafts: the exact law of a chain that a draft model writes with the help of another drafter, and of what a
-target makes of it, by enumerating every draw of all levels.
+"""Drafts of drafts: the exact distribution of a chain that a draft model writes with the help of another drafter, and
+of what a target makes of it, by enumerating every draw of all levels.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from enumeration import Drafts, Tables, bias, distinct, independent, outcomes, t
 from torch import Tensor
 
 from foretoken import registry
+from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.cascade import CascadeDrafter, Rule
 from foretoken.drafters.ngram import NgramDrafter
@@ -19,9 +20,8 @@ from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.drafters.staged import StagedDrafter
 from foretoken.models.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, drawn_chance
-from foretoken.verifiers.pairing import auto_verifier
+from foretoken.verifiers.compatibility import auto_verifier
 
 PROMPT = [0, 1, 0, 1, 0]
 T1 = Sampler(SamplingParams(temperature=1.0), len(PROMPT))
@@ -53,18 +53,18 @@ class Drawn(Drafter):
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """Only the first node of a level gets children: the trees stay small."""
-        tokens, parents, law_of, laws, parent = [context.root], [-1], [-1], [], 0
+        tokens, parents, q_rows, distributions, parent = [context.root], [-1], [-1], [], 0
         prefix = list(context.tokens)
         for count in self.shape[: budget.max_depth]:
-            laws.append(context.maker.law(self.table.law(prefix).log(), prefix))
+            distributions.append(context.maker.distribution(self.table.distribution(prefix).log(), prefix))
             draw = distinct if self.kind is Kind.WITHOUT_REPLACEMENT else independent
-            level = draw(laws[-1], count, self.coins)
+            level = draw(distributions[-1], count, self.coins)
             prefix.append(level[0])
-            law_of += [len(laws) - 1] * count
+            q_rows += [len(distributions) - 1] * count
             tokens += level
             parents += [parent] * count
             parent = len(tokens) - count
-        return TokenTree(tokens, parents, self.kind, torch.stack(laws), law_of)
+        return TokenTree(tokens, parents, self.kind, torch.stack(distributions), q_rows)
 
 
 def right_rule(coins: Coins) -> Rule:
@@ -78,7 +78,8 @@ def right_rule(coins: Coins) -> Rule:
 
 
 def triforce_rule(coins: Coins) -> Rule:
-    """The published slip: after a rejection the next token is drawn from the model's law, not from the residual."""
+    """The published slip: after a rejection the next token is drawn from the model's distribution, not from the
+    residual."""
 
     def verify(tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
         for node in range(1, len(tree)):
@@ -95,7 +96,7 @@ class TargetTables(Tables):
 
     def __init__(self, target: TableModel) -> None:
         super().__init__(target.vocab_size)
-        self.p = lambda prefix: target.law((*PROMPT, *prefix))
+        self.p = lambda prefix: target.distribution((*PROMPT, *prefix))
 
 
 def drafts(build: Build, budget: Budget | None = None, prompt: Sequence[int] = PROMPT) -> Drafts:
@@ -116,29 +117,29 @@ def drafts(build: Build, budget: Budget | None = None, prompt: Sequence[int] = P
     return list(found.values())
 
 
-def check_recorded_laws(trees: Drafts, table: TableModel) -> None:
-    """Every node says that it was drawn from the draft model's law after its own path."""
+def check_recorded_distributions(trees: Drafts, table: TableModel) -> None:
+    """Every node says that it was drawn from the draft model's distribution after its own path."""
     for tree, _ in trees:
         for node in range(1, len(tree)):
-            law = tree.law(node)
+            distribution = tree.distribution(node)
             path = [tree.tokens[n] for n in tree.path(tree.parents[node])[1:]]
-            assert law is not None
-            torch.testing.assert_close(law, table.law((*PROMPT, *path)), rtol=0, atol=1e-14)
+            assert distribution is not None
+            torch.testing.assert_close(distribution, table.distribution((*PROMPT, *path)), rtol=0, atol=1e-14)
 
 
-def chain_law(trees: Drafts) -> dict[tuple[int, ...], float]:
+def chain_distribution(trees: Drafts) -> dict[tuple[int, ...], float]:
     return {tuple(tree.tokens[1:]): weight for tree, weight in trees}
 
 
-def product_law(table: TableModel, length: int) -> dict[tuple[int, ...], float]:
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+def product_distribution(table: TableModel, length: int) -> dict[tuple[int, ...], float]:
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
-        law = {
+        distribution = {
             (*tokens, token): weight * chance
-            for tokens, weight in law.items()
-            for token, chance in enumerate(table.law((*PROMPT, *tokens)).tolist())
+            for tokens, weight in distribution.items()
+            for token, chance in enumerate(table.distribution((*PROMPT, *tokens)).tolist())
         }
-    return law
+    return distribution
 
 
 INNER: dict[str, Callable[[Coins], Drafter]] = {
@@ -154,48 +155,51 @@ INNER: dict[str, Callable[[Coins], Drafter]] = {
 
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("budget", [Budget(3, 64), Budget(2, 64), Budget(8, 1)], ids=["3", "2", "1"])
-def test_a_chain_has_the_draft_models_law(inner: str, budget: Budget) -> None:
+def test_a_chain_has_the_draft_models_distribution(inner: str, budget: Budget) -> None:
     middle = model(5)
     trees = drafts(lambda coins: CascadeDrafter(middle, INNER[inner](coins), right_rule(coins), k=3), budget)
     length = min(3, budget.max_depth, budget.max_nodes)
-    assert total_variation(chain_law(trees), product_law(middle, length)) < TINY
-    check_recorded_laws(trees, middle)
+    assert total_variation(chain_distribution(trees), product_distribution(middle, length)) < TINY
+    check_recorded_distributions(trees, middle)
 
 
 @pytest.mark.parametrize("name", ["rejection", "block"])
-def test_a_chain_has_the_draft_models_law_under_other_inner_rules(name: str) -> None:
+def test_a_chain_has_the_draft_models_distribution_under_other_inner_rules(name: str) -> None:
     middle, rule = model(5), registry.make("verifier", name)
 
     def build(coins: Coins) -> Drafter:
         return CascadeDrafter(middle, Drawn(model(7), coins, (1, 1)), lambda t, s, r: rule.decide(t, s, coins), k=3)
 
-    assert total_variation(chain_law(drafts(build)), product_law(middle, 3)) < TINY
+    assert total_variation(chain_distribution(drafts(build)), product_distribution(middle, 3)) < TINY
 
 
 @pytest.mark.parametrize("name", ["rejection", "block", "traversal", "match", "multi_round", "kseq"])
 @pytest.mark.parametrize("inner", ["chain", "wor-tree", "deep"])
-def test_three_levels_keep_the_targets_law(inner: str, name: str) -> None:
+def test_three_levels_keep_the_targets_distribution(inner: str, name: str) -> None:
     trees = drafts(lambda coins: CascadeDrafter(model(5), INNER[inner](coins), right_rule(coins), k=3))
     assert bias(registry.make("verifier", name).decide, TargetTables(model(1)), trees, 3) < TINY
 
 
 @pytest.mark.parametrize("name", ["rejection", "block", "traversal"])
-def test_a_stop_keeps_the_targets_law(name: str) -> None:
+def test_a_stop_keeps_the_targets_distribution(name: str) -> None:
     def build(coins: Coins) -> Drafter:
         return CascadeDrafter(model(5), INNER["chain"](coins), right_rule(coins), k=3)
 
     trees = drafts(build, Budget(3, 64, min_confidence=0.35))
     assert {len(tree) for tree, _ in trees} == {2, 3, 4}
     for tree, _ in trees:
-        sure = [float(model(5).law((*PROMPT, *tree.tokens[1:i]))[tree.tokens[i]]) >= 0.35 for i in range(1, len(tree))]
+        sure = [
+            float(model(5).distribution((*PROMPT, *tree.tokens[1:i]))[tree.tokens[i]]) >= 0.35
+            for i in range(1, len(tree))
+        ]
         assert all(sure[:-1]) and (len(tree) == 4 or not sure[-1])
     assert bias(registry.make("verifier", name).decide, TargetTables(model(1)), trees, 3) < TINY
 
 
 @pytest.mark.parametrize("name", ["rejection", "block", "traversal", "match", "multi_round", "kseq"])
 @pytest.mark.parametrize("late", ["chain", "wrong", "ngram"])
-def test_a_chain_by_two_drafters_keeps_the_targets_law(late: str, name: str) -> None:
-    """Drawn tokens of two laws, or drawn tokens and then point masses."""
+def test_a_chain_by_two_drafters_keeps_the_targets_distribution(late: str, name: str) -> None:
+    """Drawn tokens of two distributions, or drawn tokens and then point masses."""
 
     def build(coins: Coins) -> Drafter:
         rule = right_rule(coins)
@@ -204,13 +208,13 @@ def test_a_chain_by_two_drafters_keeps_the_targets_law(late: str, name: str) -> 
         )
 
     trees = drafts(build)
-    points = {sum(row < 0 for row in tree.law_of[1:]) for tree, _ in trees}
+    points = {sum(row < 0 for row in tree.q_rows[1:]) for tree, _ in trees}
     assert max(points) == {"chain": 0, "wrong": 2, "ngram": 1}[late]
     assert bias(registry.make("verifier", name).decide, TargetTables(model(1)), trees, 3) < TINY
 
 
 @pytest.mark.parametrize("lenience", [2.0, 5.0])
-def test_lenient_chains_keep_the_targets_law_as_point_masses(lenience: float) -> None:
+def test_lenient_chains_keep_the_targets_distribution_as_point_masses(lenience: float) -> None:
     def build(coins: Coins) -> Drafter:
         return CascadeDrafter(model(5), ScriptedDrafter("1 2 1"), right_rule(coins), k=3, lenience=lenience)
 
@@ -223,9 +227,9 @@ def test_lenient_chains_keep_the_targets_law_as_point_masses(lenience: float) ->
 
 
 def staged(coins: Coins, monkeypatch: pytest.MonkeyPatch, inner: str, k: int = 2, width: int = 2) -> Drafter:
-    def draw(law: Tensor, count: int, context: Context) -> list[int]:
-        count = min(count, int((law > 0).sum()))
-        return distinct(law / law.sum(), count, coins)
+    def draw(distribution: Tensor, count: int, context: Context) -> list[int]:
+        count = min(count, int((distribution > 0).sum()))
+        return distinct(distribution / distribution.sum(), count, coins)
 
     monkeypatch.setattr("foretoken.drafters.staged.draw_without_replacement", draw)
     return StagedDrafter(model(5), INNER[inner](coins), right_rule(coins), k=k, width=width)
@@ -242,11 +246,11 @@ def staged(coins: Coins, monkeypatch: pytest.MonkeyPatch, inner: str, k: int = 2
     ],
     ids=["whole", "three-nodes", "stop", "three-nodes-stop"],
 )
-def test_staged_trees_keep_the_targets_law(
+def test_staged_trees_keep_the_targets_distribution(
     inner: str, budget: Budget, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trees = drafts(lambda coins: staged(coins, monkeypatch, inner), budget)
-    check_recorded_laws(trees, model(5))
+    check_recorded_distributions(trees, model(5))
     assert max(len(tree) for tree, _ in trees) == 1 + min(4, budget.max_nodes)
     assert bias(registry.make("verifier", name).decide, TargetTables(model(1)), trees, 2) < TINY
 
@@ -261,8 +265,9 @@ def test_siblings_cover_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- negative controls -----------------------------------------------------------------------------------------------
 
 
-def test_the_triforce_slip_emits_another_law() -> None:
-    """Middle law (.5, .5), guesses always token 0: half of them stand, and half of the others are drawn as 0 again."""
+def test_the_triforce_slip_emits_another_distribution() -> None:
+    """Middle distribution (.5, .5), guesses always token 0: half of them are accepted, and half of the others are drawn
+    as 0 again."""
     middle = TableModel(lambda prefix: [0.5, 0.5], 2)
 
     def build(rule: Callable[[Coins], Rule]) -> Build:
@@ -280,12 +285,12 @@ def test_the_triforce_slip_emits_another_law() -> None:
 def test_the_triforce_slip_is_caught_at_every_level() -> None:
     middle = model(5)
     trees = drafts(lambda coins: CascadeDrafter(middle, INNER["chain"](coins), triforce_rule(coins), k=3))
-    assert total_variation(chain_law(trees), product_law(middle, 3)) > CAUGHT
+    assert total_variation(chain_distribution(trees), product_distribution(middle, 3)) > CAUGHT
     assert bias(registry.make("verifier", "block").decide, TargetTables(model(1)), trees, 3) > CAUGHT
 
 
 def test_siblings_before_the_spine_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token of the spine was drawn first: as the second child it is judged by the wrong law."""
+    """The token of the spine was drawn first: as the second child it is judged by the wrong distribution."""
 
     def swapped(tree: TokenTree) -> TokenTree:
         return TokenTree((tree.tokens[0], tree.tokens[2], tree.tokens[1]), (-1, 0, 0), tree.kind, tree.q, (-1, 0, 0))

@@ -15,12 +15,12 @@ from enumeration import (
     mean_accepted,
     outcomes,
     scores_of,
-    target_law,
+    target_distribution,
     total_variation,
 )
 
 from foretoken import registry
-from foretoken.types import Kind, TokenTree
+from foretoken.core import Kind, TokenTree
 from foretoken.verifiers.base import Coins, Verifier
 from foretoken.verifiers.kseq import threshold
 
@@ -105,11 +105,11 @@ def test_at_temperature_0_every_rule_is_the_greedy_walk(name: str, kind: Kind, s
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_at_temperature_0_the_law_is_one_sequence(name: str) -> None:
+def test_at_temperature_0_the_distribution_is_one_sequence(name: str) -> None:
     tables = Tables(3, seed=9, one_hot=True)
     trees = drafts(tables, (1, 1), Kind.POINT)
-    law = extended(emitted(rule(name).decide, tables, trees), tables, 3)
-    assert total_variation(law, target_law(tables, 3)) < TINY
+    distribution = extended(emitted(rule(name).decide, tables, trees), tables, 3)
+    assert total_variation(distribution, target_distribution(tables, 3)) < TINY
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -183,9 +183,9 @@ def test_the_root_is_never_rejected_by_rounding() -> None:
         def accept(self, num: float, den: float = 1.0) -> bool:
             return False
 
-        def draw(self, law: torch.Tensor) -> int:
-            assert torch.isfinite(law).all() and float(law.sum()) > 0
-            return int(law.argmax())
+        def draw(self, distribution: torch.Tensor) -> int:
+            assert torch.isfinite(distribution).all() and float(distribution.sum()) > 0
+            return int(distribution.argmax())
 
     tables = FixedTables(p.tolist(), q.tolist())
     tables.p = lambda prefix: p

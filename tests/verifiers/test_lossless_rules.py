@@ -1,4 +1,5 @@
-"""Every lossless rule, on every shape and kind that it is right for: its law is the target's, by enumeration."""
+"""Every lossless rule, on every shape and kind that it is right for: its distribution is the target's, by
+enumeration."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from enumeration import DRAWS, Rule, Tables, bias, drafts, outcomes, scores_of
 from torch import Tensor
 
 from foretoken import registry
-from foretoken.types import Kind, TokenTree
+from foretoken.core import Kind, TokenTree
 from foretoken.verifiers.base import Coins, Verifier
 from foretoken.verifiers.block import BlockVerifier
 from foretoken.verifiers.kseq import threshold as kseq_threshold
@@ -26,7 +27,7 @@ TINY = 1e-12
 
 @pytest.fixture(autouse=True)
 def remembered_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The enumeration meets the same few laws thousands of times: bisect once for each."""
+    """The enumeration meets the same few distributions thousands of times: bisect once for each."""
     known: dict[tuple[object, ...], float] = {}
 
     def threshold(p: Tensor, q: Tensor, k: int) -> float:
@@ -48,7 +49,7 @@ def cases() -> list[tuple[str, Kind, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(("name", "kind", "shape"), cases())
-def test_law_is_the_target_law(name: str, kind: Kind, shape: tuple[int, ...]) -> None:
+def test_distribution_is_the_target_distribution(name: str, kind: Kind, shape: tuple[int, ...]) -> None:
     size = 3 if len(shape) > 1 and sum(shape) > 2 else 4
     tables = Tables(size, seed=sum(shape))
     rule = registry.make("verifier", name).decide
@@ -99,14 +100,14 @@ def test_point_rule_on_the_host_covers_the_support(shape: tuple[int, ...]) -> No
 def two_drafters(first: Tables, second: Tables, kind: Kind, coins: Coins) -> TokenTree:
     """Two children of the first drafter, one of the second, one point mass; each of the drawn ones with one child."""
     tokens = [0, *DRAWS[kind](first.q(()), 2, coins), *DRAWS[kind](second.q(()), 1, coins), 1]
-    laws, law_of, parents = [first.q(()), second.q(())], [-1, 0, 0, 1, -1], [-1, 0, 0, 0, 0]
+    distributions, q_rows, parents = [first.q(()), second.q(())], [-1, 0, 0, 1, -1], [-1, 0, 0, 0, 0]
     for node, tables in ((1, first), (3, second)):
-        law = tables.q((tokens[node],))
-        tokens.append(DRAWS[kind](law, 1, coins)[0])
+        distribution = tables.q((tokens[node],))
+        tokens.append(DRAWS[kind](distribution, 1, coins)[0])
         parents.append(node)
-        law_of.append(len(laws))
-        laws.append(law)
-    return TokenTree(tokens, parents, kind, torch.stack(laws), law_of)
+        q_rows.append(len(distributions))
+        distributions.append(distribution)
+    return TokenTree(tokens, parents, kind, torch.stack(distributions), q_rows)
 
 
 ENSEMBLES = [
@@ -133,9 +134,11 @@ def test_a_chain_of_drawn_and_deterministic_tokens(name: str) -> None:
 
     def draft(coins: Coins) -> TokenTree:
         first = coins.draw(tables.q(()))
-        third_law = tables.q((first, 2))
-        laws = torch.stack([tables.q(()), third_law])
-        return TokenTree((0, first, 2, coins.draw(third_law)), (-1, 0, 1, 2), Kind.IID, laws, (-1, 0, -1, 1))
+        third_distribution = tables.q((first, 2))
+        distributions = torch.stack([tables.q(()), third_distribution])
+        return TokenTree(
+            (0, first, 2, coins.draw(third_distribution)), (-1, 0, 1, 2), Kind.IID, distributions, (-1, 0, -1, 1)
+        )
 
     rule = registry.make("verifier", name)
     assert bias(rule.decide, tables, list(outcomes(draft)), 3) < TINY
@@ -148,14 +151,14 @@ def test_stopping_after_an_unlikely_token_is_right(name: str) -> None:
     tables = Tables(3, seed=4)
 
     def draft(coins: Coins) -> TokenTree:
-        tokens, laws = [0], []
+        tokens, distributions = [0], []
         while len(tokens) < 4:
-            law = tables.q(tuple(tokens[1:]))
-            tokens.append(coins.draw(law))
-            laws.append(law)
-            if float(law[tokens[-1]]) < 0.3:
+            distribution = tables.q(tuple(tokens[1:]))
+            tokens.append(coins.draw(distribution))
+            distributions.append(distribution)
+            if float(distribution[tokens[-1]]) < 0.3:
                 break
-        return TokenTree.chain(0, tokens[1:], torch.stack(laws))
+        return TokenTree.chain(0, tokens[1:], torch.stack(distributions))
 
     trees = list(outcomes(draft))
     assert len({len(tree) for tree, _ in trees}) > 1

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from enumeration import FixedTables, LawsAsLogits, Tables, drafts, emitted, mean_accepted, outcomes, scores_of
+from enumeration import FixedTables, ProbabilitiesAsLogits, Tables, drafts, emitted, mean_accepted, outcomes, scores_of
 
 from foretoken import registry
+from foretoken.core import Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.typical import TypicalVerifier
 
@@ -61,7 +61,7 @@ def test_options_outside_their_range(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["typical", "top_k,k=1", "distance,eps=0", "min_block,min_accepted=0", "lenient"])
 @pytest.mark.parametrize("seed", range(4))
 def test_temperature_0_is_the_greedy_walk(spec: str, seed: int) -> None:
-    """One-hot laws; where raw logits matter, they are one-hot as well."""
+    """One-hot distributions; where raw logits matter, they are one-hot as well."""
     tables = Tables(3, seed=seed, one_hot=True)
     for tree, _ in drafts(tables, (1, 1) if rule(spec).chains_only else (2, 2), Kind.POINT):
         assert verdict_of(spec, tree, tables) == verdict_of("greedy", tree, tables)
@@ -81,7 +81,7 @@ def test_typical_threshold() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 50])
-def test_typical_accepts_everything_under_a_uniform_law(size: int) -> None:
+def test_typical_accepts_everything_under_a_uniform_distribution(size: int) -> None:
     tables = FixedTables([1 / size] * size, [1 / size] * size)
     tree = TokenTree.chain(0, [1, 0, 2])
     assert verdict_of("typical", tree, tables).path == (1, 2, 3)
@@ -138,8 +138,8 @@ def test_lenience_bounds_every_probability(lenience: float, kind: Kind) -> None:
     tables = Tables(4, seed=2, closeness=0.0)
     p, q = tables.p(()), tables.q(())
     trees = drafts(tables, (1,), kind)
-    law = emitted(rule(f"lenient,lenience={lenience}").decide, tables, trees)
-    first = [sum(chance for tokens, chance in law.items() if tokens[0] == x) for x in range(4)]
+    distribution = emitted(rule(f"lenient,lenience={lenience}").decide, tables, trees)
+    first = [sum(chance for tokens, chance in distribution.items() if tokens[0] == x) for x in range(4)]
     assert all(first[x] <= float(p[x]) / lenience + TINY for x in range(4))
     if kind is Kind.IID:
         accepted = mean_accepted(rule(f"lenient,lenience={lenience}").decide, tables, trees)
@@ -148,8 +148,8 @@ def test_lenience_bounds_every_probability(lenience: float, kind: Kind) -> None:
 
 def test_lenience_bound_is_tight() -> None:
     tables = FixedTables([0.1, 0.9], [0.9, 0.1])
-    law = emitted(rule("lenient,lenience=0.5").decide, tables, drafts(tables, (1,), Kind.IID))
-    assert sum(chance for tokens, chance in law.items() if tokens[0] == 0) == pytest.approx(0.1 / 0.5)
+    distribution = emitted(rule("lenient,lenience=0.5").decide, tables, drafts(tables, (1,), Kind.IID))
+    assert sum(chance for tokens, chance in distribution.items() if tokens[0] == 0) == pytest.approx(0.1 / 0.5)
 
 
 def test_lenience_at_temperature_0() -> None:
@@ -168,7 +168,7 @@ def test_top_k_ranks_by_logits_at_temperature_0() -> None:
     tree = TokenTree.chain(0, [1, 2])
     runs = [len(rule(f"top_k,k={k}").verify(tree, at_temperature_0(logits, tree), Rng(0)).path) for k in (1, 2, 3, 4)]
     assert runs == [0, 1, 2, 2]
-    # With a bias at work raw logits do not know the law, so the exact rule is what is left.
+    # With a bias at work raw logits do not know the distribution, so the exact rule is what is left.
     biased = at_temperature_0(logits, tree, logit_bias={3: 100.0})
     assert rule("top_k,k=3").verify(tree, biased, Rng(0)) == Verdict((), 3, False)
 
@@ -220,6 +220,6 @@ def test_min_block_on_trees_forces_the_likeliest_path() -> None:
     assert verdict_of("min_block,min_accepted=1", tree, tables).path == (2,)
 
 
-def test_laws_as_logits_is_a_law_maker() -> None:
-    laws = torch.eye(2)
-    assert LawsAsLogits().law(laws[0], ()) is not None
+def test_probabilities_as_logits_is_a_distribution_maker() -> None:
+    distributions = torch.eye(2)
+    assert ProbabilitiesAsLogits().distribution(distributions[0], ()) is not None

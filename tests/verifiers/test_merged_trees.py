@@ -1,4 +1,5 @@
-"""Merged trees of several drafters: every right rule keeps the target's law exactly, and wrong merging is caught."""
+"""Merged trees of several drafters: every right rule keeps the target's distribution exactly, and wrong merging is
+caught."""
 
 from __future__ import annotations
 
@@ -9,13 +10,13 @@ import pytest
 from enumeration import Drafts, FixedTables, Tables, bias, grow, mean_accepted, outcomes
 
 from foretoken import registry
+from foretoken.core import Kind, Scores, TokenTree, Verdict
 from foretoken.trees.operations import merge
-from foretoken.types import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins
 
 CAUGHT = 0.01
 IID, WOR, POINT = Kind.IID, Kind.WITHOUT_REPLACEMENT, Kind.POINT
-Member = tuple[Tables, Sequence[int], Kind]  # laws, children per level, how they are drawn
+Member = tuple[Tables, Sequence[int], Kind]  # distributions, children per level, how they are drawn
 
 
 def rule(name: str) -> Callable[[TokenTree, Scores, Coins], Verdict]:
@@ -27,17 +28,17 @@ def merged(members: Sequence[Member], kind: Kind | None = None) -> Drafts:
     return list(outcomes(lambda coins: merge([grow(*member, coins) for member in members], kind)))
 
 
-def laws(seed: int, **more: int) -> Tables:
+def distributions(seed: int, **more: int) -> Tables:
     return Tables(3, seed=seed, **more)
 
 
-TARGET = laws(1, zeros=1)
-A, B, C = TARGET, laws(2), laws(3, zeros=1)
+TARGET = distributions(1, zeros=1)
+A, B, C = TARGET, distributions(2), distributions(3, zeros=1)
 
 GROUPS: dict[str, tuple[Sequence[Member], int]] = {
     "two-chains": ([(A, (1, 1), IID), (B, (1, 1), IID)], 2),
     "chain-and-tree": ([(A, (1,), IID), (B, (2, 1), IID)], 2),
-    "equal-laws": ([(A, (1, 1), IID), (A, (1, 1), IID)], 2),
+    "equal-distributions": ([(A, (1, 1), IID), (A, (1, 1), IID)], 2),
     "three-drafters": ([(A, (1,), IID), (B, (1,), IID), (C, (1,), IID)], 1),
     "drawn-then-point": ([(A, (1, 1), IID), (B, (2, 1), POINT)], 2),
     "point-then-drawn": ([(B, (1, 1), POINT), (A, (2, 1), IID)], 2),
@@ -45,7 +46,7 @@ GROUPS: dict[str, tuple[Sequence[Member], int]] = {
 }
 WITHOUT: dict[str, tuple[Sequence[Member], int]] = {
     "two-sequences": ([(A, (2,), WOR), (B, (2,), WOR)], 1),
-    "equal-laws": ([(A, (2,), WOR), (A, (2,), WOR)], 1),
+    "equal-distributions": ([(A, (2,), WOR), (A, (2,), WOR)], 1),
     "used-up": ([(C, (3,), WOR), (A, (1,), WOR)], 1),
     "two-levels": ([(A, (2, 1), WOR), (B, (1, 1), IID)], 2),
     "iid-siblings": ([(A, (2,), WOR), (B, (2,), IID), (C, (1,), POINT)], 1),
@@ -81,7 +82,7 @@ def test_what_the_first_leaves_of_the_budget_goes_to_the_next(name: str) -> None
 
     def shared(coins: Coins) -> TokenTree:
         first = grow(A, (1, 1), IID, coins)
-        if float(first.law(1)[first.tokens[1]]) < 0.4:  # type: ignore[index]  # an unsure draft stops
+        if float(first.distribution(1)[first.tokens[1]]) < 0.4:  # type: ignore[index]  # an unsure draft stops
             first = TokenTree.chain(0, first.tokens[1:2], first.q[:1])  # type: ignore[index]
         return merge([first, grow(B, (1,) * (3 - first.num_drafts), IID, coins)])
 
@@ -111,7 +112,7 @@ def deduplicated(tree: TokenTree) -> TokenTree:
         tree,
         tokens=tuple(tree.tokens[n] for n in kept),
         parents=(-1, *[0] * (len(kept) - 1)),
-        law_of=tuple(tree.law_of[n] for n in kept),
+        q_rows=tuple(tree.q_rows[n] for n in kept),
         drafters=(),
     )
 
@@ -126,9 +127,9 @@ def test_removing_duplicates_of_independent_drafters_is_caught(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["multi_round", "kseq", "traversal"])
-def test_one_law_for_all_drafters_is_caught(name: str) -> None:
+def test_one_distribution_for_all_drafters_is_caught(name: str) -> None:
     trees = merged([(A, (1,), IID), (B, (1,), IID)])
-    wrong = [(replace(tree, law_of=(-1, 0, 0)), weight) for tree, weight in trees]
+    wrong = [(replace(tree, q_rows=(-1, 0, 0)), weight) for tree, weight in trees]
     assert bias(rule(name), TARGET, trees, 1) < 1e-12
     assert bias(rule(name), TARGET, wrong, 1) > CAUGHT
 
@@ -138,7 +139,7 @@ def test_independent_siblings_that_share_a_row_are_caught(name: str) -> None:
     """Why a merged tree of draws without replacement gives every independent draw a row of its own."""
     target = Tables(4, seed=3)
     trees = merged([(target, (2,), IID), (Tables(4, seed=4), (1,), WOR)])
-    wrong = [(replace(tree, law_of=(-1, 0, 0, 2)), weight) for tree, weight in trees]
+    wrong = [(replace(tree, q_rows=(-1, 0, 0, 2)), weight) for tree, weight in trees]
     assert bias(rule(name), target, trees, 1) < 1e-12
     assert bias(rule(name), target, wrong, 1) > CAUGHT
 

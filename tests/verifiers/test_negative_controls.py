@@ -22,7 +22,7 @@ from enumeration import (
 from torch import Tensor
 
 from foretoken import registry
-from foretoken.types import Kind, Scores, TokenTree, Verdict
+from foretoken.core import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, drawn_chance, leftover, residual, rest_of, scaled, verdict_at
 from foretoken.verifiers.block import pass_chance
 
@@ -47,7 +47,7 @@ def chain_rule(
 
     def decide(tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         for node in range(1, len(tree)):
-            p, q, x = scores.p(node - 1), tree.law(node), tree.tokens[node]
+            p, q, x = scores.p(node - 1), tree.distribution(node), tree.tokens[node]
             assert q is not None
             if not accepts(p, q, x, coins):
                 return Verdict(tuple(range(1, node)), coins.draw(rest(p, q)), False)
@@ -78,22 +78,22 @@ def test_one_uniform_for_the_test_and_the_residual() -> None:
     assert bias(right("rejection"), tables, trees, 1, SharedUniformCoins) > CAUGHT
 
 
-def test_soft_law_with_an_argmax_draw() -> None:
+def test_soft_distribution_with_an_argmax_draw() -> None:
     tables = Tables(3, seed=2)
     trees = drafts(tables, (1, 1), Kind.IID, likeliest)
     assert bias(right("rejection"), tables, trees, 2) > CAUGHT
 
 
-def test_filtered_draw_with_an_unfiltered_law() -> None:
-    def top_two(law: Tensor, count: int, coins: Coins) -> list[int]:
-        kept = torch.where(law >= law.topk(2).values[-1], law, 0.0)
+def test_filtered_draw_with_an_unfiltered_distribution() -> None:
+    def top_two(distribution: Tensor, count: int, coins: Coins) -> list[int]:
+        kept = torch.where(distribution >= distribution.topk(2).values[-1], distribution, 0.0)
         return [coins.draw(kept) for _ in range(count)]
 
     tables = Tables(4, seed=2)
     assert bias(right("rejection"), tables, drafts(tables, (1,), Kind.IID, top_two), 1) > CAUGHT
 
 
-def test_soft_law_with_top_k_children() -> None:
+def test_soft_distribution_with_top_k_children() -> None:
     tables = Tables(4, seed=2)
     for name in ("multi_round", "traversal"):
         assert bias(right(name), tables, drafts(tables, (2,), Kind.IID, likeliest), 1) > CAUGHT
@@ -102,15 +102,15 @@ def test_soft_law_with_top_k_children() -> None:
 
 def test_dropping_a_low_confidence_token() -> None:
     def draft(tables: Tables, coins: Coins) -> TokenTree:
-        tokens, laws = [0], []
+        tokens, distributions = [0], []
         for _ in range(2):
-            law = tables.q(tuple(tokens[1:]))
-            token = coins.draw(law)
-            if float(law[token]) < 0.35:
+            distribution = tables.q(tuple(tokens[1:]))
+            token = coins.draw(distribution)
+            if float(distribution[token]) < 0.35:
                 break
             tokens.append(token)
-            laws.append(law)
-        return TokenTree.chain(0, tokens[1:], torch.stack(laws) if laws else None)
+            distributions.append(distribution)
+        return TokenTree.chain(0, tokens[1:], torch.stack(distributions) if distributions else None)
 
     tables = Tables(3, seed=4)
     trees = list(outcomes(lambda coins: draft(tables, coins)))
@@ -131,7 +131,7 @@ def wrong_block(
             p, q = float(scores.p(node - 1)[tree.tokens[node]]), drawn_chance(tree, node)
             keep.append(scaled(keep[-1], p, q))
             ratio *= p / q
-        rests = [leftover(scores.p(i), tree.law(i + 1), tree.tokens[i + 1], keep[i]) for i in range(last)]
+        rests = [leftover(scores.p(i), tree.distribution(i + 1), tree.tokens[i + 1], keep[i]) for i in range(last)]
         chances = [1.0, *(pass_chance(float(rests[i].sum()), keep[i]) for i in range(1, last))]
         chances.append(min(1.0, ratio) if uncapped else keep[last])
         passed = [coins.accept(chance) for chance in chances]
@@ -140,12 +140,12 @@ def wrong_block(
         else:
             stop = max(i for i in range(last + 1) if passed[i])
         if stop == last:
-            law = scores.p(last)
+            distribution = scores.p(last)
         elif token_residual:
-            law = rest_of(scores.p(stop), tree.law(stop + 1), tree.tokens[stop + 1])
+            distribution = rest_of(scores.p(stop), tree.distribution(stop + 1), tree.tokens[stop + 1])
         else:
-            law = rests[stop]
-        return verdict_at(tree, range(1, stop + 1), coins.draw(law))
+            distribution = rests[stop]
+        return verdict_at(tree, range(1, stop + 1), coins.draw(distribution))
 
     return decide
 
@@ -167,7 +167,7 @@ def with_children(trees: Drafts, change: Callable[[TokenTree], TokenTree]) -> Dr
 
 
 def children_only(tree: TokenTree, tokens: list[int]) -> TokenTree:
-    """A one-level tree with other children, drawn (so it says) from the same law."""
+    """A one-level tree with other children, drawn (so it says) from the same distribution."""
     return TokenTree((0, *tokens), (-1, *[0] * len(tokens)), tree.kind, tree.q, (-1, *[0] * len(tokens)))
 
 
@@ -192,7 +192,7 @@ def test_independent_draws_under_the_rule_without_replacement() -> None:
     assert bias(right("without_replacement"), tables, trees, 1) > CAUGHT
 
 
-def test_siblings_sorted_by_the_draft_law() -> None:
+def test_siblings_sorted_by_the_draft_distribution() -> None:
     tables = FixedTables([0.15, 0.35, 0.5], [0.5, 0.3, 0.2])
 
     def sort(tree: TokenTree) -> TokenTree:
@@ -214,8 +214,9 @@ def test_siblings_pruned_by_their_own_probability() -> None:
     assert bias(right("without_replacement"), tables, trees, 1) > CAUGHT
 
 
-def test_draft_law_of_the_wrong_node() -> None:
-    """The children's law recorded one level off: a child tested against its parent's own sibling law."""
+def test_draft_distribution_of_the_wrong_node() -> None:
+    """The children's distribution recorded one level off: a child tested against its parent's own sibling
+    distribution."""
     tables = Tables(3, seed=2)
 
     def draft(coins: Coins) -> TokenTree:
@@ -249,16 +250,16 @@ def test_a_target_draw_that_looks_at_the_residual_of_the_wrong_child() -> None:
         for child in tree.children[0]:
             if coins.accept(float(p[tree.tokens[child]]), drawn_chance(tree, child)):
                 return Verdict((child,), coins.draw(scores.p(child)), True)
-        return Verdict((), coins.draw(rest_of(p, tree.law(1), tree.tokens[1])), False)
+        return Verdict((), coins.draw(rest_of(p, tree.distribution(1), tree.tokens[1])), False)
 
     tables = Tables(4, seed=1)
     assert bias(decide, tables, drafts(tables, (2,), Kind.IID), 1) > CAUGHT
 
 
 def test_the_enumeration_draws_what_it_says() -> None:
-    """The draws themselves: independent, distinct and deterministic children have the laws of their kinds."""
-    law = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    """The draws themselves: independent, distinct and deterministic children have the distributions of their kinds."""
+    distribution = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     for kind, expected in ((Kind.IID, 0.25), (WOR, 0.0), (Kind.POINT, 0.0)):
-        pairs = list(outcomes(lambda coins, draw=DRAWS[kind]: tuple(draw(law, 2, coins))))
+        pairs = list(outcomes(lambda coins, draw=DRAWS[kind]: tuple(draw(distribution, 2, coins))))
         assert abs(sum(weight for _, weight in pairs) - 1.0) < 1e-12
         assert abs(sum(weight for pair, weight in pairs if pair == (0, 0)) - expected) < 1e-12

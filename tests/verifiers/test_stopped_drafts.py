@@ -1,4 +1,5 @@
-"""Drafts that a stop rule ends, enumerated: the target's law stands exactly; a rule that drops the token breaks it."""
+"""Drafts that a stop rule ends, enumerated: the target's distribution is accepted exactly; a rule that drops the token
+breaks it."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from foretoken import registry
 from foretoken.controllers.base import Controller
+from foretoken.core import Budget, Context, Kind, Limits, Rng, Scores, TokenTree, Verdict
+from foretoken.loading import build_controller
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Budget, Context, Kind, Limits, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins
 
 EXACT, CAUGHT = 1e-12, 0.01
@@ -26,18 +28,18 @@ RULES = {
 View = Callable[[Tensor, int], tuple[Tensor | None, float]]
 
 
-def with_law(law: Tensor, token: int) -> tuple[Tensor | None, float]:
-    """What a drafter with laws shows a stop rule."""
-    return law, float(law[token])
+def with_distribution(distribution: Tensor, token: int) -> tuple[Tensor | None, float]:
+    """What a drafter with distributions shows a stop rule."""
+    return distribution, float(distribution[token])
 
 
-def without_law(law: Tensor, token: int) -> tuple[Tensor | None, float]:
+def without_distribution(distribution: Tensor, token: int) -> tuple[Tensor | None, float]:
     """What a drafter that counts shows it: a rule then looks at the drawn token."""
-    return None, float(law[token])
+    return None, float(distribution[token])
 
 
 def budget_of(spec: str) -> Budget:
-    controller: Controller = registry.make("controller", spec)
+    controller: Controller = build_controller(spec)
     controller.attach(Limits("toy", 3, 64))
     sampling = Sampler(SamplingParams(temperature=1.0))
     return controller.budget(Context(0, [0], 1, sampling, Rng(0)), 1)
@@ -51,30 +53,30 @@ def rule_named(name: str) -> Callable[[TokenTree, Scores, Coins], Verdict]:
 def stopped(tables: Tables, budget: Budget, view: View, shape: tuple[int, ...], drops: bool, coins: Coins) -> TokenTree:
     """A draft of at most three levels; ``drops`` takes the token that ends it away."""
     kind = Kind.IID if max(shape) == 1 else Kind.WITHOUT_REPLACEMENT
-    tokens, parents, law_of, laws = [0], [-1], [-1], []
+    tokens, parents, q_rows, distributions = [0], [-1], [-1], []
     level: list[tuple[int, tuple[int, ...]]] = [(0, ())]
     for width in shape:
         following = []
         for node, prefix in level:
-            law = tables.q(prefix)
-            for token in DRAWS[kind](law, width, coins):
-                stops = budget.stops_after(*view(law, token))
+            distribution = tables.q(prefix)
+            for token in DRAWS[kind](distribution, width, coins):
+                stops = budget.stops_after(*view(distribution, token))
                 if stops and drops:
                     continue
                 if not stops:
                     following.append((len(tokens), (*prefix, token)))
-                laws.append(law)
+                distributions.append(distribution)
                 tokens.append(token)
                 parents.append(node)
-                law_of.append(len(laws) - 1)
+                q_rows.append(len(distributions) - 1)
         level = following
     if len(tokens) == 1:
         return TokenTree.root_only(0)
     # Siblings share a row: the first one's.
     rows = [
-        min(law_of[n] for n in range(1, len(tokens)) if parents[n] == parents[node]) for node in range(1, len(tokens))
+        min(q_rows[n] for n in range(1, len(tokens)) if parents[n] == parents[node]) for node in range(1, len(tokens))
     ]
-    return TokenTree(tuple(tokens), tuple(parents), kind, torch.stack(laws), (-1, *rows))
+    return TokenTree(tuple(tokens), tuple(parents), kind, torch.stack(distributions), (-1, *rows))
 
 
 def trees_of(
@@ -84,7 +86,7 @@ def trees_of(
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "block", "traversal"])
-@pytest.mark.parametrize("view", [with_law, without_law])
+@pytest.mark.parametrize("view", [with_distribution, without_distribution])
 @pytest.mark.parametrize("spec", RULES.values(), ids=RULES)
 def test_chains_that_a_rule_ends_are_exact(spec: str, view: View, verifier: str) -> None:
     tables = Tables(3, seed=14)
@@ -94,7 +96,7 @@ def test_chains_that_a_rule_ends_are_exact(spec: str, view: View, verifier: str)
 
 
 @pytest.mark.parametrize("verifier", ["without_replacement", "traversal"])
-@pytest.mark.parametrize("view", [with_law, without_law])
+@pytest.mark.parametrize("view", [with_distribution, without_distribution])
 @pytest.mark.parametrize("spec", RULES.values(), ids=RULES)
 def test_trees_that_a_rule_ends_are_exact(spec: str, view: View, verifier: str) -> None:
     tables = Tables(3, seed=14)
@@ -108,14 +110,14 @@ def test_trees_that_a_rule_ends_are_exact(spec: str, view: View, verifier: str) 
 def test_dropping_an_unlikely_token_is_caught(spec: str, verifier: str) -> None:
     """The same rules on the token's own probability, with the token taken out of the draft."""
     tables = Tables(3, seed=14)
-    assert bias(rule_named(verifier), tables, trees_of(tables, spec, without_law, drops=True), 3) > CAUGHT
+    assert bias(rule_named(verifier), tables, trees_of(tables, spec, without_distribution, drops=True), 3) > CAUGHT
 
 
-def test_dropping_for_the_law_alone_is_no_error() -> None:
-    """A law does not know the token: then even taking it away is adapted, and costs nothing but its chance."""
+def test_dropping_for_the_distribution_alone_is_no_error() -> None:
+    """A distribution does not know the token: then even taking it away is adapted, and costs nothing but its chance."""
     tables = Tables(3, seed=14)
-    dropped = trees_of(tables, RULES["svip"], with_law, drops=True)
-    kept = trees_of(tables, RULES["svip"], with_law)
+    dropped = trees_of(tables, RULES["svip"], with_distribution, drops=True)
+    kept = trees_of(tables, RULES["svip"], with_distribution)
     assert bias(rule_named("block"), tables, dropped, 3) < EXACT
     assert mean_accepted(rule_named("block"), tables, dropped) < mean_accepted(rule_named("block"), tables, kept)
 
@@ -125,14 +127,18 @@ def test_the_worked_example_of_the_confidence_page() -> None:
     tables = FixedTables((0.45, 0.3, 0.2, 0.05), (0.1, 0.5, 0.3, 0.1))
 
     def draft(coins: Coins) -> TokenTree:
-        law = tables.q(())
-        token = coins.draw(law)
-        return TokenTree.root_only(0) if float(law[token]) < 0.2 else TokenTree.chain(0, [token], law[None])
+        distribution = tables.q(())
+        token = coins.draw(distribution)
+        return (
+            TokenTree.root_only(0)
+            if float(distribution[token]) < 0.2
+            else TokenTree.chain(0, [token], distribution[None])
+        )
 
     first = [0.0] * 4
     for tree, weight in outcomes(draft):
         scores = Scores(torch.stack([tables.p(())] * len(tree)), tree, (0,), Sampler(SamplingParams(temperature=1.0)))
-        scores._laws.update(dict.fromkeys(range(len(tree)), tables.p(())))
+        scores._distributions.update(dict.fromkeys(range(len(tree)), tables.p(())))
         for verdict, chance in outcomes(partial(rule_named("rejection"), tree, scores)):
             first[tree.tokens[verdict.path[0]] if verdict.path else verdict.next_token] += weight * chance
     assert first == pytest.approx([0.39, 0.36, 0.24, 0.01], abs=1e-12)

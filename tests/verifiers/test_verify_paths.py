@@ -7,10 +7,10 @@ import torch
 from enumeration import Tables, grow, scores_of
 
 from foretoken import registry
-from foretoken.noise import Noise
+from foretoken.core import Kind, Rng, Scores, TokenTree
+from foretoken.core.noise import Noise
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Kind, Rng, Scores, TokenTree
-from foretoken.verifiers.base import Coins, SiblingLaws, Verifier, draw, draw_by_blocks
+from foretoken.verifiers.base import Coins, SiblingDistributions, Verifier, draw, draw_by_blocks
 from foretoken.verifiers.block import BlockVerifier
 from foretoken.verifiers.rejection import RejectionVerifier
 
@@ -41,7 +41,7 @@ def random_scores(
     logits = torch.randn(len(tree), size, generator=generator)
     parents = torch.tensor(tree.parents[1:])
     if tree.q is not None:
-        logits[parents] += 1.5 * tree.q[torch.tensor(tree.law_of[1:])].log()
+        logits[parents] += 1.5 * tree.q[torch.tensor(tree.q_rows[1:])].log()
     else:
         logits[parents, torch.tensor(tree.tokens[1:])] += 3.0
     return Scores(logits, tree, (0,), Sampler(params, 1, Noise(seed) if races else None))
@@ -75,7 +75,7 @@ def test_both_chain_paths_decide_the_same(kind: Kind) -> None:
         ) == RejectionVerifier().decide(scores.tree, scores, Coins(Rng(seed)))
 
 
-def test_large_vocabularies_make_laws_one_by_one() -> None:
+def test_large_vocabularies_make_distributions_one_by_one() -> None:
     for verifier in (RejectionVerifier(), BlockVerifier()):
         for seed in range(3):
             scores = random_scores(seed, Kind.IID, (1, 1, 1), PARAMS[0], size=40_000)
@@ -89,19 +89,19 @@ def test_nothing_is_mutated(name: str, kind: Kind) -> None:
     for seed in range(5):
         shape = (1, 1, 1) if verifier.chains_only else (3, 2)
         scores = random_scores(seed, kind, shape, PARAMS[0], races=verifier.races)
-        laws = [scores.p(node) for node in range(len(scores.tree))]
-        before = [law.clone() for law in laws]
+        distributions = [scores.p(node) for node in range(len(scores.tree))]
+        before = [distribution.clone() for distribution in distributions]
         q = None if scores.tree.q is None else scores.tree.q.clone()
         logits = scores.logits.clone()
         verifier.verify(scores.tree, scores, Rng(seed))
         verifier.decide(scores.tree, scores, Coins(Rng(seed)))
-        assert all(torch.equal(law, old) for law, old in zip(laws, before, strict=True))
+        assert all(torch.equal(distribution, old) for distribution, old in zip(distributions, before, strict=True))
         assert torch.equal(scores.logits, logits)
         assert q is None or (scores.tree.q is not None and torch.equal(q, scores.tree.q))
 
 
 class RecordingScores(Scores):
-    """Scores that remember for which nodes a law was asked."""
+    """Scores that remember for which nodes a distribution was asked."""
 
     def p(self, node: int) -> torch.Tensor:
         self.taps.setdefault(str(node), self.logits)
@@ -109,8 +109,8 @@ class RecordingScores(Scores):
 
 
 @pytest.mark.parametrize("name", ["match", "point", "multi_round", "without_replacement", "traversal", "rejection"])
-def test_laws_are_made_only_where_the_walk_goes(name: str) -> None:
-    """All drafts are impossible under the target: the root's law is all that is needed."""
+def test_distributions_are_made_only_where_the_walk_goes(name: str) -> None:
+    """All drafts are impossible under the target: the root's distribution is all that is needed."""
     verifier = rule(name)
     tree = TokenTree.chain(0, [2, 2, 2]) if verifier.chains_only else TokenTree((0, 2, 3, 2, 3), (-1, 0, 0, 1, 1))
     plain = scores_of(tree, Tables(4))
@@ -162,43 +162,43 @@ def test_plain_decoding_uses_one_uniform_per_token(name: str) -> None:
 
 
 def test_draw_never_returns_a_token_of_zero_weight() -> None:
-    law = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0])
-    assert draw(law, 0.0) == 1
-    assert draw(law, 0.3 - 1e-9) == 1
-    assert draw(law, 1.0 - 2**-53) == 3
-    assert draw(law * 5, 0.9) == 3
+    distribution = torch.tensor([0.0, 0.3, 0.0, 0.7, 0.0])
+    assert draw(distribution, 0.0) == 1
+    assert draw(distribution, 0.3 - 1e-9) == 1
+    assert draw(distribution, 1.0 - 2**-53) == 3
+    assert draw(distribution * 5, 0.9) == 3
 
 
 def test_draw_resolves_the_tail_of_a_large_vocabulary() -> None:
     """Behind a token of mass one half, 150k tokens share the rest: float32 steps would merge or skip many of them."""
     size = 150_000
-    law = torch.full((size,), 0.5 / (size - 1))
-    law[0] = 0.5
+    distribution = torch.full((size,), 0.5 / (size - 1))
+    distribution[0] = 0.5
     tail = torch.arange(1000, 1200)
-    drawn = [draw(law, 0.5 + (float(i) - 0.5) * 0.5 / (size - 1)) for i in tail]
+    drawn = [draw(distribution, 0.5 + (float(i) - 0.5) * 0.5 / (size - 1)) for i in tail]
     assert max(abs(token - int(i)) for token, i in zip(drawn, tail, strict=True)) <= 1
 
 
 @pytest.mark.parametrize("size", [3, 256, 700, 1024, 70_000])
 def test_draw_by_blocks_is_draw(size: int) -> None:
-    law = torch.softmax(torch.randn(size, generator=torch.Generator().manual_seed(size)), -1).double()
-    law[torch.arange(0, size, 3)] = 0.0
+    distribution = torch.softmax(torch.randn(size, generator=torch.Generator().manual_seed(size)), -1).double()
+    distribution[torch.arange(0, size, 3)] = 0.0
     if size > 600:
-        law[256:600] = 0.0  # blocks without weight
+        distribution[256:600] = 0.0  # blocks without weight
     rng = Rng(size)
     for u in [0.0, 1.0 - 2**-53, *rng.uniforms(200)]:
-        index = draw_by_blocks(law, u)
-        assert float(law[index]) > 0.0
-        cdf = law.cumsum(0) / law.sum()
-        assert float(cdf[index] - law[index] / law.sum()) - 1e-12 <= u <= float(cdf[index]) + 1e-12
+        index = draw_by_blocks(distribution, u)
+        assert float(distribution[index]) > 0.0
+        cdf = distribution.cumsum(0) / distribution.sum()
+        assert float(cdf[index] - distribution[index] / distribution.sum()) - 1e-12 <= u <= float(cdf[index]) + 1e-12
 
 
-def test_sibling_laws_keep_the_sequences_of_two_drafters_apart() -> None:
+def test_sibling_distributions_keep_the_sequences_of_two_drafters_apart() -> None:
     q = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]])
     tree = TokenTree((0, 0, 2, 1), (-1, 0, 0, 0), Kind.WITHOUT_REPLACEMENT, q, (-1, 0, 1, 0))
-    laws = SiblingLaws(tree)
-    laws.remove(1)
-    second, third = laws.law(2), laws.law(3)
+    distributions = SiblingDistributions(tree)
+    distributions.remove(1)
+    second, third = distributions.distribution(2), distributions.distribution(3)
     assert second is not None and torch.allclose(second, q[1])
     assert third is not None and torch.allclose(third, torch.tensor([0.0, 0.6, 0.4]))
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from test_verify_paths import ALL, kinds_of, random_scores, rule
 
+from foretoken.core import Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
 from foretoken.sampling import SamplingParams
-from foretoken.types import Kind, NonFiniteLogitsError, Rng, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier, draw, draw_all
+from foretoken.verifiers.batched import LateCoins, verify_batch
 from foretoken.verifiers.block import BlockVerifier
 from foretoken.verifiers.point import PointVerifier
-from foretoken.verifiers.together import LateCoins, verify_together
 
 MIXED = [
     SamplingParams(temperature=1.0),
@@ -48,7 +48,7 @@ def test_verdicts_of_a_batch_are_those_of_its_requests(name: str, kind: Kind) ->
             many = [one for one in many if one.maker.greedy] * 3
         one_by_one = [Scores(one.logits, one.tree, one.prefix, one.maker) for one in many]
         rngs, others = ([Rng(seed + i) for i in range(len(many))] for _ in range(2))
-        verdicts = verify_together([verifier] * len(many), many, rngs)
+        verdicts = verify_batch([verifier] * len(many), many, rngs)
         assert verdicts == [
             verifier.verify(scores.tree, scores, rng) for scores, rng in zip(one_by_one, others, strict=True)
         ]
@@ -61,16 +61,16 @@ def test_every_request_has_its_own_rule() -> None:
     kinds = [Kind.IID, Kind.POINT, Kind.IID, Kind.POINT]
     rules: list[Verifier] = [BlockVerifier(), PointVerifier(), rule("rejection"), rule("match")]
     many, again = ([random_scores(i, kind, (1, 1), MIXED[0]) for i, kind in enumerate(kinds)] for _ in range(2))
-    verdicts = verify_together(rules, many, [Rng(i) for i in range(4)])
+    verdicts = verify_batch(rules, many, [Rng(i) for i in range(4)])
     assert verdicts == [r.verify(s.tree, s, Rng(i)) for i, (r, s) in enumerate(zip(rules, again, strict=True))]
 
 
-def test_laws_and_weights_are_made_once() -> None:
+def test_distributions_and_weights_are_made_once() -> None:
     many = [random_scores(i, Kind.IID, (1, 1), MIXED[0]) for i in range(3)]
-    verify_together([BlockVerifier()] * 3, many, [Rng(i) for i in range(3)])
+    verify_batch([BlockVerifier()] * 3, many, [Rng(i) for i in range(3)])
     for one in many:
         assert one.made is not None and one.tree.q is not None and one.weights is not None
-        assert torch.equal(one.made, one.maker.laws(one.logits, None))
+        assert torch.equal(one.made, one.maker.distributions(one.logits, None))
         assert one.weights[0] == [float(one.made[i, x]) for i, x in enumerate(one.tree.tokens[1:])]
         assert one.weights[1] == [float(one.tree.q[i, x]) for i, x in enumerate(one.tree.tokens[1:])]
 
@@ -81,7 +81,7 @@ def test_a_rule_with_a_verify_of_its_own_is_asked() -> None:
             return Verdict((), 7, next_is_bonus=False)
 
     many = [random_scores(i, Kind.IID, (1, 1), MIXED[0]) for i in range(3)]
-    assert {one.next_token for one in verify_together([Stubborn()] * 3, many, [Rng(i) for i in range(3)])} == {7}
+    assert {one.next_token for one in verify_batch([Stubborn()] * 3, many, [Rng(i) for i in range(3)])} == {7}
 
 
 def test_what_draws_twice_does_not_draw_last() -> None:
@@ -91,11 +91,11 @@ def test_what_draws_twice_does_not_draw_last() -> None:
         coins.draw(torch.ones(4))
 
 
-def test_a_request_without_a_law_is_reported() -> None:
+def test_a_request_without_a_distribution_is_reported() -> None:
     many = [random_scores(i, Kind.IID, (1, 1), MIXED[0]) for i in range(3)]
     many[1].logits[0] = torch.nan
     with pytest.raises(NonFiniteLogitsError):
-        verify_together([BlockVerifier()] * 3, many, [Rng(i) for i in range(3)])
+        verify_batch([BlockVerifier()] * 3, many, [Rng(i) for i in range(3)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -103,15 +103,15 @@ def test_a_request_without_a_law_is_reported() -> None:
 def test_draws_made_together(size: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(size)
     for _ in range(20):
-        laws = torch.rand(5, size, generator=generator, dtype=dtype).softmax(-1)
-        laws[1, size // 2 :] = 0.0  # nothing at the end, and weights that are no law
+        distributions = torch.rand(5, size, generator=generator, dtype=dtype).softmax(-1)
+        distributions[1, size // 2 :] = 0.0  # nothing at the end, and weights that are no distribution
         uniforms = [*torch.rand(3, generator=generator, dtype=torch.float64).tolist(), 0.0, 1.0 - 2.0**-53]
-        pairs = list(zip(laws, uniforms, strict=True))
-        assert draw_all(pairs) == [draw(law, u) for law, u in pairs]
-        ends = [(law, 1.0 - 2.0**-53) for law in laws]
+        pairs = list(zip(distributions, uniforms, strict=True))
+        assert draw_all(pairs) == [draw(distribution, u) for distribution, u in pairs]
+        ends = [(distribution, 1.0 - 2.0**-53) for distribution in distributions]
         found = draw_all(ends)
-        assert found == [draw(law, u) for law, u in ends]
-        assert all(float(law[token]) > 0 for (law, _), token in zip(ends, found, strict=True))
+        assert found == [draw(distribution, u) for distribution, u in ends]
+        assert all(float(distribution[token]) > 0 for (distribution, _), token in zip(ends, found, strict=True))
 
 
 def test_no_draws() -> None:

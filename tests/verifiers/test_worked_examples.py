@@ -9,7 +9,7 @@ import torch
 from enumeration import FixedTables, drafts, emitted, mean_accepted, outcomes, scores_of
 
 from foretoken import registry
-from foretoken.types import Kind, TokenTree
+from foretoken.core import Kind, TokenTree
 from foretoken.verifiers.kseq import overlap, threshold
 from foretoken.verifiers.typical import TypicalVerifier
 
@@ -115,16 +115,16 @@ def test_kseq_page() -> None:
     assert threshold(p, q, 3) == pytest.approx(1.793, abs=6e-4)
 
 
-@pytest.mark.parametrize(("lenience", "law"), [(0.8, [0.4125, 0.3375, 0.25]), (0.5, [0.2727, 0.3273, 0.4])])
-def test_lenient_page(lenience: float, law: list[float]) -> None:
+@pytest.mark.parametrize(("lenience", "distribution"), [(0.8, [0.4125, 0.3375, 0.25]), (0.5, [0.2727, 0.3273, 0.4])])
+def test_lenient_page(lenience: float, distribution: list[float]) -> None:
     rule = registry.make("verifier", f"lenient,lenience={lenience}").decide
     found = emitted(rule, TABLES, drafts(TABLES, (1,), Kind.IID))
     first = [sum(chance for tokens, chance in found.items() if tokens[0] == x) for x in range(3)]
-    assert first == pytest.approx(law, abs=6e-5)
+    assert first == pytest.approx(distribution, abs=6e-5)
 
 
 @pytest.mark.parametrize(
-    ("law", "entropy", "bar"),
+    ("distribution", "entropy", "bar"),
     [
         ([0.9, 0.06, 0.04], 0.392, 0.09),
         ([0.7, 0.2, 0.1], 0.802, 0.09),
@@ -132,7 +132,7 @@ def test_lenient_page(lenience: float, law: list[float]) -> None:
         ([0.001] * 1000, 6.908, 0.0003),
     ],
 )
-def test_typical_page(law: list[float], entropy: float, bar: float) -> None:
-    p = torch.tensor(law, dtype=torch.float64)
+def test_typical_page(distribution: list[float], entropy: float, bar: float) -> None:
+    p = torch.tensor(distribution, dtype=torch.float64)
     assert float(torch.special.entr(p).sum()) == pytest.approx(entropy, abs=6e-4)
     assert TypicalVerifier().threshold(p) == pytest.approx(bar, abs=6e-5)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.ensemble import EnsembleDrafter
+from foretoken.drafters.learning.divergences import log_distribution
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import assemble
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
-from foretoken.training.divergences import log_law
 from foretoken.training.written import write_continuations
 
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 12, 48, 48
@@ -72,11 +72,13 @@ class Alignment:
 
     @torch.no_grad()
     def expected(self, network: Any) -> dict[str, float]:
-        """1 - TVD, the probability that a draft token drawn at T=1 stands, and the share of equal argmaxes."""
+        """1 - TVD, the probability that a draft token drawn at T=1 is accepted, and the share of equal argmaxes."""
         start = self.prompts.shape[1] - 1
         own: Any = self.target.model  # type: ignore[attr-defined]
         p, q = (
-            log_law(model(input_ids=self.text[:, :-1].to(model.device), use_cache=False).logits[:, start:]).cpu()
+            log_distribution(
+                model(input_ids=self.text[:, :-1].to(model.device), use_cache=False).logits[:, start:]
+            ).cpu()
             for model in (own, network)
         )
         width = min(p.shape[-1], q.shape[-1])

@@ -73,7 +73,7 @@ class ArmContext:
         tokenizer: its tokenizer, if any.
         verifier, controller: specs for the foretoken arms.
         device: where draft models run.
-        allow_lossy: permit verifiers that change the target's law.
+        allow_lossy: permit verifiers that change the target's distribution.
         ignore_eos: go on behind an end-of-text token, so that every arm writes the same number of tokens.
     """
 

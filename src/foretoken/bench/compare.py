@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.difference import Difference, first_difference
-from foretoken.noise import Noise
+from foretoken.core.noise import Noise
+from foretoken.parity.difference import Difference, first_difference
 from foretoken.sampling import Sampler, SamplingParams
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foretoken.bench.fitting import REFUSALS, Fit
-from foretoken.bench.prompts import BenchPrompt, select
 from foretoken.bench.results import acceptance_length, rate
 from foretoken.bench.run import Bench, BenchSettings, OnProgress
 from foretoken.bench.serving import Shared
 from foretoken.bench.specs import PLAIN
 from foretoken.bench.summary import Tally
+from foretoken.measure.prompts import BenchPrompt, select
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.bench.cost_measure import DraftRound
+from foretoken.core import TokenTree, Verdict
 from foretoken.engine.request import Running
-from foretoken.types import TokenTree, Verdict
+from foretoken.measure.costs import DraftRound
 
 TRACED_ROUNDS = 48
 """Rounds of a trace; a long run's later rounds are left out."""
 
 Bare = tuple[Sequence[int], Sequence[int], Sequence[bool]]
-"""Tokens, parents and probes of a tree, without its laws."""
+"""Tokens, parents and probes of a tree, without its distributions."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class RoundRecorder:
         times: tuple[float, float, float, float],
     ) -> None:
         """One round."""
-        # Parents only: a tree holds its draft laws, which are big.
+        # Parents only: a tree holds its draft distributions, which are big.
         self._rounds.append(([tree.parents for tree in trees], times[0], times[1], times[2]))
         if self.tracing:
             self._trace(runs, trees, verdicts, times)

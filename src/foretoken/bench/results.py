@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from foretoken.bench.cost_measure import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 from foretoken.bench.specs import PLAIN
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.engine.stats import SpecStats
+from foretoken.measure.costs import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 
 RESAMPLES = 1000
 """Bootstrap samples of a confidence interval."""
@@ -205,7 +205,7 @@ def prediction(
     """What the cost model says of one cell: 1 for plain decoding, ``None`` for other engines (their rounds are hidden).
 
     Args:
-        cell_results: the cell's own results: how long its drafts were and how many of them stood.
+        cell_results: the cell's own results: how long its drafts were and how many of them were accepted.
         all_results: the arm's results of every category at this setting: what drafting costs.
         target: measured cost of target calls at this batch size.
         rest: measured rest of a plain round.

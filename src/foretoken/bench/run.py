@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foretoken.bench.cost_measure import measure_target
 from foretoken.bench.partial import Partial
-from foretoken.bench.prompts import BenchPrompt
 from foretoken.bench.results import Key, Setting, UnitResult
 from foretoken.bench.serving import MAX_BATCH, ServedArm, Shared, Unit, make_served_arm
 from foretoken.bench.specs import PLAIN
 from foretoken.bench.summary import BenchResult, Tally, dtype_of, machine
 from foretoken.controllers.costs import TargetCost
-from foretoken.noise import SEEDS, check_seed
+from foretoken.core.noise import SEEDS, check_seed
+from foretoken.measure.costs import measure_target
+from foretoken.measure.prompts import BenchPrompt
 
 WARM_UP = "The quick brown fox jumps over the lazy dog while the small grey cat looks on and says nothing."
 """Decoded by every arm before anything is timed; no prompt of ours, so that nothing is learned from it."""

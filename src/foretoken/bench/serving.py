@@ -34,7 +34,7 @@ class Shared:
         verifier, controller: specs for arms that name no controller of their own.
         profile: a tuned profile, for the arm ``auto``; the others are what their specs say.
         device: where draft models run.
-        allow_lossy: permit verifiers that change the target's law.
+        allow_lossy: permit verifiers that change the target's distribution.
         max_new_tokens: length of every output.
         ignore_eos: go on behind an end-of-text token, so that every arm writes the same number of tokens.
         filters: ``top_k``, ``top_p``, ``min_p``.
@@ -223,6 +223,8 @@ class OwnArm:
             began = perf_counter()
             while engine.busy:
                 for run, emission in engine.step():
+                    if emission.error is not None:
+                        raise emission.error
                     if emission.finish_reason is not None:
                         done[run.id] = run
             spent = perf_counter() - began

@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.difference import first_difference
 from foretoken.bench.inflate import inflation, target_name
-from foretoken.bench.machine import hardware, threads, versions
-from foretoken.bench.prompts import BenchPrompt
 from foretoken.bench.results import (
     OVERALL,
     Setting,
@@ -25,7 +22,10 @@ from foretoken.bench.results import (
     time_split,
 )
 from foretoken.bench.specs import PLAIN
-from foretoken.noise import Noise
+from foretoken.core.noise import Noise
+from foretoken.measure.machine import hardware, threads, versions
+from foretoken.measure.prompts import BenchPrompt
+from foretoken.parity.difference import first_difference
 from foretoken.sampling import Sampler, SamplingParams
 
 if TYPE_CHECKING:

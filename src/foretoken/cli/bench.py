@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from foretoken.bench.specs import OTHER_ENGINES, check_arm
+from foretoken.cli.bench_serve import serve_command
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, progress_bar, screen
 from foretoken.registry import find, parse_spec, rows
@@ -92,8 +93,8 @@ def bench_command(
     lines_out = as_json or (out is None and not sys.stdout.isatty())
     with json_only(lines_out):
         from foretoken.bench.partial import check_out
-        from foretoken.bench.prompts import load_prompts, select
         from foretoken.bench.run import BenchSettings
+        from foretoken.measure.prompts import load_prompts, select
 
         if out is not None:
             check_out(out, resume)
@@ -299,3 +300,6 @@ def report_command(
     screen().print(f"report written to {out}", soft_wrap=True)
     if pictures:
         screen().print(f"{len(pictures)} plots written to {plots}", soft_wrap=True)
+
+
+app.command("serve")(serve_command)

@@ -25,6 +25,9 @@ def chat_command(*, common: Common) -> None:
     if llm.tokenizer is None:
         raise ValueError(f"chat needs a tokenizer, and {common.target} has none")
     session = Session(llm, common.sampling)
+    if not getattr(llm.tokenizer, "chat_template", None):
+        say = "was not trained to talk: it goes on with the text, and may write nonsense; --target PATH takes another"
+        print(f"(note: {common.target} {say})", file=sys.stderr)
     interactive = sys.stdin.isatty()
     if interactive:
         screen(stderr=True).print(HELP, style="dim", soft_wrap=True)

@@ -35,7 +35,7 @@ def doctor_command(
 def _measure(common: Common, repeat: int) -> dict[str, Any]:
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from foretoken.bench import machine
+    from foretoken.measure import machine
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     # Drawn between the measurements only: an animated bar would take time from them.

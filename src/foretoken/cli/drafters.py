@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from foretoken.bench.fitting import Fit, Subject
     from foretoken.bench.gains import Workload
-    from foretoken.bench.prompts import BenchPrompt
     from foretoken.bench.run import OnProgress
+    from foretoken.measure.prompts import BenchPrompt
 
 
 @with_common(omit=("target", "drafter", "profile"), max_new_tokens=32)
@@ -73,8 +73,8 @@ def _listing(
     common: Common, folders: Sequence[Path], measure: bool, prompts: Path | None, most: int, repeat: int
 ) -> _Listing:
     from foretoken.bench.fitting import fits, ordered, places
-    from foretoken.bench.prompts import load_prompts
     from foretoken.loading import default_drafter
+    from foretoken.measure.prompts import load_prompts
 
     common.check()
     for folder in folders:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.output import has_colour
+from foretoken.show.texts import token_texts as token_texts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -14,32 +14,16 @@ if TYPE_CHECKING:
 
     from foretoken.llm import Output
 
-STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": ""}
+STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "", "root": ""}
 MARKS = {"accepted": ("[", "]"), "recovered": ("<", ">"), "bonus": ("{", "}"), "plain": ("", "")}
+TREES = 3
+"""Rounds whose trees are printed."""
 MEANINGS = {
     "accepted": "accepted draft token",
     "recovered": "recovered (a draft was rejected here)",
-    "bonus": "bonus (all drafts of the round stood)",
+    "bonus": "bonus (a whole path was accepted)",
     "plain": "plain (nothing was drafted)",
 }
-
-
-def token_texts(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str]:
-    """The part of ``text`` that each token added; a half-written character belongs to the token that completed it."""
-    from foretoken.engine.stopping import Detokenizer
-
-    if tokenizer is None:
-        return [f"{token} " for token in token_ids]
-    decoder = Detokenizer(tokenizer)
-    pieces = [decoder.push([token]) for token in token_ids]
-    rest = decoder.flush()
-    if pieces:
-        pieces[-1] += rest
-    room, cut = len(text), []
-    for piece in pieces:  # text behind a stop string is not shown
-        cut.append(piece[:room])
-        room -= len(cut[-1])
-    return cut
 
 
 def explained(output: Output, tokenizer: Any, colour: bool) -> Text:
@@ -72,7 +56,28 @@ def legend(colour: bool) -> Text:
 
 
 def print_explained(console: Console, output: Output, tokenizer: Any) -> None:
-    """Legend, then the text."""
+    """Legend, then the text, then the token trees of the first rounds if the output has any."""
     colour = has_colour(console)
     console.print(legend(colour), end="", soft_wrap=True)
     console.print(explained(output, tokenizer, colour), soft_wrap=True)
+    if output.rounds:
+        _print_trees(console, output, tokenizer, colour)
+
+
+def _print_trees(console: Console, output: Output, tokenizer: Any, colour: bool) -> None:
+    from rich.text import Text
+
+    from foretoken.show.lines import lines_of
+    from foretoken.show.run import shown
+
+    rounds = shown(output, tokenizer, "", ()).rounds
+    for number, one in enumerate(rounds[:TREES], 1):
+        console.print(Text(f"round {number}: {one.caption}", "dim"), soft_wrap=True)
+        for line in lines_of(one):
+            left, right = MARKS.get(line.kind, ("", ""))
+            text = line.text if colour else f"{left}{line.text}{right}"
+            shown_line = Text(f"  {line.branch}").append(text, STYLES.get(line.kind, "dim"))
+            console.print(shown_line.append(f"  {line.why}" if line.why else "", "dim"), soft_wrap=True)
+    if len(rounds) > TREES:
+        more = f"{len(rounds) - TREES} more rounds: foretoken show draws them all"
+        console.print(Text(more, "dim"), soft_wrap=True)

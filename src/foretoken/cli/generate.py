@@ -37,6 +37,9 @@ def generate_command(
     compare: Annotated[bool, typer.Option("--compare", help="Plain and speculative decoding in one run.")] = False,
     repeat: Annotated[int, typer.Option(help="Runs of each arm with --compare (medians are shown).")] = 3,
     explain: Annotated[bool, typer.Option("--explain", help="Colour tokens by where they came from.")] = False,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="Processes of this machine, on CUDA devices, that the target is split over.")
+    ] = 1,
     as_json: Json = False,
     *,
     common: Common,
@@ -50,12 +53,12 @@ def generate_command(
     if prediction is not None:
         options["prediction"] = read_text(prediction)
     with json_only(as_json):
-        llm = common.load()
+        llm = common.load(tensor_parallel=tensor_parallel)
         if compare:
             result = _compare(llm, text, options, repeat)
             report = result.public()
         elif explain or as_json:
-            output = llm.generate(text, **options)
+            output = llm.generate(text, **options, explain=explain)
             report = {
                 "text": output.text,
                 "token_ids": output.token_ids,

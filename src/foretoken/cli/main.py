@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import typer
 
 from foretoken.cli import (
+    batch,
     bench,
     chat,
     datastore,
@@ -21,6 +22,7 @@ from foretoken.cli import (
     parity,
     plan,
     serve,
+    show,
     train,
     tune,
     tune_all,
@@ -35,6 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("generate")(generate.generate_command)
+app.command("batch")(batch.batch_command)
+app.command("show")(show.show_command)
 app.command("chat")(chat.chat_command)
 app.command("methods")(methods.methods_command)
 app.command("drafters")(drafters.drafters_command)

@@ -1,4 +1,4 @@
-"""``foretoken methods``: the catalogue."""
+"""``foretoken methods``: the catalogue, one line a method; ``foretoken methods NAME`` says all of one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ ROLES = ("drafter", "verifier", "tree", "controller")
 
 
 def methods_command(
+    name: Annotated[str | None, typer.Argument(help="Say all of one method.")] = None,
     role: Annotated[str | None, typer.Option(help=f"Only one role: {', '.join(ROLES)}.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -21,40 +22,53 @@ def methods_command(
 
     if role is not None and role not in ROLES:
         raise ValueError(f"unknown role {role!r}: choose one of {', '.join(ROLES)}")
-    found = [row for row in foretoken.methods() if role in (None, row["role"])]
+    found = [row for row in foretoken.methods() if role in (None, row["role"]) and name in (None, row["name"])]
+    if not found:
+        raise ValueError(f"unknown method {name!r}: `foretoken methods` lists them")
     if as_json:
         print_json({"methods": found})
+    elif name is None:
+        _print_lists(found)
     else:
-        _print_tables(found)
+        for row in found:
+            _print_details(row)
 
 
-def _print_tables(found: list[dict[str, Any]]) -> None:
-    """One table per role."""
-    from rich.table import Table
-
+def _print_lists(found: list[dict[str, Any]]) -> None:
+    """One list per role: a method is a name and the beginning of its summary."""
     from foretoken.cli.output import screen
 
     console = screen()
+    width = max(len(row["name"]) for row in found)
     for role in ROLES:
         mine = [row for row in found if row["role"] == role]
-        if not mine:
-            continue
-        table = Table(title=f"{role}s", title_justify="left", title_style="bold", expand=False)
-        table.add_column("name", style="bold cyan", no_wrap=True)
-        table.add_column("what it does", ratio=3)
-        table.add_column("drafts" if role == "drafter" else "paper" if role == "controller" else "for drafts", ratio=1)
-        table.add_column("lossless", no_wrap=True)
+        if mine:
+            console.print(f"{role}s", style="bold")
         for row in mine:
-            lossless = "yes" if row["lossless"] else "no: --allow-lossy"
-            # The example stands in the text: a column of its own would leave an 80 character terminal no room.
-            example = f"\nexample: {row['example']}" if role in ("drafter", "tree") else ""
-            third = row["paper"] if role == "controller" else row["kind"]
-            table.add_row(row["name"], _summary(row) + example, third, lossless)
-        console.print(table)
+            mark = " (lossy)" if not row["lossless"] else " (trained)" if row["needs_training"] else ""
+            room = console.width - width - 4 - len(mark)
+            console.print(f"  {row['name']:<{width}}  {_cut(row['summary'], room)}{mark}", soft_wrap=True)
+    console.print("\n`foretoken methods NAME` says all of one; lossy rules need --allow-lossy", style="dim")
 
 
-def _summary(row: dict[str, Any]) -> str:
-    needs = "needs training" if row["needs_training"] else ""
-    needs = ", ".join(part for part in (needs, row["needs"] and f"needs {row['needs']}") if part)
-    text = row["summary"] + (f" ({needs})" if needs else "")
-    return text if row["role"] == "controller" or not row["paper"] else f"{text} {row['paper']}"
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: max(room - 3, 1)].rsplit(" ", 1)[0] + "..."
+
+
+def _print_details(row: dict[str, Any]) -> None:
+    from foretoken.cli.output import screen
+
+    console = screen()
+    console.print(f"{row['name']} ({row['role']})", style="bold")
+    console.print(row["summary"])
+    lines = {
+        "paper": row["paper"],
+        "needs": row["needs"],
+        "training": "needs a trained network" if row["needs_training"] else "",
+        "drafts" if row["role"] == "drafter" else "for drafts": row["kind"],
+        "lossless": "yes" if row["lossless"] else "no: needs --allow-lossy",
+        "example": f"--{row['role']} {row['example']}" if row["role"] != "tree" else f"tree={row['example']}",
+    }
+    for what, text in lines.items():
+        if text:
+            console.print(f"  {what + ':':<12}{text}", soft_wrap=True)

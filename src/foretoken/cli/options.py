@@ -40,7 +40,7 @@ class Common:
         "auto"
     )
     verifier: Annotated[str, typer.Option(help=f"auto, {_names('verifier')}.")] = "auto"
-    controller: Annotated[str, typer.Option(help=f"auto, {_names('controller')}.")] = "auto"
+    controller: Annotated[str, typer.Option(help=f"{_names('controller')}.")] = "auto"
     profile: Annotated[
         Path | None, typer.Option(help="JSON file with drafter, verifier and controller for what is left at auto.")
     ] = None
@@ -61,7 +61,7 @@ class Common:
     min_p: Annotated[float, typer.Option(help="Drop tokens below this fraction of the most likely one.")] = 0.0
     seed: Annotated[int | None, typer.Option(help="Fixes the output when sampling.")] = None
     allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Permit verifiers that change the target's law.")
+        bool, typer.Option("--allow-lossy", help="Permit verifiers that change the target's distribution.")
     ] = False
 
     @property
@@ -83,11 +83,11 @@ class Common:
         if self.controller != "auto":
             find("controller", parse_spec(self.controller).name)
         if self.seed is not None:
-            from foretoken.noise import check_seed
+            from foretoken.core.noise import check_seed
 
             check_seed(self.seed)
 
-    def load(self, drafter: str | None = None) -> Llm:
+    def load(self, drafter: str | None = None, tensor_parallel: int = 1) -> Llm:
         """Load the target and everything around it; ``drafter`` replaces the option.
 
         Raises:
@@ -110,6 +110,7 @@ class Common:
             profile=self.profile,
             inflate=self.inflate,
             quantize=self.quantize,
+            tensor_parallel=tensor_parallel,
         )
         self._tell_inflated(llm.target)
         return llm

@@ -16,8 +16,8 @@ from foretoken.registry import find, parse_spec, rows
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from foretoken.bench.parity import Settings
-    from foretoken.bench.parity_report import Check, Report
+    from foretoken.parity.report import Check, Report
+    from foretoken.parity.run import Settings
 
 _NAMES = ", ".join(row.name for row in rows("drafter"))
 _DIFFERENCE, _INTERRUPTED = 1, 130
@@ -77,8 +77,8 @@ def parity_command(
 def _settings(
     common: Common, modes: list[str] | None, samples: int, false_alarm: float, repetition_penalty: float
 ) -> Settings:
-    from foretoken.bench.parity import Settings
-    from foretoken.bench.parity_report import MODES
+    from foretoken.parity.report import MODES
+    from foretoken.parity.run import Settings
 
     return Settings(
         target_source=common.target,
@@ -104,9 +104,9 @@ def _settings(
 
 def _run(common: Common, drafters: list[str] | None, prompts: Path | None, settings: Settings) -> tuple[Report, bool]:
     """The report, and whether Ctrl-C cut it short."""
-    from foretoken.bench.parity import read_prompts, run_parity
-    from foretoken.bench.parity_report import Report
     from foretoken.loading import load_tokenizer
+    from foretoken.parity.report import Report
+    from foretoken.parity.run import read_prompts, run_parity
 
     texts = read_prompts(prompts)
     target = common.load_target()

@@ -13,7 +13,10 @@ Given = typer.Option
 
 def serve_command(
     model: Annotated[str | None, typer.Argument(help="builtin, a model folder, a GGUF file, or a hub id.")] = None,
-    config: Annotated[Path | None, Given(help="YAML file with any of these settings (examples/serve.yaml).")] = None,
+    config: Annotated[
+        Path | None,
+        Given(help="YAML file with any of these settings (examples/serve.yaml).", envvar="FORETOKEN_CONFIG"),
+    ] = None,
     served_name: Annotated[str | None, Given(help="What clients call the model.")] = None,
     host: Annotated[str | None, Given(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, Given(help="Port to listen on [8000].")] = None,
@@ -24,6 +27,9 @@ def serve_command(
     dtype: Annotated[str | None, Given(help="float32, float64, bfloat16 or float16 [the checkpoint's].")] = None,
     device: Annotated[str | None, Given(help="auto, cpu, cuda, cuda:1 or mps [auto].")] = None,
     quantize: Annotated[str | None, Given(help="int8 or int4 weights, on the cpu.")] = None,
+    tensor_parallel: Annotated[
+        int | None, Given(help="Processes of this machine, on CUDA devices, that the model is split over [1].")
+    ] = None,
     max_running: Annotated[int | None, Given(help="Requests that run together [16].")] = None,
     max_queued: Annotated[int | None, Given(help="Requests that wait besides; more get 503 [256].")] = None,
     kv_memory: Annotated[str | None, Given(help="Memory of keys and values, as 2GiB [no limit].")] = None,
@@ -31,15 +37,19 @@ def serve_command(
     prefix_cache: Annotated[
         bool | None, Given("--prefix-cache/--no-prefix-cache", help="Reuse texts with the same beginning [yes].")
     ] = None,
-    api_key: Annotated[list[str] | None, Given(help="Key that opens every route; may be given again.")] = None,
-    api_key_file: Annotated[Path | None, Given(help="File with a key a line.")] = None,
+    api_key: Annotated[
+        list[str] | None, Given(help="Key that opens every route; may be given again.", envvar="FORETOKEN_API_KEY")
+    ] = None,
+    api_key_file: Annotated[Path | None, Given(help="File with a key a line.", envvar="FORETOKEN_API_KEY_FILE")] = None,
     insecure: Annotated[bool | None, Given("--insecure", help="Allow a public address without a key.")] = None,
     max_body: Annotated[int | None, Given(help="Bytes of a request [2097152].")] = None,
     request_timeout: Annotated[float | None, Given(help="Seconds of a request [600].")] = None,
+    body_timeout: Annotated[float | None, Given(help="Seconds in which a request must have arrived [20].")] = None,
     shutdown_timeout: Annotated[float | None, Given(help="Seconds to finish in after SIGTERM [30].")] = None,
     watchdog: Annotated[
         float | None, Given(help="Seconds of silence after which the engine counts as hung [60].")
     ] = None,
+    ping: Annotated[float | None, Given(help="Seconds between comments in a silent stream [15].")] = None,
     stream_interval: Annotated[int | None, Given(help="Fewest tokens of a chunk but the last [1].")] = None,
     stream_pad: Annotated[int | None, Given(help="Fill chunks up to a multiple of so many bytes [0].")] = None,
     metrics_compat: Annotated[str | None, Given(help="vllm: all metrics under vLLM's names, too.")] = None,
@@ -47,8 +57,14 @@ def serve_command(
     root_path: Annotated[str | None, Given(help="Where a proxy has put the server.")] = None,
     chat_template: Annotated[str | None, Given(help="File with a chat template.")] = None,
     online: Annotated[bool | None, Given("--online", help="The draft model learns while it serves.")] = None,
-    replicas: Annotated[int, Given(help="More than one: as many replicas under Ray Serve.", min=1)] = 1,
-    ray_address: Annotated[str, Given(help="Ray cluster for --replicas: local, auto, or its address.")] = "local",
+    online_save: Annotated[str | None, Given(help="Folder for the draft model that has learned.")] = None,
+    replicas: Annotated[
+        int, Given(help="More than one: as many replicas under Ray Serve.", min=1, envvar="FORETOKEN_REPLICAS")
+    ] = 1,
+    ray_address: Annotated[
+        str,
+        Given(help="Ray cluster for --replicas: local, auto, or its address.", envvar="FORETOKEN_RAY_ADDRESS"),
+    ] = "local",
 ) -> None:
     """Serve MODEL over HTTP.
 
@@ -68,12 +84,16 @@ def serve_command(
     check_model(settings)
     _check_extra()
     if replicas > 1:
-        from foretoken.server.scale import serve_replicas
+        from foretoken.server.scale import check_ray, serve_replicas
 
-        raise typer.Exit(serve_replicas(settings, replicas, ray_address))
-    sock = listener(settings)
-    print(f"loading {settings.model} ...", file=sys.stderr, flush=True)
-    code = run(settings, sock)
+        check_ray()
+        sock = listener(settings)
+        print(f"starting {replicas} replicas of {settings.model} ...", file=sys.stderr, flush=True)
+        code = serve_replicas(settings, replicas, ray_address, sock)
+    else:
+        sock = listener(settings)
+        print(f"loading {settings.model} ...", file=sys.stderr, flush=True)
+        code = run(settings, sock)
     if code:
         raise typer.Exit(code)
 

@@ -47,7 +47,7 @@ def train_lm_command(
         Path | None, typer.Option(help="Start from this model's weights and tokenizer (continued training).")
     ] = None,
     teacher: Annotated[
-        Path | None, typer.Option(help="Learn this model's law (for a draft model, with --tokenizer-from it).")
+        Path | None, typer.Option(help="Learn this model's distribution (for a draft model, with --tokenizer-from it).")
     ] = None,
     teacher_weight: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of the teacher in the loss; the text has the rest.")

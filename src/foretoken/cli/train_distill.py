@@ -1,4 +1,4 @@
-"""``foretoken train distill`` and ``train boost``: draft models that learn the law of their target."""
+"""``foretoken train distill`` and ``train boost``: draft models that learn the distribution of their target."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from foretoken.training.updates import Progress
     from foretoken.training.workshop import DistillConfig, Workshop
 
-Target = Annotated[str, typer.Option(help="Model whose law is to be learned.")]
+Target = Annotated[str, typer.Option(help="Model whose distribution is to be learned.")]
 Draft = Annotated[str, typer.Option(help="Draft model to start from: a folder, or builtin.")]
 Loss = Annotated[str, typer.Option(help="fkl, rkl, jsd or tvd.")]
-Beta = Annotated[float, typer.Option(help="Share of the target in the mean law of jsd.")]
+Beta = Annotated[float, typer.Option(help="Share of the target in the mean distribution of jsd.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="At which models write; 0 writes the most likely tokens.")]
 Written = Annotated[int, typer.Option(min=1, help="Rows that the target writes, used again and again.")]
 Prompt = Annotated[int, typer.Option(min=0, help="Tokens of a row given to a writing model; 0: a quarter.")]

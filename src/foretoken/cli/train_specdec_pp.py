@@ -121,7 +121,8 @@ def _trial(trainer: Trainer, recipe: SpecdecPpRecipe) -> Callable[[Drafter, Lang
 
 
 def describe(acceptance: Mapping[str, Any]) -> str:
-    """One line: tokens a round and the share of the draft tokens that stand, at T=1, with the head and without."""
+    """One line: tokens a round and the share of the draft tokens that are accepted, at T=1, with the head and
+    without."""
     if not acceptance:
         return "nothing held out"
     sides = {"with the head": acceptance["sampled"], "without": acceptance["without"]["sampled"]}

@@ -11,7 +11,7 @@ from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.analysis.tuned import Job, Outcome
+    from foretoken.tune.tuned import Job, Outcome
 
 
 @with_common(
@@ -39,8 +39,9 @@ def tune_command(
 ) -> None:
     """Find the drafter, its length and its tree that are fastest for a target on this machine and these prompts.
 
-    Measures what target calls and drafters cost and how far drafts stand, runs the best ones against plain decoding,
-    and writes a profile.  Ctrl-C keeps what was measured.  The subcommands search for settings of single drafters.
+    Measures what target calls and drafters cost and how many draft tokens are accepted, runs the best ones against
+    plain decoding, and writes a profile.  Ctrl-C keeps what was measured.  The subcommands search for settings of
+    single drafters.
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
@@ -65,12 +66,12 @@ def _refuse_options(ctx: typer.Context) -> None:
 
 
 def _job(common: Common, names: str, prompts: Path | None, new_tokens: int, most: int, minutes: float) -> Job:
-    from foretoken.analysis.choices import parse_names
-    from foretoken.analysis.probe import Workload
-    from foretoken.analysis.tuned import Job
-    from foretoken.bench.prompts import load_prompts
     from foretoken.loading import load_tokenizer
+    from foretoken.measure.prompts import load_prompts
     from foretoken.sampling import SamplingParams
+    from foretoken.tune.choices import parse_names
+    from foretoken.tune.probe import Workload
+    from foretoken.tune.tuned import Job
 
     common.check()
     SamplingParams(common.temperature)
@@ -97,7 +98,7 @@ def _fitting(encoded: list[list[int]], context: int, new_tokens: int) -> list[li
 def _tuned(job: Job, out: Path, resume: bool) -> Outcome:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from foretoken.analysis.tuner import partial_file, tune
+    from foretoken.tune.tuner import partial_file, tune
 
     console = screen(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -134,16 +135,17 @@ def _print(outcome: Outcome, out: Path) -> None:
 
     console = screen()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("drafter", overflow="fold")
+    table.add_column("", justify="right")
     table.add_column("controller", overflow="fold")
     for name in ("tokens/round", "predicted", "measured"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("why not", overflow="fold")
     tokens = {one.drafter: one.cost.expected_tokens(one.depth) for one in outcome.candidates}
-    for row in outcome.table():
+    for number, row in enumerate(outcome.table(), 1):
+        console.print(f"{number}: {row['drafter']}", soft_wrap=True)
         measured, chosen = row["measured_speedup"], (row["drafter"], row["controller"]) == outcome.chosen
         table.add_row(
-            row["drafter"],
+            str(number),
             row["controller"],
             f"{tokens[row['drafter']]:.2f}",
             f"{row['predicted_speedup']:.2f}x",

@@ -11,8 +11,8 @@ from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.analysis.tree import Outcome, Workload
     from foretoken.drafters.base import Drafter
+    from foretoken.tune.tree import Outcome, Workload
 
 DEFAULT = "medusa"
 
@@ -64,11 +64,11 @@ def _workload(
     max_nodes: int,
     max_depth: int,
 ) -> Workload:
-    from foretoken.analysis.layer_skip import fitting_prompts
-    from foretoken.analysis.tree import SIZES, Workload
-    from foretoken.bench.parity import read_prompts
     from foretoken.loading import build_drafter, load_tokenizer
+    from foretoken.parity.run import read_prompts
     from foretoken.sampling import SamplingParams
+    from foretoken.tune.layer_skip import fitting_prompts
+    from foretoken.tune.tree import SIZES, Workload
 
     SamplingParams(common.temperature)
     texts = read_prompts(prompts)
@@ -107,8 +107,8 @@ def _checked_shape(spec: str, drafter: Drafter | None, shape: str, temperature: 
 
 
 def _tuned(work: Workload) -> Outcome:
-    from foretoken.analysis import positional, tree
     from foretoken.drafters.heads import HeadsDrafter
+    from foretoken.tune import positional, tree
 
     tune = tree.tune if isinstance(work.drafter, HeadsDrafter) else positional.tune
     with screen(stderr=True).status("starting") as status:

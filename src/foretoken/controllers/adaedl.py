@@ -1,4 +1,4 @@
-"""Stop drafting where the entropy of the draft's law promises too little acceptance.
+"""Stop drafting where the entropy of the draft's distribution promises too little acceptance.
 
 AdaEDL, Agrawal et al. 2024 (arXiv 2410.18351), section 7.5 of the specification.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 
 from foretoken.controllers.stopping import MovingThresholdController, Stop, entropy
-from foretoken.types import Context
+from foretoken.core import Context
 
 
 class AdaedlController(MovingThresholdController):
-    """Ends a draft after a token whose law's acceptance estimate ``1 - sqrt(gamma * H)`` is below the bar.
+    """Ends a draft after a token whose distribution's acceptance estimate ``1 - sqrt(gamma * H)`` is below the bar.
 
     Args:
         gamma: weight of the entropy H (nats) in the estimate.
@@ -28,12 +28,7 @@ class AdaedlController(MovingThresholdController):
     name = "adaedl"
 
     def __init__(
-        self,
-        gamma: float = 0.2,
-        threshold: float = 0.4,
-        k: int | None = None,
-        aim: float = 0.9,
-        step: float = 0.01,
+        self, gamma: float = 0.2, threshold: float = 0.4, k: int | None = None, aim: float = 0.9, step: float = 0.01
     ) -> None:
         if not (math.isfinite(gamma) and gamma >= 0):
             raise ValueError(f"adaedl needs gamma >= 0, not {gamma}")
@@ -43,4 +38,6 @@ class AdaedlController(MovingThresholdController):
     def rule(self, context: Context) -> Stop:
         """The estimate against the bar of this round."""
         bar = self.bar(context).value
-        return lambda law, probability: 1.0 - math.sqrt(self.gamma * max(entropy(law, probability), 0.0)) < bar
+        return lambda distribution, probability: (
+            1.0 - math.sqrt(self.gamma * max(entropy(distribution, probability), 0.0)) < bar
+        )

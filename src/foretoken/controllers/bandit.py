@@ -10,19 +10,13 @@ from dataclasses import dataclass, field
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.costs import RoundCosts
-from foretoken.types import Budget, Context, Limits, StepRecord
+from foretoken.core import Budget, Context, Limits, StepRecord
 
 
 @dataclass
 class Arm:
-    """One way to spend a round.
-
-    Attributes:
-        budget: what the drafter gets; depth 0 is plain decoding.
-        rounds: how often it was played.
-        tokens: tokens that those rounds wrote.
-        cost: what they cost, in seconds or in target steps.
-    """
+    """One way to spend a round (depth 0: plain decoding), how often it was played, the tokens that those rounds wrote,
+    and what they cost, in seconds or in target steps."""
 
     budget: Budget
     rounds: int = 0
@@ -37,27 +31,20 @@ class Arm:
 
 @dataclass
 class Table:
-    """What is known of the arms, plain decoding first.
-
-    Attributes:
-        arms: every arm.
-        playing: the arm of the round under way.
-    """
+    """The arms, plain decoding first, and the one of the round under way."""
 
     arms: list[Arm] = field(default_factory=list)
     playing: int = 0
 
     def scores(self, explore: float, delta: float) -> list[float]:
         """Upper confidence bounds, in tokens per plain round's cost; an arm that was never played comes first."""
-        plain = self.arms[0].rate or 1.0
-        longest = max(arm.budget.max_depth for arm in self.arms)
-        time = 1 + sum(arm.rounds for arm in self.arms)
-        return [
-            arm.rate / plain + explore * bonus(arm.rounds, time, len(self.arms), longest, delta)
-            if arm.rounds
-            else math.inf
-            for arm in self.arms
-        ]
+        plain, count = self.arms[0].rate or 1.0, len(self.arms)
+        longest, time = max(arm.budget.max_depth for arm in self.arms), 1 + sum(arm.rounds for arm in self.arms)
+
+        def score(arm: Arm) -> float:
+            return arm.rate / plain + explore * bonus(arm.rounds, time, count, longest, delta)
+
+        return [score(arm) if arm.rounds else math.inf for arm in self.arms]
 
 
 def bonus(rounds: int, time: int, arms: int, longest: int, delta: float) -> float:
@@ -105,7 +92,7 @@ class BanditController(Controller):
 
     def attach(self, limits: Limits) -> None:
         """Make the arms of what the drafter can draft."""
-        count = len(limits.members) or 1
+        count = len(limits.members or (limits,))
         if len(self.costs) > 1 and len(self.costs) != count:
             raise ValueError(f"bandit has {len(self.costs)} costs for {count} drafters: give one per drafter")
         self._make_arms(limits)
@@ -116,8 +103,7 @@ class BanditController(Controller):
         self.arms = [Budget(0, 0)]
         for index, member in enumerate(members):
             name = index if limits.members else None
-            for length in self._lengths_of(member):
-                self.arms.append(Budget(length, member.max_nodes, member=name))
+            self.arms += [Budget(length, member.max_nodes, member=name) for length in self._lengths_of(member)]
         self._tables.clear()
 
     def start_from(self, costs: RoundCosts) -> None:
@@ -139,11 +125,7 @@ class BanditController(Controller):
         return tables[size]
 
     def budget(self, context: Context, batch_size: int) -> Budget:
-        """The best arm's budget.
-
-        Nothing is learned between the requests of a round, so those that share a table get the same arm, and the
-        round's time is this arm's.
-        """
+        """The best arm's budget: nothing is learned within a round, so requests that share a table get the same."""
         table = self._table(context, batch_size)
         scores = table.scores(self.explore, self.delta)
         table.playing = scores.index(max(scores))
@@ -173,12 +155,10 @@ def parse_lengths(text: str) -> tuple[int, ...] | None:
     Raises:
         ValueError: not whole numbers from 0 on, joined by ``|``.
     """
-    parts = text.split("|")
-    if text and all(part.strip().isdecimal() for part in parts):
-        return tuple(int(part) for part in parts)
-    if text:
+    parts = text.split("|") if text else []
+    if not all(part.strip().isdecimal() for part in parts):
         raise ValueError(f"bandit needs lengths of 0 or more joined by |, for example 1|2|4, not {text!r}")
-    return None
+    return tuple(map(int, parts)) or None
 
 
 def parse_costs(text: str) -> tuple[float, ...]:
@@ -188,9 +168,9 @@ def parse_costs(text: str) -> tuple[float, ...]:
         ValueError: not numbers of at least 0, joined by ``|``.
     """
     try:
-        costs = tuple(float(part) for part in text.split("|")) if text else ()
+        costs = tuple(map(float, text.split("|"))) if text else ()
     except ValueError:
-        costs = (-1.0,)
+        costs = (math.nan,)
     if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
         raise ValueError(f"bandit needs costs c of 0 or more, one or one per drafter joined by |, not {text!r}")
     return costs

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from foretoken.controllers.costs import RoundCosts
-from foretoken.types import Budget, Context, Limits, StepRecord
+from foretoken.core import Budget, Context, Limits, StepRecord
 
 
 class Controller(ABC):
     """One policy for the draft budget.
 
-    Exactness: a policy may look at the context, at earlier rounds and at draft *laws*; a decision made after a token
-    was drawn may only suppress later tokens (``methods/verification.md`` section 0, adaptedness).
+    Exactness: a policy may look at the context, at earlier rounds and at draft *distributions*; a decision made after a
+    token was drawn may only suppress later tokens (``methods/verification.md`` section 0, adaptedness).
     """
 
     name: ClassVar[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foretoken.controllers.base import Controller
-from foretoken.types import Budget, Context, Limits
+from foretoken.core import Budget, Context, Limits
 
 
 class ConstantController(Controller):

@@ -1,6 +1,6 @@
 """What a round costs and promises: measured once by ``foretoken tune``, or learned while serving.
 
-    expected tokens E = 1 + sum over depths of the chance that the draft stands that far
+    expected tokens E = 1 + sum over depths of the chance that the draft is accepted so far
     round time      T = target(nodes of the batch) + draft(member, depth) + rest
 
 Section 8 of the specification; SmartSpec, arXiv 2406.14066.
@@ -16,11 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TargetCost:
-    """Seconds of one target call by the number of nodes in it, summed over the batch: v(n) in absolute units.
-
-    Attributes:
-        seconds: node count -> seconds, medians of measured calls.
-    """
+    """Seconds of one target call (medians) by the number of nodes in it, summed over the batch: v(n), not relative."""
 
     seconds: Mapping[int, float]
 
@@ -53,7 +49,7 @@ class DrafterCost:
     Attributes:
         call_s: seconds per round, whatever the length.
         step_s: seconds per further depth of the draft.
-        survival: per depth (1 first) the chance that a draft stands at least that far, over all rounds asked.
+        survival: per depth (1 first) the chance that a draft is accepted at least so far, over all rounds asked.
         proposes: share of the rounds in which it guessed anything at all.
         nodes_per_depth: draft nodes per depth (1 for a chain).
     """
@@ -80,13 +76,8 @@ class DrafterCost:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """A target and the drafters that were measured with it on one machine.
-
-    Attributes:
-        target: cost of a target call.
-        drafters: spec -> its cost and acceptance.
-        rest_s: seconds of a round that are neither drafting nor the target call.
-    """
+    """A target and the drafters (by spec) that were measured with it; ``rest_s`` are the seconds of a round that are
+    neither drafting nor the target call."""
 
     target: TargetCost
     drafters: Mapping[str, DrafterCost] = field(default_factory=dict)
@@ -122,15 +113,10 @@ class RoundCosts:
         """
         try:
             target = TargetCost({int(n): float(s) for n, s in found["target_s"].items()})
-            drafters = {
-                spec: DrafterCost(**{key: _numbers(value) for key, value in cost.items()})
-                for spec, cost in found["drafters"].items()
-            }
+            drafters = {}
+            for spec, cost in found["drafters"].items():
+                numbers = {key: float(value) for key, value in cost.items() if key != "survival"}
+                drafters[spec] = DrafterCost(**numbers, survival=[float(chance) for chance in cost.get("survival", ())])
             return cls(target, drafters, float(found["rest_s"]))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"these are no measured costs: {error}") from None
-
-
-def _numbers(value: Any) -> Any:
-    """A number, or a list of them, as floats."""
-    return [float(item) for item in value] if isinstance(value, list | tuple) else float(value)

@@ -6,11 +6,11 @@ Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168), section 7.4 of the specifi
 from __future__ import annotations
 
 from foretoken.controllers.stopping import MovingThresholdController, Stop, top
-from foretoken.types import Context
+from foretoken.core import Context
 
 
 class DraftVerifyController(MovingThresholdController):
-    """Ends a draft after a token whose law has no probability as high as the bar.
+    """Ends a draft after a token whose distribution has no probability as high as the bar.
 
     Args:
         threshold: first bar of a request; 0.8 for greedy requests and 0.5 for others by default.
@@ -33,4 +33,4 @@ class DraftVerifyController(MovingThresholdController):
     def rule(self, context: Context) -> Stop:
         """The largest probability against the bar of this round."""
         bar = self.bar(context).value
-        return lambda law, probability: top(law, probability) < bar
+        return lambda distribution, probability: top(distribution, probability) < bar

@@ -1,4 +1,4 @@
-"""A trained head on the draft model's hidden states says when a draft is likely to hold a token that will not stand.
+"""A trained head on the draft model's hidden states says when a draft is likely to hold a token that will be rejected.
 
 SpecDec++, Huang et al. 2024 (arXiv 2405.19715).
 """
@@ -6,23 +6,27 @@ SpecDec++, Huang et al. 2024 (arXiv 2405.19715).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from foretoken.controllers.base import Controller
-from foretoken.types import Budget, Context, Limits, PathStop
+from foretoken.core import Budget, Context, Limits, PathStop
 
-TRAIN = "foretoken train specdec_pp"
+
+class StopHeads(Protocol):
+    """Where trained stop heads come from."""
+
+    def stop_head(self, path: str | None) -> tuple[nn.Module, Any]:
+        """The head in a folder, or the built-in draft model's; and the fingerprint of the model that it reads."""
 
 
 class HeadStop(PathStop):
     """Ends a path when the head believes that it holds a rejected token.
 
     Args:
-        net: log-odds [n] that tokens stand, from the draft model's states [n, D] behind them.
+        net: log-odds [n] that tokens are accepted, from the draft model's states [n, D] behind them.
         threshold: drafting ends when the chance of a rejection on the path is above this.
     """
 
@@ -41,9 +45,9 @@ class HeadStop(PathStop):
         chances: list[float] = torch.sigmoid(self.net(hidden.float())).tolist()
         return [before * chance for before, chance in zip(above, chances, strict=True)]
 
-    def ends(self, standing: float) -> bool:
+    def ends(self, likelihood: float) -> bool:
         """Whether one of the path's tokens is likely enough to be rejected."""
-        return 1.0 - standing > self.threshold
+        return 1.0 - likelihood > self.threshold
 
 
 class SpecdecPpController(Controller):
@@ -71,26 +75,14 @@ class SpecdecPpController(Controller):
         self._budget = Budget(k or 5, 64, stop=self.stop)
 
     @classmethod
-    def build(cls, path: str | None, **options: Any) -> SpecdecPpController:
+    def build(cls, path: str | None, context: StopHeads, **options: Any) -> SpecdecPpController:
         """From a spec ``specdec_pp[:FOLDER]``; without a folder the head of the built-in draft model.
 
         Raises:
             ValueError: no trained head there, or a damaged one.
         """
-        from foretoken.drafters.nets.specdec_pp import StopHead, StopHeadConfig
-        from foretoken.drafters.nets.store import load_weights, read_stored
-        from foretoken.loading import ZOO
-
-        folder = ZOO / cls.name if path is None else Path(path).expanduser()
-        if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder with a trained stop head: make one with `{TRAIN}`")
-        found, draft = read_stored(folder, cls.name, "stop head")
-        try:
-            net = StopHead(StopHeadConfig(**found["config"]))
-        except (KeyError, TypeError):
-            raise ValueError(f"{folder} describes no stop head: train it again with `{TRAIN}`") from None
-        load_weights(folder, net)
-        return cls(net.eval(), draft, **options)
+        net, draft = context.stop_head(path)
+        return cls(net, draft, **options)
 
     def attach(self, limits: Limits) -> None:
         """Check that every draft model is the head's; take the length from the drafter when it was not given.
@@ -108,8 +100,8 @@ class SpecdecPpController(Controller):
             difference = self.draft.difference(model)
             if difference:
                 raise ValueError(
-                    f"this stop head was trained for another draft model ({difference}): train one with `{TRAIN} "
-                    "--draft PATH --out FOLDER` and use specdec_pp:FOLDER"
+                    f"this stop head was trained for another draft model ({difference}): train one with "
+                    "`foretoken train specdec_pp --draft PATH --out FOLDER` and use specdec_pp:FOLDER"
                 )
         self._budget = Budget(self.k or limits.max_depth, limits.max_nodes, stop=self.stop)
 

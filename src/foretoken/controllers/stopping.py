@@ -1,8 +1,8 @@
-"""What rules that end a draft early have in common: signals from the draft's law, and a threshold that moves.
+"""What rules that end a draft early have in common: signals from the draft's distribution, and a threshold that moves.
 
-A rule is asked after every token, with the law that it was drawn from.  It may end the draft there; the token stays.
-Entropies are in nats.  A drafter without laws (counted n-grams) gives the token's own probability only, and each
-signal says what it makes of that.
+A rule is asked after every token, with the distribution that it was drawn from.  It may end the draft there; the token
+stays. Entropies are in nats.  A drafter without distributions (counted n-grams) gives the token's own probability only,
+and each signal says what it makes of that.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ import torch
 from torch import Tensor
 
 from foretoken.controllers.base import Controller
-from foretoken.types import Budget, Context, Limits, StepRecord
+from foretoken.core import Budget, Context, Limits, StepRecord
 
 Stop = Callable[[Tensor | None, float], bool]
 TINY = 1e-30
 """Stands for a probability of zero, whose surprise would be infinite."""
 
 
-def entropy(law: Tensor | None, probability: float) -> float:
-    """Entropy of a law [V]; without one the token's surprise, whose mean over the law is the entropy."""
-    if law is None:
+def entropy(distribution: Tensor | None, probability: float) -> float:
+    """Entropy of a distribution [V]; without one the token's surprise, whose mean over the distribution is the
+    entropy."""
+    if distribution is None:
         return -math.log(max(probability, TINY))
-    return float(torch.special.entr(law).sum())
+    return float(torch.special.entr(distribution).sum())
 
 
-def top(law: Tensor | None, probability: float) -> float:
-    """The largest probability of a law [V]; without one the token's own."""
-    return probability if law is None else float(law.max())
+def top(distribution: Tensor | None, probability: float) -> float:
+    """The largest probability of a distribution [V]; without one the token's own."""
+    return probability if distribution is None else float(distribution.max())
 
 
-def margin(law: Tensor | None, probability: float) -> float:
-    """How far the best token is ahead of the second best; without a law the least that this can be."""
-    if law is None or len(law) < 2:
+def margin(distribution: Tensor | None, probability: float) -> float:
+    """How far the best token is ahead of the second best; without a distribution the least that this can be."""
+    if distribution is None or len(distribution) < 2:
         return max(2.0 * probability - 1.0, 0.0)
-    best, second = law.topk(2).values.tolist()
+    best, second = distribution.topk(2).values.tolist()
     return float(best - second)
 
 
@@ -50,11 +51,8 @@ class MovingThreshold:
     Draft & Verify, arXiv 2309.08168: ``rate`` and ``value`` are moving averages, and one round moves the value by at
     most ``(1 - smoothing) * step``.
 
-    Attributes:
-        value: a draft ends where its signal is below this; kept within [0, 1], where all signals lie.
-        rate: smoothed share of accepted draft tokens.
-        aim: the share that is steered to.
-        step: how far the value is drawn before smoothing.
+    A draft ends where its signal is below ``value``, which stays within [0, 1], where all signals lie; ``rate`` is
+    steered to ``aim``, and ``step`` is how far the value is drawn before smoothing.
     """
 
     value: float

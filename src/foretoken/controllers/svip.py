@@ -1,4 +1,4 @@
-"""Stop drafting where the draft's law is too uncertain: a fixed bar on the root of its entropy.
+"""Stop drafting where the draft's distribution is too uncertain: a fixed bar on the root of its entropy.
 
 SVIP, Zhang et al. 2024 (arXiv 2411.18462), section 7.6 of the specification.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 
 from foretoken.controllers.stopping import Stop, StoppingController, entropy
-from foretoken.types import Context
+from foretoken.core import Context
 
 
 class SvipController(StoppingController):
-    """Ends a draft after a token whose law has ``sqrt(coefficient * H)`` above a bar.
+    """Ends a draft after a token whose distribution has ``sqrt(coefficient * H)`` above a bar.
 
     Args:
         threshold: the bar h; 0.3 and the default coefficient end drafts above 0.6 nats.
@@ -34,4 +34,4 @@ class SvipController(StoppingController):
 
     def rule(self, context: Context) -> Stop:
         """The entropy against the highest one that the bar lets pass."""
-        return lambda law, probability: entropy(law, probability) > self.highest
+        return lambda distribution, probability: entropy(distribution, probability) > self.highest

@@ -8,48 +8,24 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from foretoken.controllers.stopping import Stop, StoppingController, entropy, levels, margin, top
-from foretoken.types import Context, StepRecord
+from foretoken.core import Context, StepRecord
 
-
-def unsure(law: Tensor | None, probability: float) -> bool:
-    """No token is likely."""
-    return top(law, probability) < 0.5
-
-
-def scattered(law: Tensor | None, probability: float) -> bool:
-    """The law's entropy is above one nat."""
-    return entropy(law, probability) > 1.0
-
-
-def unpromising(law: Tensor | None, probability: float) -> bool:
-    """AdaEDL's estimate of the acceptance rate is below 0.4, which is above 1.8 nats."""
-    return 1.0 - math.sqrt(0.2 * max(entropy(law, probability), 0.0)) < 0.4
-
-
-def uncertain(law: Tensor | None, probability: float) -> bool:
-    """SVIP's root of the entropy is above 0.3, which is above 0.6 nats."""
-    return entropy(law, probability) > 0.6
-
-
-def undecided(law: Tensor | None, probability: float) -> bool:
-    """The two best tokens are close."""
-    return margin(law, probability) < 0.2
-
-
-RULES: tuple[Stop, ...] = (unsure, scattered, unpromising, uncertain, undecided)
+RULES: tuple[Stop, ...] = (
+    lambda distribution, probability: top(distribution, probability) < 0.5,  # no token is likely
+    lambda distribution, probability: entropy(distribution, probability) > 1.0,
+    # AdaEDL's estimate of the acceptance rate, which is below .4 above 1.8 nats
+    lambda distribution, probability: 1.0 - math.sqrt(0.2 * max(entropy(distribution, probability), 0.0)) < 0.4,
+    lambda distribution, probability: (
+        entropy(distribution, probability) > 0.6
+    ),  # SVIP's root of the entropy, with .15, is above .3
+    lambda distribution, probability: margin(distribution, probability) < 0.2,  # the two best tokens are close
+)
 
 
 @dataclass
 class Played:
-    """What a rule brought.
-
-    Attributes:
-        rounds: rounds that it ended the drafts of.
-        reward: sum of their rewards, each in [0, 1].
-    """
+    """How many drafts a rule ended, and the sum of their rewards, each in [0, 1]."""
 
     rounds: int = 0
     reward: float = 0.0

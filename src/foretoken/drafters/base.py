@@ -7,10 +7,15 @@ A new drafter is one class with two methods (:meth:`Drafter.propose` and, when i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-from foretoken.types import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
+from torch import Tensor
+
+from foretoken.core import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
+from foretoken.models.base import LanguageModel
 
 
 class Drafter(ABC):
@@ -44,15 +49,14 @@ class Drafter(ABC):
     spec: str = ""
 
     @classmethod
-    def free_for(cls, target: Any, source: Any) -> bool:
+    def free_for(cls, context: BuildContext) -> bool:
         """Whether ``drafter="auto"`` should have it among its choices for a target: its bare name can be built without
         anything to be trained or downloaded, and it is expected to pay on this machine.
 
         Asked whenever a target is loaded with ``drafter="auto"``: it must be quick, and must not raise.
 
         Args:
-            target: the loaded :class:`~foretoken.models.base.LanguageModel`.
-            source: what it was loaded from: ``"builtin"``, a path, a hub id, or the network itself.
+            context: the loaded target, and what it was loaded from.
         """
         return False
 
@@ -78,7 +82,7 @@ class Drafter(ABC):
 
     @property
     def states(self) -> Any:
-        """Fingerprint of the draft model whose hidden states it tells a :class:`~foretoken.types.PathStop`, or None."""
+        """Fingerprint of the draft model whose hidden states it tells a :class:`~foretoken.core.PathStop`, or None."""
         return None
 
     def at_least(self, context: Context, budget: Budget) -> Budget:
@@ -116,3 +120,102 @@ class Drafter(ABC):
 
     def finish(self, context: Context) -> None:  # noqa: B027
         """The request ended: free what was kept for it."""
+
+
+Verify = Callable[[TokenTree, Scores, Any], Verdict]
+"""The rule by which a drafter that runs a loop of its own verifies what is guessed for it."""
+
+
+@dataclass(frozen=True)
+class BuildContext(ABC):
+    """The target that a drafter is built for, and everything that is loaded for it; made by :mod:`foretoken.loading`.
+
+    Attributes:
+        target: the model that is drafted for.
+        source: what it was loaded from: ``"builtin"``, a path, a hub id, or the network itself.
+        tokenizer: the target's; ``None`` where there is none.
+        device: where draft models go; ``None`` means the target's device.
+    """
+
+    target: LanguageModel
+    source: Any
+    tokenizer: Any | None = None
+    device: Any = None
+
+    @property
+    @abstractmethod
+    def inner_rule(self) -> Verify:
+        """The best lossless rule for a tree, for drafters that verify inside their own loop."""
+
+    @abstractmethod
+    def draft_model(
+        self, name: str, path: str | None, *, packed: bool = True, quantize: str | None = None
+    ) -> LanguageModel:
+        """The draft model of a spec ``name[:path]``, checked against the target.
+
+        Args:
+            name: of the drafter that asks, for messages.
+            path: a folder or hub id; ``None`` is the built-in draft model, for the built-in target.
+            packed: whether weights may be rearranged for speed; otherwise they stay where they can be trained.
+            quantize: ``"int8"``, ``"int4"`` or ``None``.
+
+        Raises:
+            ValueError: no path and no built-in draft for this target, or another tokenizer.
+        """
+
+    @abstractmethod
+    def foreign_draft_model(self, name: str, path: str | None) -> tuple[LanguageModel, Any]:
+        """A draft model and its own tokenizer, which may be another than the target's.
+
+        Raises:
+            ValueError: no path and no built-in draft for this target, or a model without a tokenizer.
+        """
+
+    @abstractmethod
+    def drafter(self, spec: str) -> Drafter | None:
+        """Another drafter for the same target.
+
+        Raises:
+            ValueError: an unknown name or option, or a draft model that does not fit.
+        """
+
+    @abstractmethod
+    def members(self, specs: str | None, most: int | None = None) -> list[Drafter]:
+        """The drafters of ``A|B|...``; by default what needs no training for this target, at most ``most`` of it.
+
+        Raises:
+            ValueError: as :meth:`drafter`; an empty place in the list, or ``none`` in it.
+        """
+
+    @abstractmethod
+    def nested(self, outer: str, spec: str, *, for_target: bool = True) -> Drafter:
+        """A drafter that works for the drafter ``outer``, with the target's own options unless it drafts for a model
+        that is not the target (``for_target=False``: then no draft model is built in).
+
+        Raises:
+            ValueError: an unknown name or option, no drafter at all, or one that cannot be nested.
+        """
+
+    @abstractmethod
+    def has_trained(self, name: str) -> bool:
+        """Whether the library ships a trained drafter of this method for the target."""
+
+    @abstractmethod
+    def folder(self, name: str, path: str | None) -> Path:
+        """Where a trained drafter of a spec ``name[:path]`` is.
+
+        Raises:
+            ValueError: no such folder, or no path for a target that is not built in.
+        """
+
+    @abstractmethod
+    def has_native_head(self) -> bool:
+        """Whether the target's own checkpoint holds a multi-token prediction head."""
+
+    @abstractmethod
+    def native_head(self) -> Sequence[dict[str, Tensor]]:
+        """The modules of that head, one dictionary of weights each.
+
+        Raises:
+            ValueError: there is none, it lacks tensors, or files are damaged.
+        """

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.drawing import best_ahead
 from foretoken.drafters.features import load_net
 from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
-from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
-from foretoken.types import Budget, Context, TokenTree
 
 
 class BpdDrafter(Drafter):
@@ -49,15 +48,13 @@ class BpdDrafter(Drafter):
         self.max_depth = self.max_nodes = k - 1
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> BpdDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> BpdDrafter:
         """From a spec ``bpd[:FOLDER]``.
 
         Raises:
             ValueError: no folder, one trained for another target, or damaged files.
         """
-        heads, parts = load_net(cls.name, path, target, target_source, BpdConfig, BpdHeads)
+        heads, parts = load_net(context, cls.name, path, BpdConfig, BpdHeads)
         return cls(heads, parts, **options)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
@@ -93,7 +90,7 @@ class BpdDrafter(Drafter):
 def _confident(chain: list[int], logits: Tensor, budget: Budget) -> list[int]:
     """The chain up to and including the token after which the budget stops; logits [depth, V]."""
     for place, token in enumerate(chain):
-        law = torch.softmax(logits[place].float(), -1)
-        if budget.stops_after(law, float(law[token])):
+        distribution = torch.softmax(logits[place].float(), -1)
+        if budget.stops_after(distribution, float(distribution[token])):
             return chain[: place + 1]
     return chain

@@ -3,8 +3,8 @@
 Chen et al. 2023, "Cascade Speculative Drafting" (https://arxiv.org/abs/2312.11462): a *vertical* cascade (drafts of
 drafts), and a *horizontal* one (the larger drafter for the early positions, a smaller one for the later ones).
 
-The top level is lossless because every level emits exactly from its own law: after a rejection a token comes from the
-residual, never from the model's law itself (the slip of TriForce's code, arXiv 2404.11912).
+The top level is lossless because every level emits exactly from its own distribution: after a rejection a token comes
+from the residual, never from the model's distribution itself (the slip of TriForce's code, arXiv 2404.11912).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.inside import Inside, works_inside
+from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.model import asks_for_confidence, readable, widened
+from foretoken.drafters.nested import Nested, works_nested
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.sampling import Sampler
 from foretoken.trees.operations import truncate
-from foretoken.types import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 
 Rule = Callable[[TokenTree, Scores, Rng], Verdict]
-"""How guesses are verified against the draft model; must keep its law."""
+"""How guesses are verified against the draft model; must keep its distribution."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Chain:
         length: draft tokens that are wanted.
         own: how many of them the model writes; the others come from the late drafter.
         tokens: draft tokens so far.
-        laws: per draft token the law [V] that it was drawn from; ``None`` for a point mass.
+        distributions: per draft token the distribution [V] that it was drawn from; ``None`` for a point mass.
         places: where the model wrote its tokens: scores, and the node of them that each token follows.
         unread: tokens that the model is fed next, the last of them the root of the next guesses.
         parent: scratch node that they hang from.
@@ -49,13 +49,13 @@ class Chain:
     """
 
     context: Context
-    inside: Inside
+    inside: Nested
     sequence: SequenceState
     budget: Budget
     length: int
     own: int
     tokens: list[int] = field(default_factory=list)
-    laws: list[Tensor | None] = field(default_factory=list)
+    distributions: list[Tensor | None] = field(default_factory=list)
     places: list[tuple[Scores, int]] = field(default_factory=list)
     unread: Sequence[int] = ()
     parent: int = -1
@@ -73,12 +73,12 @@ class CascadeDrafter(Drafter):
 
     Args:
         model: the draft model.
-        inner: guesses what the model will write; changes the time, not the law of the draft.
-        rule: verifies these guesses, for example :func:`foretoken.verifiers.pairing.inner_rule`.
+        inner: guesses what the model will write; changes the time, not the distribution of the draft.
+        rule: verifies these guesses, for example :func:`foretoken.verifiers.compatibility.inner_rule`.
         k: chain length.
         early: with ``late``: how many tokens the model writes before ``late`` takes over.
         late: drafts the later tokens of the chain.
-        lenience: above 1, the model writes greedily and lets stand every guess to which it gives a probability above
+        lenience: above 1, the model writes greedily and accepts every guess to which it gives a probability above
             1 / lenience, too.  The chain is then verified as point masses.
         target: the model that is drafted for, as in :class:`~foretoken.drafters.model.ModelDrafter`.
 
@@ -128,7 +128,7 @@ class CascadeDrafter(Drafter):
         if late is not None and late.draws_trees:
             raise ValueError(f"{name} needs a late drafter of chains, and {late.name!r} drafts trees")
         for drafter in self.nested:
-            if not works_inside(drafter):
+            if not works_nested(drafter):
                 raise ValueError(
                     f"{name} cannot use {drafter.name!r} inside: it cannot take text back that was only drafted, or it "
                     "looks into the target; use for example ngram or model"
@@ -138,11 +138,8 @@ class CascadeDrafter(Drafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         inner: str = "ngram",
         late: str = "",
         quantize: str = "",
@@ -154,19 +151,16 @@ class CascadeDrafter(Drafter):
         Raises:
             ValueError: no path where there is no built-in draft, another tokenizer, or a wrong nested spec.
         """
-        from foretoken.loading import build_draft_model, build_nested_drafter, inner_rule
-
-        model = build_draft_model(path, target, target_source, tokenizer, device, cls.name, quantize=quantize or None)
+        model = context.draft_model(cls.name, path, quantize=quantize or None)
         # Inner drafters speak the target's vocabulary, and no draft model is built in for a draft model.
-        parts = {"target_source": "", "tokenizer": tokenizer, "device": device}
         if late:
-            options["late"] = build_nested_drafter(cls.name, late, target, **parts)
-        guesser = build_nested_drafter(cls.name, inner, target, **parts)
-        return cls(model, guesser, inner_rule, target=target, **options)
+            options["late"] = context.nested(cls.name, late, for_target=False)
+        guesser = context.nested(cls.name, inner, for_target=False)
+        return cls(model, guesser, context.inner_rule, target=context.target, **options)
 
     @property
     def kind(self) -> Kind:
-        """Draws from the model's law, unless guesses may stand leniently."""
+        """Draws from the model's distribution, unless guesses may be accepted leniently."""
         return Kind.POINT if self.lenience > 1.0 else Kind.IID
 
     # -- a request's life --------------------------------------------------------------------------------------------
@@ -174,7 +168,7 @@ class CascadeDrafter(Drafter):
     def start(self, context: Context) -> None:
         """Prefill the model and start the inner drafters."""
         maker = context.maker if self.lenience == 1.0 else _greedy(context.maker)
-        inside, sequence = Inside(context, self.nested, maker), self.model.open_beside(context.sequence)
+        inside, sequence = Nested(context, self.nested, maker), self.model.open_beside(context.sequence)
         context.state[self] = inside, sequence
         if len(context.tokens) <= self.model.context_length:  # a longer text cannot be drafted for
             self.model.prefill(sequence, self._readable(context.tokens[:-1]))
@@ -203,7 +197,7 @@ class CascadeDrafter(Drafter):
         """Inner rounds for the whole batch, one forward of the model each, until every chain has its length.
 
         A round never emits more than is missing.  So a chain's length does not depend on what was drawn, and its joint
-        law is the product of the model's laws.
+        distribution is the product of the model's distributions.
         """
         chains = [self._begin(c, b) for c, b in zip(contexts, budgets, strict=True)]
         writing = [chain for chain in chains if chain.left > 0]
@@ -249,7 +243,7 @@ class CascadeDrafter(Drafter):
         return Feed(chain.sequence, tokens, parents, wanted=len(tree))
 
     def _review(self, chain: Chain, tree: TokenTree, row: Rows) -> None:
-        """One inner verdict: every token of it has the model's law after the node before it."""
+        """One inner verdict: every token of it has the model's distribution after the node before it."""
         text = chain.inside.text
         # The text grows below, and siblings are looked for in these scores later.
         scores = Scores(widened(row.logits, self.vocab_size), tree, tuple(text.tokens), text.maker)
@@ -265,16 +259,16 @@ class CascadeDrafter(Drafter):
 
     def _add(self, chain: Chain, token: int, scores: Scores, node: int) -> None:
         """Put the token after ``node`` into the chain.  A stop suppresses what follows it, never the token itself."""
-        law = None if scores.maker.fixed else scores.p(node)
+        distribution = None if scores.maker.fixed else scores.p(node)
         chain.tokens.append(token)
-        chain.laws.append(law)
+        chain.distributions.append(distribution)
         chain.places.append((scores, node))
         if asks_for_confidence(chain.budget):
-            sure = torch.softmax(scores.ranking(node), -1) if law is None else law
+            sure = torch.softmax(scores.ranking(node), -1) if distribution is None else distribution
             chain.stopped = chain.budget.stops_after(sure, float(sure[token]))
 
     def _add_late(self, chains: Sequence[Chain]) -> None:
-        """The later tokens: each keeps the law that the late drafter drew it from."""
+        """The later tokens: each keeps the distribution that the late drafter drew it from."""
         if self.late is None or not chains:
             return
         rooms = [chain.length - len(chain.tokens) for chain in chains]
@@ -283,16 +277,18 @@ class CascadeDrafter(Drafter):
         for chain, tree, room in zip(chains, trees, rooms, strict=True):
             for node in range(1, len(truncate(tree, room))):
                 chain.tokens.append(tree.tokens[node])
-                chain.laws.append(tree.law(node))
+                chain.distributions.append(tree.distribution(node))
 
     def _finished(self, chain: Chain) -> TokenTree:
         tree = TokenTree.chain(chain.context.root, chain.tokens)
-        drawn = [law for law in chain.laws if law is not None]
+        drawn = [distribution for distribution in chain.distributions if distribution is not None]
         if not drawn:
             return tree
         rows = iter(range(len(drawn)))
-        law_of = (-1, *(-1 if law is None else next(rows) for law in chain.laws))
-        return replace(tree, kind=Kind.IID, q=torch.stack([law.to(drawn[0]) for law in drawn]), law_of=law_of)
+        q_rows = (-1, *(-1 if distribution is None else next(rows) for distribution in chain.distributions))
+        return replace(
+            tree, kind=Kind.IID, q=torch.stack([distribution.to(drawn[0]) for distribution in drawn]), q_rows=q_rows
+        )
 
     def _review_leniently(self, tree: TokenTree, scores: Scores, rng: Rng) -> Verdict:
         """Follow the model's best token, else the likeliest guess above 1 / lenience; no coin is tossed."""
@@ -300,9 +296,9 @@ class CascadeDrafter(Drafter):
         while True:
             node = path[-1] if path else 0
             best, children = scores.argmax(node), tree.children[node]
-            law = torch.softmax(scores.logits[node].float(), -1)  # [V]
-            law[best] = 2.0  # always stands, and before all others
-            weights = law[[tree.tokens[child] for child in children]].tolist()
+            distribution = torch.softmax(scores.logits[node].float(), -1)  # [V]
+            distribution[best] = 2.0  # is always accepted, and before all others
+            weights = distribution[[tree.tokens[child] for child in children]].tolist()
             if not weights or max(weights) * self.lenience <= 1.0:
                 return Verdict(tuple(path), best, next_is_bonus=not children)
             path.append(children[weights.index(max(weights))])

@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foretoken.io.documents import iter_documents
+
 MAGIC = b"FORETOKN"
 VERSION = 1
 PREFIX = struct.Struct("<8sII16s16s")  # magic, version, header bytes, digest of the header, digest of the arrays
@@ -314,7 +316,7 @@ def encoded(documents: Iterable[str], tokenizer: Any, progress: Progress | None 
 def build_datastore(
     paths: Sequence[str | Path], tokenizer: Any, out: str | Path, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Encode every document below ``paths`` (see :func:`foretoken.training.corpus.iter_documents`) and index it.
+    """Encode every document below ``paths`` (see :func:`foretoken.io.documents.iter_documents`) and index it.
 
     The file appears at ``out`` when it is complete; an interrupted build leaves an old one as it was.
 
@@ -324,8 +326,6 @@ def build_datastore(
     Raises:
         ValueError: a path does not exist, or there is no text below it.
     """
-    from foretoken.training.corpus import iter_documents
-
     tokens = joined(encoded(iter_documents(paths), tokenizer, progress))
     if not len(tokens):
         names = ", ".join(str(path) for path in paths)

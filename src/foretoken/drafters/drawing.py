@@ -1,7 +1,8 @@
-"""Draft tokens from a law: independent draws, distinct ones in sampling order, and the first of a race on noise.
+"""Draft tokens from a distribution: independent draws, distinct ones in sampling order, and the first of a race on
+noise.
 
-The race is how drafters choose for a request with noise (:mod:`foretoken.noise`): the candidates of a place are the
-tokens of largest ``log q + noise``, and since the target takes the token of largest ``log p + noise``, they are the
+The race is how drafters choose for a request with noise (:mod:`foretoken.core.noise`): the candidates of a place are
+the tokens of largest ``log q + noise``, and since the target takes the token of largest ``log p + noise``, they are the
 likelier to be right the nearer q is to p.  They are no draws any more: with the noise they are fixed, like the best
 tokens of a greedy request, and are proposed, ranked, pruned and stopped just as these are.
 """
@@ -13,11 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretoken.types import Context, LawMaker, NonFiniteLogitsError
+from foretoken.core import Context, NonFiniteLogitsError, SamplingPipeline
 
 
-def ranked(maker: LawMaker, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
-    """:meth:`LawMaker.ranking` of draft logits [n, V]: a row in which the request allows nothing is -inf throughout.
+def ranked(
+    maker: SamplingPipeline, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None
+) -> Tensor:
+    """:meth:`SamplingPipeline.ranking` of draft logits [n, V]: a row in which the request allows nothing is -inf
+    throughout.
 
     Raises:
         NonFiniteLogitsError: NaN logits.
@@ -64,49 +68,52 @@ def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int]
     return found
 
 
-def draw_iid(law: Tensor, count: int, context: Context) -> list[int]:
-    """``count`` independent draws from ``law`` [V]."""
-    cdf = law.cumsum(0)
-    points = torch.tensor(context.rng.uniforms(count), dtype=law.dtype, device=law.device) * cdf[-1]
-    drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(law) - 1)
-    found: list[int] = _positive(law, drawn).tolist()
+def draw_iid(distribution: Tensor, count: int, context: Context) -> list[int]:
+    """``count`` independent draws from ``distribution`` [V]."""
+    cdf = distribution.cumsum(0)
+    points = torch.tensor(context.rng.uniforms(count), dtype=distribution.dtype, device=distribution.device) * cdf[-1]
+    drawn = torch.searchsorted(cdf, points, right=True).clamp_(max=len(distribution) - 1)
+    found: list[int] = _positive(distribution, drawn).tolist()
     return found
 
 
-def draw_each(laws: Tensor, contexts: Sequence[Context]) -> list[int]:
-    """A draw from each of the laws [n, V], by the requests' own randomness: what :func:`draw_iid` draws, n at once."""
-    cdf = laws.cumsum(-1)
-    points = torch.tensor([context.rng.uniform() for context in contexts], dtype=laws.dtype, device=laws.device)
-    drawn = torch.searchsorted(cdf, points[:, None] * cdf[:, -1:], right=True).clamp_(max=laws.shape[-1] - 1)
+def draw_each(distributions: Tensor, contexts: Sequence[Context]) -> list[int]:
+    """A draw from each of the distributions [n, V], by the requests' own randomness: what :func:`draw_iid` draws, n at
+    once."""
+    cdf = distributions.cumsum(-1)
+    points = torch.tensor(
+        [context.rng.uniform() for context in contexts], dtype=distributions.dtype, device=distributions.device
+    )
+    drawn = torch.searchsorted(cdf, points[:, None] * cdf[:, -1:], right=True).clamp_(max=distributions.shape[-1] - 1)
     found: list[int] = drawn[:, 0].tolist()
-    for index, weight in enumerate(laws.gather(-1, drawn)[:, 0].tolist()):
+    for index, weight in enumerate(distributions.gather(-1, drawn)[:, 0].tolist()):
         if not weight > 0:
-            found[index] = int(_positive(laws[index], drawn[index]))
+            found[index] = int(_positive(distributions[index], drawn[index]))
     return found
 
 
-def _positive(law: Tensor, drawn: Tensor) -> Tensor:
+def _positive(distribution: Tensor, drawn: Tensor) -> Tensor:
     """Replace draws that rounding put on a token of zero probability by the last possible token."""
-    if bool((law[drawn] > 0).all()):
+    if bool((distribution[drawn] > 0).all()):
         return drawn
-    last = law.nonzero()[-1, 0]
-    return torch.where(law[drawn] > 0, drawn, last)
+    last = distribution.nonzero()[-1, 0]
+    return torch.where(distribution[drawn] > 0, drawn, last)
 
 
-def draw_without_replacement(law: Tensor, count: int, context: Context) -> list[int]:
-    """``count`` distinct tokens drawn one after another from ``law`` [V], in sampling order.
+def draw_without_replacement(distribution: Tensor, count: int, context: Context) -> list[int]:
+    """``count`` distinct tokens drawn one after another from ``distribution`` [V], in sampling order.
 
     When fewer tokens have positive probability, all of those are returned and no more.
     """
-    rest = law.clone()
+    rest = distribution.clone()
     chosen: list[int] = []
     for _ in range(count):
         cdf = rest.cumsum(0)
         total = cdf[-1]
-        if float(total) <= torch.finfo(law.dtype).tiny:
+        if float(total) <= torch.finfo(distribution.dtype).tiny:
             break
         point = (total * context.rng.uniform())[None]
-        token = min(int(torch.searchsorted(cdf, point, right=True)), len(law) - 1)
+        token = min(int(torch.searchsorted(cdf, point, right=True)), len(distribution) - 1)
         if float(rest[token]) <= 0:
             positive = rest.nonzero()
             if not len(positive):

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.features import FeatureDrafter, load_net
 from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
-from foretoken.models.base import LanguageModel
 from foretoken.models.features import FeatureModel
 
 
@@ -19,13 +19,11 @@ class EagleDrafter(FeatureDrafter):
     name = "eagle"
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> EagleDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> EagleDrafter:
         """From a spec ``eagle[:FOLDER]``.
 
         Raises:
             ValueError: no folder, one trained for another target, or damaged files.
         """
-        net, parts = load_net(cls.name, path, target, target_source, EagleConfig, EagleNet)
-        return cls(FeatureModel(net, parts, target), **options)
+        net, parts = load_net(context, cls.name, path, EagleConfig, EagleNet)
+        return cls(FeatureModel(net, parts, context.target), **options)

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core import Context
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.features import FeatureDrafter, load_net
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.models.base import LanguageModel
 from foretoken.models.features import FeatureModel
 from foretoken.models.packing import Projection, pays_packed
 from foretoken.models.parts import TargetParts
-from foretoken.types import Context
 
 
 class Eagle3Drafter(FeatureDrafter):
@@ -43,16 +44,14 @@ class Eagle3Drafter(FeatureDrafter):
         self.taps = tuple(dict.fromkeys(self.net.config.taps))
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> Eagle3Drafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> Eagle3Drafter:
         """From a spec ``eagle3[:FOLDER]``.
 
         Raises:
             ValueError: no folder, one trained for another target, or damaged files.
         """
-        net, parts = load_net(cls.name, path, target, target_source, Eagle3Config, Eagle3Net)
-        return cls.of(net, parts, target, **options)
+        net, parts = load_net(context, cls.name, path, Eagle3Config, Eagle3Net)
+        return cls.of(net, parts, context.target, **options)
 
     @classmethod
     def of(cls, net: Eagle3Net, parts: TargetParts, target: LanguageModel, **options: Any) -> Eagle3Drafter:

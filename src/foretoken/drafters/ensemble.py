@@ -1,28 +1,26 @@
 """Several drafters guess at once: their trees are verified as one.
 
 SpecInfer, Miao et al. 2023 (https://arxiv.org/abs/2305.09781): the merged token tree of several draft models, every
-node with the law that it was really drawn from.
+node with the distribution that it was really drawn from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from foretoken.drafters.base import Drafter
+from foretoken.core import Budget, Context, Kind, TokenTree
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
-from foretoken.models.base import LanguageModel
 from foretoken.trees.operations import merge_with_places
-from foretoken.types import Budget, Context, Kind, TokenTree
 
 
 class EnsembleDrafter(GroupDrafter):
     """The union of its members' trees.
 
     Each member guesses on the same text.  Nodes of deterministic members that say the same become one; a drawn node
-    stays a trial of its own, with its own law.  The nodes of the budget are shared evenly in the members' order, and
-    what one does not use is left to those after it.
+    stays a trial of its own, with its own distribution.  The nodes of the budget are shared evenly in the members'
+    order, and what one does not use is left to those after it.
 
     Args:
         drafters: the members, those that are tried first at every node first.  The members of an ensemble among them
@@ -48,11 +46,8 @@ class EnsembleDrafter(GroupDrafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         drafters: str | None = None,
     ) -> EnsembleDrafter:
         """From a spec ``ensemble[,drafters=(A|B|...)]``; by default the target's default drafter and a copying one.
@@ -60,13 +55,9 @@ class EnsembleDrafter(GroupDrafter):
         Raises:
             ValueError: a path, or members that are unknown or do not fit.
         """
-        from foretoken.loading import build_members, default_members
-
         if path is not None:
             raise ValueError("drafter 'ensemble' takes no path: ensemble,drafters=(model:PATH|ngram)")
-        specs = default_members(target, target_source)[:2] if drafters is None else drafters
-        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
-        return cls(build_members(specs, target, **parts))
+        return cls(context.members(drafters, most=2))
 
     @property
     def draws_trees(self) -> bool:

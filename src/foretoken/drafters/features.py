@@ -14,15 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter
+from foretoken.core import Budget, Context, Kind, NonFiniteLogitsError, TokenTree
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.drawing import draw_iid, ranked
 from foretoken.drafters.model import asks_for_confidence
+from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.drafters.reading import FeatureReader
-from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.base import Feed, SequenceState
 from foretoken.models.features import FeatureModel
+from foretoken.models.parts import TargetParts
 from foretoken.trees.base import Candidates, Growth
 from foretoken.trees.eagle2 import Eagle2
-from foretoken.types import Budget, Context, Kind, NonFiniteLogitsError, TokenTree
+from foretoken.trees.specs import build_tree
 
 
 @dataclass
@@ -39,14 +42,16 @@ class Growing:
     scratch_of: dict[int, int] = field(default_factory=dict)
     frontier: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
-    laws: list[Tensor] | None = None  # of a drawn chain
+    distributions: list[Tensor] | None = None  # of a drawn chain
 
 
 class FeatureDrafter(FeatureReader, Drafter):
-    """Point proposals, the tree that the draft's own confidence makes; or a chain that is drawn from the draft's laws.
+    """Point proposals, the tree that the draft's own confidence makes; or a chain that is drawn from the draft's
+    distributions.
 
     A point is accepted with chance p(x), a drawn token with sum min(p, q) on average, which is more where p and q are
-    spread alike: at high temperatures the chain wins, at low ones the tree.  With noise (:mod:`foretoken.noise`) the
+    spread alike: at high temperatures the chain wins, at low ones the tree.  With noise (:mod:`foretoken.core.noise`)
+    the
     tree is as good at every temperature: draft and target look for the best token of one perturbed distribution.
 
     Args:
@@ -139,7 +144,9 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def _begin(self, context: Context, budget: Budget) -> Growing:
         drawn = self.draw == "iid" and not context.maker.fixed
-        return Growing(context, budget, context.state[self], Candidates([context.root]), laws=[] if drawn else None)
+        return Growing(
+            context, budget, context.state[self], Candidates([context.root]), distributions=[] if drawn else None
+        )
 
     def _heads(self, contexts: Sequence[Context]) -> dict[int, tuple[Tensor, Tensor]]:
         """Per request the logits [1, V] and the output state [D] at its root, once its text has been read."""
@@ -165,7 +172,7 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def _expand(self, tree: Growing, nodes: Sequence[int], logits: Tensor, outputs: Tensor) -> None:
         """Give every node its best children; some of these are expanded next."""
-        if tree.laws is not None:
+        if tree.distributions is not None:
             self._draw(tree, nodes[0], self.widened(logits[:1])[0], outputs)
             return
         seen, first = tree.seen, len(tree.seen)
@@ -193,20 +200,23 @@ class FeatureDrafter(FeatureReader, Drafter):
         return (tokens if races else self.mapped(tokens)).tolist(), values.tolist()
 
     def _draw(self, tree: Growing, node: int, logits: Tensor, outputs: Tensor) -> None:
-        """Draw the chain's next token by the request's own pipeline from logits [V], and keep the law it is from."""
+        """Draw the chain's next token by the request's own pipeline from logits [V], and keep the distribution it is
+        from."""
         context, seen = tree.context, tree.seen
         tree.frontier, tree.states = [], []
         try:
-            law = context.maker.law(logits, () if context.maker.context_free else (*context.tokens, *seen.tokens[1:]))
+            distribution = context.maker.distribution(
+                logits, () if context.maker.context_free else (*context.tokens, *seen.tokens[1:])
+            )
         except NonFiniteLogitsError:
             if bool(logits.isnan().any()):
                 raise
             return  # a small draft vocabulary may hold nothing of what the request allows
-        (token,) = draw_iid(law, 1, context)
-        tree.laws = [*(tree.laws or ()), law]
-        chance = float(law[token]) if asks_for_confidence(tree.budget) else 1.0
+        (token,) = draw_iid(distribution, 1, context)
+        tree.distributions = [*(tree.distributions or ()), distribution]
+        chance = float(distribution[token]) if asks_for_confidence(tree.budget) else 1.0
         seen.add(node, [token], [0.0])
-        goes_on = len(tree.laws) < self._most(tree) and not tree.budget.stops_after(law, chance)
+        goes_on = len(tree.distributions) < self._most(tree) and not tree.budget.stops_after(distribution, chance)
         if goes_on:
             tree.frontier, tree.states = [len(seen) - 1], [outputs[0]]
 
@@ -223,9 +233,9 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def _finished(self, tree: Growing) -> TokenTree:
         """What is kept of all candidates, or the whole drawn chain."""
-        if tree.laws is not None:
+        if tree.distributions is not None:
             drafts = tree.seen.tokens[1:]
-            return TokenTree.chain(tree.context.root, drafts, torch.stack(tree.laws) if drafts else None)
+            return TokenTree.chain(tree.context.root, drafts, torch.stack(tree.distributions) if drafts else None)
         return tree.seen.tree(self.growth.kept(tree.seen, self._most(tree)))
 
 
@@ -237,24 +247,18 @@ def growth_of(spec: str) -> Growth:
     """
     if spec == Eagle2.name:
         return Eagle2()
-    from foretoken.loading import build_tree
-
     found: Growth = build_tree(spec, Growth)
     return found
 
 
-def load_net(name: str, path: str | None, target: LanguageModel, source: Any, config: type[Any], net: type[Any]) -> Any:
+def load_net(context: BuildContext, name: str, path: str | None, config: type[Any], net: type[Any]) -> Any:
     """The trained network of a ``NAME[:FOLDER]`` spec, and the target's parts.
 
     Raises:
         ValueError: no folder, one trained for another target, or damaged files.
     """
-    from foretoken.drafters.nets.store import load_weights, read_description
-    from foretoken.loading import drafter_folder
-    from foretoken.models.parts import TargetParts
-
-    parts = TargetParts(target)
-    folder = drafter_folder(name, path, source)
+    parts = TargetParts(context.target)
+    folder = context.folder(name, path)
     found = read_description(folder, name, parts.fingerprint())
     made = net(config(**found["config"]))
     load_weights(folder, made)

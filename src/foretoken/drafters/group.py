@@ -1,8 +1,8 @@
 """What drafters that are made of other drafters have in common: the members, and how each of them sees a round.
 
 A member learns from rounds.  In a group the tree that the target scored need not be the member's own, so every round
-is shown to it in its own terms (:func:`show`): first its own tree with what stood of it, then every further token that
-was written as a round of plain decoding.  It cannot tell this from being the only drafter.
+is shown to it in its own terms (:func:`show`): first its own tree with what was accepted of it, then every further
+token that was written as a round of plain decoding.  It cannot tell this from being the only drafter.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.trees.operations import truncate
-from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict
 
 
 @dataclass(slots=True)  # not frozen: both are made for every request in every round, which takes three times as long
@@ -30,11 +30,10 @@ class Part:
 
 @dataclass(slots=True)
 class Proposal:
-    """A group's tree, the parts of the members (by index) that it is made of, and whether the group chose these."""
+    """A group's tree, and the parts of the members (by index) that it is made of."""
 
     tree: TokenTree
     parts: Mapping[int, Part]
-    is_choice: bool = True
 
 
 class GroupDrafter(Drafter):
@@ -127,7 +126,7 @@ def _path_along(tree: TokenTree, tokens: Sequence[int]) -> tuple[int, ...]:
 def _scores_at(scores: Scores, tree: TokenTree, places: Sequence[int]) -> Scores:
     """The target's view of ``tree``, whose nodes stand at ``places`` of the tree that was scored."""
     if list(places) == list(range(len(scores.tree))):
-        return replace(scores, tree=tree, _laws={})
+        return replace(scores, tree=tree, _distributions={})
     rows = slice(places[0], places[0] + 1) if len(places) == 1 else list(places)  # a slice does not copy
     taps = {name: tap[rows] for name, tap in scores.taps.items()}
     return Scores(scores.logits[rows], tree, scores.prefix, scores.maker, taps)
@@ -153,6 +152,6 @@ def check_members(name: str, drafters: Sequence[Drafter]) -> None:
 
 
 def vocabulary_of(drafter: Drafter) -> int | None:
-    """The width of a drafter's laws, or ``None`` when it has none."""
+    """The width of a drafter's distributions, or ``None`` when it has none."""
     size: int | None = getattr(drafter, "vocab_size", None)
     return size

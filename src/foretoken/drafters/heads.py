@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
 from foretoken.trees.medusa_tree import TYPICAL
 from foretoken.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
-from foretoken.types import Budget, Context, TokenTree
 
 
 class HeadsDrafter(Drafter):
@@ -68,23 +68,19 @@ class HeadsDrafter(Drafter):
         return found
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> Self:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> Self:
         """From a spec ``NAME[:FOLDER]``.
 
         Raises:
             ValueError: no folder, one trained for another target, or damaged files.
         """
-        from foretoken.loading import drafter_folder
-
-        parts = TargetParts(target)
-        folder = drafter_folder(cls.name, path, target_source)
+        parts = TargetParts(context.target)
+        folder = context.folder(cls.name, path)
         found = read_description(folder, cls.name, parts.fingerprint())
         heads = cls.net_class(cls.net_config(**found["config"]))
         load_weights(folder, heads)
         options.setdefault("accuracies", found["measured"].get("accuracies"))
-        return cls.over(heads.to(parts.device), parts, target, **options)
+        return cls.over(heads.to(parts.device), parts, context.target, **options)
 
     @classmethod
     def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from foretoken.core import Context, Scores, TokenTree, Verdict
 from foretoken.drafters.drawing import best_ahead
 from foretoken.drafters.heads import HeadsDrafter
 from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
@@ -19,7 +20,6 @@ from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
 from foretoken.models.features import FeatureModel
 from foretoken.models.parts import TargetParts
-from foretoken.types import Context, Scores, TokenTree, Verdict
 
 
 @dataclass

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict, argmaxes
 from foretoken.drafters.base import Drafter
-from foretoken.types import Budget, Context, Scores, TokenTree, Verdict, argmaxes
 
 
 @dataclass

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.features import load_net
 from foretoken.drafters.model import _Growing
 from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
@@ -20,7 +22,6 @@ from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import PREFILL_CHUNK
 from foretoken.models.layers import LayerPlan
-from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
 
 ETA = 0.4
 """A chain ends after a token that the draft gives less than this."""
@@ -70,16 +71,14 @@ class KangarooDrafter(OwnLayersDrafter):
         self.taps = (f"layer:{layer}",)
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> KangarooDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> KangarooDrafter:
         """From a spec ``kangaroo[:FOLDER]``.
 
         Raises:
             ValueError: no folder, one trained for another target, or damaged files.
         """
-        net, parts = load_net(cls.name, path, target, target_source, KangarooConfig, KangarooNet)
-        return cls(target, FeatureModel(net, parts, target), **options)
+        net, parts = load_net(context, cls.name, path, KangarooConfig, KangarooNet)
+        return cls(context.target, FeatureModel(net, parts, context.target), **options)
 
     @property
     def relative_cost(self) -> float:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from foretoken.drafters.base import Drafter
+from foretoken.core import Budget, Context, Kind, Limits, TokenTree
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.drafters.prediction import PredictionDrafter
-from foretoken.models.base import LanguageModel
 from foretoken.trees.operations import select
-from foretoken.types import Budget, Context, Kind, Limits, TokenTree
 
 
 @runtime_checkable
@@ -57,11 +56,8 @@ class KnownDrafter(GroupDrafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         inner: str = "none",
         k: int = 8,
     ) -> KnownDrafter:
@@ -70,14 +66,11 @@ class KnownDrafter(GroupDrafter):
         Raises:
             ValueError: a path, or an inner drafter that is unknown or does not fit.
         """
-        from foretoken.loading import build_drafter
-
         if path is not None:
             raise ValueError("drafter 'known' takes no path: known,inner=(model:PATH,k=4)")
         spec = inner.strip().removeprefix("(").removesuffix(")")
-        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
-        made = cls(build_drafter(spec, target, **parts), k)
-        made.prediction.vocab_size = target.vocab_size
+        made = cls(context.drafter(spec), k)
+        made.prediction.vocab_size = context.target.vocab_size
         return made
 
     @property

@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.drafters.skip_sets import SkipSet, load_skips
 from foretoken.models.base import LanguageModel
-from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
 
 AIM = 0.9
 """Acceptance rate that the threshold steers to."""
@@ -24,7 +25,7 @@ STEP, RATE_SMOOTHING, SMOOTHING = 0.01, 0.5, 0.9
 
 @dataclass
 class Threshold:
-    """When a draft ends: after a token whose draft law had no probability as high as ``value``.
+    """When a draft ends: after a token whose draft distribution had no probability as high as ``value``.
 
     Attributes:
         value: gamma.
@@ -54,7 +55,8 @@ class LayerSkipDrafter(OwnLayersDrafter):
         attention: layers whose attention is skipped, ``1+3+6-8`` or ``none``.
         mlp: layers whose MLP is skipped.  When neither is given, both sublayers of all odd layers but the last are.
         k: longest draft, when no tree is asked for.
-        adaptive: end a draft where its law is unsure; the threshold follows the acceptance rate of the request.
+        adaptive: end a draft where its distribution is unsure; the threshold follows the acceptance rate of the
+            request.
         tree: children per level, as for the drafter ``model``.
         draw: how siblings are drawn, as for the drafter ``model``.
 
@@ -87,9 +89,7 @@ class LayerSkipDrafter(OwnLayersDrafter):
         self.skips, self.adaptive = skips, adaptive
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> LayerSkipDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> LayerSkipDrafter:
         """From a spec; ``layer_skip:FILE`` takes the set from a file of ``foretoken tune layer-skip``.
 
         Raises:
@@ -97,11 +97,11 @@ class LayerSkipDrafter(OwnLayersDrafter):
             OSError: no such file.
         """
         if path is None:
-            return cls(target, **options)
+            return cls(context.target, **options)
         if options.get("attention") or options.get("mlp"):
             raise ValueError("give layer_skip a file or attention=... and mlp=..., not both")
-        skips = load_skips(Path(path).expanduser(), target)
-        return cls(target, **{**options, **skips.options})
+        skips = load_skips(Path(path).expanduser(), context.target)
+        return cls(context.target, **{**options, **skips.options})
 
     def start(self, context: Context) -> None:
         """A request begins with the threshold of its temperature."""
@@ -125,9 +125,9 @@ class LayerSkipDrafter(OwnLayersDrafter):
         threshold.limit = min(self.max_depth, budget.max_depth, budget.max_nodes)
         gamma = threshold.value
 
-        def stop(law: Tensor | None, probability: float) -> bool:
-            unsure = law is not None and float(law.max()) < gamma
-            return unsure or (budget.stop is not None and budget.stop(law, probability))
+        def stop(distribution: Tensor | None, probability: float) -> bool:
+            unsure = distribution is not None and float(distribution.max()) < gamma
+            return unsure or (budget.stop is not None and budget.stop(distribution, probability))
 
         return replace(budget, stop=stop)
 

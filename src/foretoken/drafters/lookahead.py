@@ -17,20 +17,22 @@ ancestors and itself) is what the method asks for: row 0 up to its column, then 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.drafters.base import Drafter
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.jacobi import predictions
-from foretoken.models.base import LanguageModel
 from foretoken.trees.operations import first_nodes, from_paths
-from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
 
 Gram = tuple[int, ...]
+UNLIMITED = 16
+"""N-grams per first token that the size of a draft is told for where none is set; the budget is the real limit."""
 
 
 class NgramPool:
-    """For every first token its ``size`` most recently seen continuations."""
+    """For every first token its ``size`` most recently seen continuations; 0 keeps all."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -41,7 +43,7 @@ class NgramPool:
         grams = self._grams.setdefault(key, {})
         grams.pop(gram, None)
         grams[gram] = None
-        if len(grams) > self.size:
+        if self.size and len(grams) > self.size:
             del grams[next(iter(grams))]
 
     def of(self, key: int) -> list[Gram]:
@@ -50,6 +52,22 @@ class NgramPool:
 
     def __len__(self) -> int:
         return sum(map(len, self._grams.values()))
+
+
+class _Fill:
+    """Random tokens for the window, the same ones for the same prompt.
+
+    Args:
+        tokens: they are chosen from these.
+        vocab_size: they are chosen from all ids below it instead, unless it is 0.
+    """
+
+    def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
+        self._random = random.Random(0)
+        self._tokens: Sequence[int] = range(vocab_size) if vocab_size else tokens
+
+    def __call__(self, count: int) -> list[int]:
+        return self._random.choices(self._tokens, k=count)
 
 
 @dataclass
@@ -64,10 +82,12 @@ class _Lookahead:
         first_row: row 0 with the root, as proposed.
         width: columns that the tree holds (fewer than the window has when the context is nearly full).
         last: node that begins the window's last row: 0, the root, while row 0 is the last.
+        fill: where random tokens come from.
     """
 
     rows: list[list[int]]
     pool: NgramPool
+    fill: _Fill
     in_pool: int = 0
     proposed: TokenTree | None = None
     first_row: list[int] = field(default_factory=list)
@@ -81,12 +101,15 @@ class LookaheadDrafter(Drafter):
     Args:
         w: columns of the window, W.
         n: length of the n-grams, N; the window has N - 1 rows and a draft N - 1 tokens.
-        g: most n-grams that are kept, and guessed, per first token, G.
+        g: most n-grams that are kept, and guessed, per first token, G; 0 keeps all and guesses what the budget allows.
         pool_from_prompt: put the n-grams of the text into the pool as well.
-        shift: how far the window moves: ``"one"`` column per round, or one per written token (``"accepted"``, as
-            llama.cpp does; the free last row is then a copy of row 0).
+        shift: how the window moves: ``"one"`` column per round; ``"accepted"``, once more for every accepted token with
+            the freed last row a copy of row 0 (llama.cpp); or ``"refill"``, one more column for every accepted token
+            with random tokens at the end of every row (the original code's other mode).
+        fill: where random tokens are chosen from: the ``"prompt"``, or all of the ``"vocabulary"``.
         context_length: positions that the target has, so that no probe lies past them; ``None`` keeps probes within
             the budget's depth instead, which the engine keeps within the context.
+        vocab_size: of the target, for ``fill="vocabulary"``.
 
     Raises:
         ValueError: an option outside its range.
@@ -101,21 +124,28 @@ class LookaheadDrafter(Drafter):
         g: int = 7,
         pool_from_prompt: bool = False,
         shift: str = "one",
+        fill: str = "prompt",
         context_length: int | None = None,
+        vocab_size: int = 0,
     ) -> None:
-        for option, value, least in (("w", w, 1), ("n", n, 2), ("g", g, 1)):
+        for option, value, least in (("w", w, 1), ("n", n, 2), ("g", g, 0)):
             if value < least:
                 raise ValueError(f"lookahead needs {option} >= {least}, not {value}")
-        if shift not in ("one", "accepted"):
-            raise ValueError(f"shift must be 'one' or 'accepted', not {shift!r}")
+        if shift not in ("one", "accepted", "refill"):
+            raise ValueError(f"shift must be 'one', 'accepted' or 'refill', not {shift!r}")
+        if fill not in ("prompt", "vocabulary"):
+            raise ValueError(f"fill must be 'prompt' or 'vocabulary', not {fill!r}")
+        if fill == "vocabulary" and vocab_size < 1:
+            raise ValueError("fill='vocabulary' needs the target's vocab_size")
         self.w, self.n, self.g = w, n, g
+        self._fill_from = vocab_size if fill == "vocabulary" else 0
         self.pool_from_prompt, self.shift, self.context_length = pool_from_prompt, shift, context_length
         # The deepest probe lies at depth W + N - 3; it counts only where the budget is all that limits it.
         self.max_depth = n - 1 if context_length is not None else max(n - 1, w + n - 3)
-        self.max_nodes = g * (n - 1)
+        self.max_nodes = (g or UNLIMITED) * (n - 1)
 
     @classmethod
-    def build(cls, path: str | None, *, target: LanguageModel, **options: Any) -> LookaheadDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> LookaheadDrafter:
         """From a spec ``lookahead[,w=W,n=N,g=G]``.
 
         Raises:
@@ -125,9 +155,8 @@ class LookaheadDrafter(Drafter):
             raise ValueError(
                 f"drafter 'lookahead' takes no path, not {path!r}: give options, as in lookahead,w=7,n=5,g=7"
             )
-        for given in ("target_source", "tokenizer", "device"):
-            options.pop(given, None)
-        return cls(**{"context_length": target.context_length, **options})
+        target = context.target
+        return cls(**{"context_length": target.context_length, "vocab_size": target.vocab_size, **options})
 
     @property
     def draws_trees(self) -> bool:
@@ -135,10 +164,9 @@ class LookaheadDrafter(Drafter):
         return True
 
     def start(self, context: Context) -> None:
-        """Fill the first row with random tokens of the prompt, the same ones for the same prompt."""
-        prompt = context.tokens[: context.prompt_length]
-        first_row = random.Random(0).choices(prompt, k=self.w + self.n - 3)
-        state = context.state[self] = _Lookahead([first_row], NgramPool(self.g))
+        """Fill the first row with random tokens."""
+        fill = _Fill(context.tokens[: context.prompt_length], self._fill_from)
+        state = context.state[self] = _Lookahead([fill(self.w + self.n - 3)], NgramPool(self.g), fill)
         self._learn_text(state, context)
 
     def finish(self, context: Context) -> None:
@@ -164,7 +192,7 @@ class LookaheadDrafter(Drafter):
                     state.pool.add(column[0], column[1:])
             # Columns that were not scored keep the token above: the row stays whole.
             above = state.rows[-1] if state.last else state.first_row
-            self._move(state.rows, scored + above[state.width :], len(verdict.path))
+            self._move(state, scored + above[state.width :], len(verdict.path))
         state.proposed = None
         self._learn_text(state, context)
 
@@ -176,7 +204,7 @@ class LookaheadDrafter(Drafter):
     def _with_window(self, guesses: TokenTree, state: _Lookahead, room: int) -> TokenTree:
         """Add the window's probes, as many columns as fit into ``room`` positions below the root.
 
-        The guesses come first: the first n-gram, if it stands, is then in place in the cache already.
+        The guesses come first: the first n-gram, if it is accepted, is then in place in the cache already.
         """
         rows = state.rows
         state.first_row = [guesses.tokens[0], *rows[0]]
@@ -194,8 +222,9 @@ class LookaheadDrafter(Drafter):
         probes = (False,) * len(guesses) + (True,) * (len(tokens) - len(guesses))
         return TokenTree(tuple(tokens), tuple(parents), probes=probes)
 
-    def _move(self, rows: list[list[int]], scored: list[int], accepted: int) -> None:
+    def _move(self, state: _Lookahead, scored: list[int], accepted: int) -> None:
         """Rows move up by one, ``scored`` becomes the last one, and row 0 loses the token that the root replaces."""
+        rows = state.rows
         if len(rows) < self.n - 1:  # filling: every row is one shorter each round, down to W
             rows[:] = [*(row[1:] for row in rows), scored[1:]]
             return
@@ -204,6 +233,8 @@ class LookaheadDrafter(Drafter):
             for _ in range(accepted):
                 rows[:] = [*rows[1:], rows[1]]
         rows[0] = rows[0][1:]
+        if self.shift == "refill":
+            rows[:] = [[*row[accepted:], *state.fill(len(row) - len(row[accepted:]))] for row in rows]
 
     def _learn_text(self, state: _Lookahead, context: Context) -> None:
         if not self.pool_from_prompt:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from foretoken.core import Context
 from foretoken.drafters.drawing import best_ahead
 from foretoken.drafters.heads import HeadsDrafter
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
-from foretoken.types import Context
 
 
 class MedusaDrafter(HeadsDrafter):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from foretoken.drafters.base import Drafter
+from foretoken.core import Budget, Context, Kind, TokenTree, is_large
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.drawing import best, draw_each, draw_iid, draw_without_replacement, ranked
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.parts import Fingerprint, TargetParts
@@ -26,7 +27,7 @@ from foretoken.trees.base import Shape
 from foretoken.trees.counts import Counts, Levels, Places, Ranks
 from foretoken.trees.expansion import parse_widths as parse_widths
 from foretoken.trees.shapes import Choice, read_tree
-from foretoken.types import Budget, Context, Kind, TokenTree, is_large
+from foretoken.trees.specs import build_tree, static_trees
 
 Draw = Literal["iid", "without_replacement", "greedy"]
 
@@ -45,14 +46,16 @@ class _Growing:
     text: Sequence[int]  # the committed tokens in the draft model's own ids
     counts: Counts  # children per place of the tree
     parents: list[int] = field(default_factory=lambda: [-1])
-    law_of: list[int] = field(default_factory=lambda: [-1])
-    laws: list[Tensor] = field(default_factory=list)
+    q_rows: list[int] = field(default_factory=lambda: [-1])
+    distributions: list[Tensor] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [0])
     scratch_of: dict[int, int] = field(default_factory=dict)
     path_of: dict[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})  # node -> tokens below the root
     place_of: dict[int, Choice] = field(default_factory=lambda: {0: ()})  # node -> ranks below the root
-    standing: dict[int, float] = field(default_factory=lambda: {0: 1.0})
-    ready: tuple[Tensor | None, list[int]] | None = None  # law [V] and tokens of the next node, made for the batch
+    likelihood: dict[int, float] = field(default_factory=lambda: {0: 1.0})
+    ready: tuple[Tensor | None, list[int]] | None = (
+        None  # distribution [V] and tokens of the next node, made for the batch
+    )
 
     def length(self, node: int) -> int:
         """Tokens before the one that follows a node."""
@@ -73,8 +76,8 @@ class ModelDrafter(Drafter):
             ``"iid"`` for chains.  A greedy request always gets greedy drafts, and one with noise those that come first
             in the race, unless ``"greedy"`` is asked for.
         target: the model that is drafted for.  Its vocabulary may be padded to another width than the draft model's
-            (151936 and 152064 rows of one tokenizer): drafts then come from the tokens that both have, and their laws
-            have the target's width.
+            (151936 and 152064 rows of one tokenizer): drafts then come from the tokens that both have, and their
+            distributions have the target's width.
 
     Raises:
         ValueError: an option outside its range.
@@ -124,19 +127,14 @@ class ModelDrafter(Drafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         quantize: str = "",
         **options: Any,
     ) -> ModelDrafter:
         """From a spec ``model[:PATH][,quantize=int8|int4]``: load the draft model and check that it fits the target."""
-        from foretoken.loading import build_draft_model
-
-        draft = build_draft_model(path, target, target_source, tokenizer, device, quantize=quantize or None)
-        return cls(draft, target=target, **options)
+        draft = context.draft_model(cls.name, path, quantize=quantize or None)
+        return cls(draft, target=context.target, **options)
 
     @property
     def kind(self) -> Kind:
@@ -224,14 +222,14 @@ class ModelDrafter(Drafter):
                     for tree, tokens in zip(chosen, drawn, strict=True):
                         tree.ready = (None, tokens)
                     continue
-                laws = makers[0].laws(torch.cat(rows), None)
-                each = draw_each(laws, [tree.context for tree in chosen])
-                for tree, law, token in zip(chosen, laws, each, strict=True):
-                    tree.ready = (law, [token])
+                distributions = makers[0].distributions(torch.cat(rows), None)
+                each = draw_each(distributions, [tree.context for tree in chosen])
+                for tree, distribution, token in zip(chosen, distributions, each, strict=True):
+                    tree.ready = (distribution, [token])
 
     @property
     def _draws_as_usual(self) -> bool:
-        """Whether no subclass makes laws, or draws from them, in a way of its own, request by request."""
+        """Whether no subclass makes distributions, or draws from them, in a way of its own, request by request."""
         return all(getattr(type(self), name) is getattr(ModelDrafter, name) for name in _ONE_BY_ONE)
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[_Growing]) -> list[Rows]:
@@ -291,27 +289,30 @@ class ModelDrafter(Drafter):
 
     def _add_children(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> None:
         if tree.ready is not None:
-            (law, chosen), tree.ready = tree.ready, None
+            (distribution, chosen), tree.ready = tree.ready, None
         else:
-            law, chosen = self._candidates(tree, logits, parent, width)
-        if tree.draws and law is not None:
-            tree.laws.append(law)
+            distribution, chosen = self._candidates(tree, logits, parent, width)
+        if tree.draws and distribution is not None:
+            tree.distributions.append(distribution)
         for rank, token in enumerate(chosen):
             node = len(tree.tokens)
             tree.tokens.append(token)
             tree.parents.append(parent)
-            tree.law_of.append(len(tree.laws) - 1 if tree.draws else -1)
+            tree.q_rows.append(len(tree.distributions) - 1 if tree.draws else -1)
             tree.path_of[node] = (*tree.path_of[parent], token)
             tree.place_of[node] = (*tree.place_of[parent], rank)
             # A stop may only suppress what comes after the token: the token itself stays in the draft.
             if ends_path(tree, parent):
                 continue
-            if law is None or not tree.budget.stops_after(*self._confidence(logits, law, token, tree)):
+            if distribution is None or not tree.budget.stops_after(
+                *self._confidence(logits, distribution, token, tree)
+            ):
                 tree.frontier.append(node)
 
     def _candidates(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
-        """Children of a node, best first or in sampling order, from draft logits [V]; and the law [V] that they were
-        drawn from by the request's own pipeline, or by which a stop rule judges them (``None`` where none does)."""
+        """Children of a node, best first or in sampling order, from draft logits [V]; and the distribution [V] that
+        they were drawn from by the request's own pipeline, or by which a stop rule judges them (``None`` where none
+        does)."""
         maker, confident = tree.maker, asks_for_confidence(tree.budget)
         if not tree.draws and not tree.races and width == 1 and maker.context_free and not confident:
             return None, [int(logits.argmax())]
@@ -319,28 +320,28 @@ class ModelDrafter(Drafter):
         if tree.races:
             ranking = ranked(maker, logits[None], [tree.length(parent)], [prefix])[0]
             return torch.softmax(ranking, -1) if confident else None, best(ranking, width)
-        law = maker.law(logits, prefix)
+        distribution = maker.distribution(logits, prefix)
         if not tree.draws:
-            # A one-hot law names the best token, penalties included, but ranks no others.
-            ranking = logits if maker.greedy and width > 1 else law
-            return law, ranking.topk(min(width, len(ranking))).indices.tolist()
+            # A one-hot distribution names the best token, penalties included, but ranks no others.
+            ranking = logits if maker.greedy and width > 1 else distribution
+            return distribution, ranking.topk(min(width, len(ranking))).indices.tolist()
         if self.draw == "iid" or width == 1:
-            return law, draw_iid(law, width, tree.context)
-        return law, draw_without_replacement(law, width, tree.context)
+            return distribution, draw_iid(distribution, width, tree.context)
+        return distribution, draw_without_replacement(distribution, width, tree.context)
 
-    def _confidence(self, logits: Tensor, law: Tensor, token: int, tree: _Growing) -> tuple[Tensor, float]:
-        """The draft's own law and its probability of ``token``; for greedy drafts the untempered softmax."""
+    def _confidence(self, logits: Tensor, distribution: Tensor, token: int, tree: _Growing) -> tuple[Tensor, float]:
+        """The draft's own distribution and its probability of ``token``; for greedy drafts the untempered softmax."""
         if not asks_for_confidence(tree.budget):
-            return law, 1.0
+            return distribution, 1.0
         if tree.maker.greedy:
-            law = torch.softmax(logits.float(), -1)
-        return law, float(law[token])
+            distribution = torch.softmax(logits.float(), -1)
+        return distribution, float(distribution[token])
 
     def _finished(self, tree: _Growing) -> TokenTree:
         if len(tree.tokens) == 1 or not tree.draws:
             return TokenTree(tuple(tree.tokens), tuple(tree.parents))
-        laws = torch.stack(tree.laws) if len(tree.laws) > 1 else tree.laws[0][None]
-        return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.kind, laws, tuple(tree.law_of))
+        distributions = torch.stack(tree.distributions) if len(tree.distributions) > 1 else tree.distributions[0][None]
+        return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.kind, distributions, tuple(tree.q_rows))
 
 
 _ONE_BY_ONE = ("_expand", "_add_children", "_candidates")
@@ -352,8 +353,6 @@ def places_of(tree: str, name: str) -> Places:
     Raises:
         ValueError: none of these, or a file of another drafter; the message lists the choices.
     """
-    from foretoken.loading import build_tree, static_trees
-
     if tree[:1].isdigit() and not set(tree.lower()) - set("0123456789x"):
         return Levels(parse_widths(tree))
     if tree.partition(",")[0] in static_trees():
@@ -387,20 +386,20 @@ def widened(logits: Tensor, wide: int) -> Tensor:
 
 
 def asks_for_confidence(budget: Budget) -> bool:
-    """Whether a stop rule looks at the law or at the probability of a drawn token."""
+    """Whether a stop rule looks at the distribution or at the probability of a drawn token."""
     return budget.min_confidence > 0 or (budget.stop is not None and budget.path_stop is None)
 
 
 def follow(tree: _Growing, row: Rows) -> None:
     """Tell a rule that reads hidden states what the draft model makes of the tokens that it was just fed."""
     rule = tree.budget.path_stop
-    if rule is None or rule.tap not in row.taps or tree.frontier == [0]:  # the root is committed: it stands
+    if rule is None or rule.tap not in row.taps or tree.frontier == [0]:  # the root is committed: it is accepted
         return
-    above = [tree.standing[tree.parents[node]] for node in tree.frontier]
-    tree.standing.update(zip(tree.frontier, rule.follow(above, row.taps[rule.tap]), strict=True))
+    above = [tree.likelihood[tree.parents[node]] for node in tree.frontier]
+    tree.likelihood.update(zip(tree.frontier, rule.follow(above, row.taps[rule.tap]), strict=True))
 
 
 def ends_path(tree: _Growing, parent: int) -> bool:
     """Whether such a rule ends the draft with the children of ``parent``."""
     rule = tree.budget.path_stop
-    return rule is not None and parent in tree.standing and rule.ends(tree.standing[parent])
+    return rule is not None and parent in tree.likelihood and rule.ends(tree.likelihood[parent])

@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.features import FeatureDrafter
 from foretoken.drafters.nets.mtp import MtpConfig, module_for
-from foretoken.models.base import LanguageModel
+from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.models.features import FeatureModel
 from foretoken.models.native_mtp import native_module
 from foretoken.models.parts import TargetParts
@@ -40,18 +41,14 @@ class MtpDrafter(FeatureDrafter):
         super().__init__(model, nodes, depth, width, grow, draw)
 
     @classmethod
-    @classmethod
-    def free_for(cls, target: LanguageModel, source: Any) -> bool:
+    def free_for(cls, context: BuildContext) -> bool:
         """For targets whose own checkpoint holds a head that can be run; not for a network that the caller hands in,
         whose files would be read with every request."""
-        from foretoken.loading import has_head
-
-        network = getattr(target, "model", None)
-        if not isinstance(source, str | Path) or network is None or not target.capabilities.taps:
+        if not isinstance(context.source, str | Path) or not context.target.capabilities.taps:
             return False
         try:
-            if has_head(network):
-                cls.build(None, target=target, target_source=source, tokenizer=None, device=None)
+            if context.has_native_head():
+                cls.build(None, context)
                 return True
         except (ValueError, OSError):  # tensors are missing or are of another shape: the target loads without its head
             pass
@@ -61,11 +58,8 @@ class MtpDrafter(FeatureDrafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         feed: str = "",
         **options: Any,
     ) -> MtpDrafter:
@@ -77,16 +71,15 @@ class MtpDrafter(FeatureDrafter):
         Raises:
             ValueError: no folder, one trained for another target, damaged files, or a target without a head.
         """
-        from foretoken.loading import drafter_folder, has_drafter, read_head
-
+        target = context.target
         parts = TargetParts(target)
-        if path is None and not has_drafter(cls.name, target_source):
-            modules = [native_module(parts.network, found, feed or "post_norm") for found in read_head(parts.network)]
+        if path is None and not context.has_trained(cls.name):
+            modules = [native_module(parts.network, found, feed or "post_norm") for found in context.native_head()]
             if len(modules) > 1:
                 return cls(StackedModel(StackedModules(modules), parts, target), **options)
             return cls(FeatureModel(modules[0], parts, target), **options)
-        return cls(FeatureModel(_trained(drafter_folder(cls.name, path, target_source), parts, feed), parts, target),
-                   **options)  # fmt: skip
+        net = _trained(context.folder(cls.name, path), parts, feed)
+        return cls(FeatureModel(net, parts, target), **options)
 
 
 def _trained(folder: Any, parts: TargetParts, feed: str) -> Any:
@@ -95,8 +88,6 @@ def _trained(folder: Any, parts: TargetParts, feed: str) -> Any:
     Raises:
         ValueError: it was trained for another target, or its files are damaged.
     """
-    from foretoken.drafters.nets.store import load_weights, read_description
-
     found = read_description(folder, MtpDrafter.name, parts.fingerprint())
     made = module_for(MtpConfig(**{**found["config"], **({"feed": feed} if feed else {})}), parts.network)
     load_weights(folder, made)

@@ -7,10 +7,10 @@ dictionary look-ups whatever the length of the context.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from foretoken.core import Budget, Context
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
-from foretoken.types import Budget, Context
 
 Places = dict[tuple[int, ...], list[int]]
 
@@ -84,7 +84,7 @@ class NgramDrafter(SourceDrafter):
         self.n, self.min_n, self.max_depth, self.match = n, min_n, k, match
 
     @classmethod
-    def free_for(cls, target: Any, source: Any) -> bool:
+    def free_for(cls, context: BuildContext) -> bool:
         """For every target: a proposal costs a few look-ups."""
         return True
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from foretoken.core import Budget, Context
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.datastore import encoded, fingerprint, joined
 from foretoken.drafters.ngram_counts import SIZES, CountTable, Followers, NgramCache
 from foretoken.drafters.sources import Guess, NgramSource, SourceDrafter
 from foretoken.drafters.tenants import Tenants
-from foretoken.models.base import LanguageModel
-from foretoken.types import Budget, Context
 
 STATIC_SIZES = range(2, 3)
 LAX = ((2, 66), (2, 50), (1, 50), (1, 50))
@@ -101,13 +101,11 @@ class NgramCacheDrafter(SourceDrafter):
         self.static = NgramCache.load(static) if static else None
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> NgramCacheDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> NgramCacheDrafter:
         """From a spec ``ngram_cache[:FILE]``: FILE holds the dynamic cache; with ``save=true`` it may not exist yet."""
         static = options.pop("static", "")
         drafter = cls(**options)
-        drafter.fingerprint = fingerprint(tokenizer) if tokenizer is not None else ""
+        drafter.fingerprint = fingerprint(context.tokenizer) if context.tokenizer is not None else ""
         if static:
             drafter.static = NgramCache.load(static, drafter.fingerprint)
         if drafter.save_always and path is None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.drafters.base import BuildContext
+from foretoken.drafters.learning.learner import LearnConfig, Learner
+from foretoken.drafters.learning.lessons import Mistake
 from foretoken.drafters.model import ModelDrafter
 from foretoken.models.base import LanguageModel
-from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
-
-if TYPE_CHECKING:
-    from foretoken.training.lessons import Mistake
-    from foretoken.training.online import Learner
 
 
 @dataclass
@@ -41,18 +40,18 @@ class OnlineDrafter(ModelDrafter):
         target: the model that is drafted for, as there.
         every: finished requests between two updates; 0 switches learning off.
         lr: learning rate.
-        loss: divergence from the target's law: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.
+        loss: divergence from the target's distribution: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.
         beta: the target's share of the mixture of ``jsd``.
         budget: largest share of the serving time that learning may take; 1 sets no limit.
         keep: most requests that wait for an update.
         window: tokens read before the first rejection of a request when it is learnt from.
-        top: tokens of the target's law that are stored; 0 stores all.
+        top: tokens of the target's distribution that are stored; 0 stores all.
         salted: learn from requests with a ``cache_salt``, too, though their weights then draft for everybody.
         save: folder that the draft model is written to after every update; empty for none.
         tokenizer: saved beside the weights.
 
     Attributes:
-        learner: what it learns with (:class:`foretoken.training.online.Learner`); ``None`` when learning is off.
+        learner: what it learns with; ``None`` when learning is off.
 
     Raises:
         ValueError: an option outside its range.
@@ -81,8 +80,6 @@ class OnlineDrafter(ModelDrafter):
         save: str = "",
         tokenizer: Any | None = None,
     ) -> None:
-        from foretoken.training.online import LearnConfig, Learner
-
         if every < 0:
             raise ValueError(f"online needs every >= 0 (0: no learning), not {every}")
         config = LearnConfig(every or 1, lr, loss, beta, budget, keep, window, top)
@@ -93,17 +90,13 @@ class OnlineDrafter(ModelDrafter):
         self.shares_state, self.salted = self.learner is not None, salted
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> OnlineDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> OnlineDrafter:
         """From a spec ``online[:PATH]``: load the draft model, with weights that can be trained."""
-        from foretoken.loading import build_draft_model
-
-        model = build_draft_model(path, target, target_source, tokenizer, device, cls.name, packed=False)
-        return cls(model, target=target, tokenizer=tokenizer, **options)
+        model = context.draft_model(cls.name, path, packed=False)
+        return cls(model, target=context.target, tokenizer=context.tokenizer, **options)
 
     def report(self) -> dict[str, Any]:
-        """Updates, positions and seconds so far (:class:`foretoken.training.online.Report`); empty without learning."""
+        """Updates, positions and seconds so far (see :class:`~foretoken.drafters.learning.learner.Report`)."""
         return {} if self.learner is None else self.learner.report()
 
     def save(self, folder: str | Path) -> None:
@@ -135,11 +128,12 @@ class OnlineDrafter(ModelDrafter):
         return super().propose_batch(contexts, budgets)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Note the target's law where the drafts were rejected.  A bonus token is no mistake: nothing was guessed."""
+        """Note the target's distribution where the drafts were rejected.  A bonus token is no mistake: nothing was
+        guessed."""
         notes: _Notes | None = context.state.get((self, "notes"))
         if notes is None or not notes.teaches or self.learner is None or verdict.next_is_bonus:
             return
-        # The rejected drafts stood after this node, so its logits are the target's law for their place.
+        # The rejected drafts stood after this node, so its logits are the target's distribution for their place.
         node = verdict.path[-1] if verdict.path else 0
         position = notes.root + len(verdict.path) + 1
         notes.mistakes.append(self.learner.mistake(position, scores.logits[node]))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from foretoken.core import Context
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.model import ModelDrafter, _Growing
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.layers import LayerPlan
-from foretoken.types import Context
 
 
 def num_layers_of(target: LanguageModel) -> int:
@@ -40,9 +41,7 @@ class OwnLayersDrafter(ModelDrafter):
         self.plan = plan
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> OwnLayersDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> OwnLayersDrafter:
         """From a spec: the target itself is all that is needed.
 
         Raises:
@@ -50,7 +49,7 @@ class OwnLayersDrafter(ModelDrafter):
         """
         if path is not None:
             raise ValueError(f"drafter {cls.name!r} takes no path: it drafts with the target's own layers")
-        return cls(target, **options)
+        return cls(context.target, **options)
 
     @property
     def relative_cost(self) -> float:

@@ -11,9 +11,9 @@ The tree of one round, for k = 2 and two drafts (``a``, ``b`` stand for [LA]_1, 
       |       |
       b       b
 
-Whichever of ``root``, ``d1``, ``d2`` is the last token that stands, the look-ahead tokens below it have seen it and
-nothing that was rejected.  [LA]_i below the token at position t stands at t + i and predicts t + i + 1: the token at
-t + 1, in whose place [LA]_1 stands, is the round's own (bonus or recovered) token, which becomes the root.
+Whichever of ``root``, ``d1``, ``d2`` is the last token that is accepted, the look-ahead tokens below it have seen it
+and nothing that was rejected.  [LA]_i below the token at position t stands at t + i and predicts t + i + 1: the token
+at t + 1, in whose place [LA]_1 stands, is the round's own (bonus or recovered) token, which becomes the root.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter
+from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.drawing import draw_without_replacement, ranked
 from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
-from foretoken.types import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes
 
 
 @dataclass
@@ -41,7 +41,7 @@ class _LookAhead:
     Attributes:
         proposed: the last tree.
         groups: its nodes with look-ahead tokens below them, and which probes those are.
-        logits: [<= k, V] what they said below the last token that stood; ``None`` when there were none.
+        logits: [<= k, V] what they said below the last token that were accepted; ``None`` when there were none.
     """
 
     proposed: TokenTree | None = None
@@ -59,7 +59,7 @@ class PassTokensDrafter(Drafter):
         draw: how drafts are made when the request samples: ``"iid"`` (each drawn from what its look-ahead token says)
             or ``"greedy"`` (the most likely ones, verified as point masses).  A greedy request gets greedy drafts.
         groups: how many nodes of the chain, from the root down, have look-ahead tokens below them; 0: all.  Where the
-            last token that stands has none, the next round drafts nothing.
+            last token that is accepted has none, the next round drafts nothing.
 
     Raises:
         ValueError: an option outside its range, or rows of another width than the target's embedding.
@@ -84,22 +84,18 @@ class PassTokensDrafter(Drafter):
         self.vocab_size, self.context_length = target.vocab_size, target.context_length
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> PassTokensDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> PassTokensDrafter:
         """From a spec ``pass_tokens[:FOLDER]``.
 
         Raises:
             ValueError: no folder, one trained for another target, or damaged files.
         """
-        from foretoken.loading import drafter_folder
-
-        parts = TargetParts(target)
-        folder = drafter_folder(cls.name, path, target_source)
+        parts = TargetParts(context.target)
+        folder = context.folder(cls.name, path)
         found = read_description(folder, cls.name, parts.fingerprint())
         net = PassTokens(PassTokensConfig(**found["config"]))
         load_weights(folder, net)
-        return cls(net.to(parts.device), target, **options)
+        return cls(net.to(parts.device), context.target, **options)
 
     @property
     def kind(self) -> Kind:
@@ -122,7 +118,7 @@ class PassTokensDrafter(Drafter):
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """What the look-ahead tokens said, as a chain, and new ones below its nodes."""
         state: _LookAhead = context.state.setdefault(self, _LookAhead())
-        drafts, laws = self._drafts(context, budget, state.logits)
+        drafts, distributions = self._drafts(context, budget, state.logits)
         tokens, parents = [context.root, *drafts], list(range(-1, len(drafts)))
         room = self.context_length - len(context.tokens)  # positions behind the root
         state.groups = {}
@@ -137,9 +133,13 @@ class PassTokensDrafter(Drafter):
         if context.maker.fixed or self.draw == "greedy":
             state.proposed = TokenTree(tuple(tokens), tuple(parents), probes=tuple(probes))
         else:
-            law_of = (-1, *range(len(drafts)), *[-1] * sum(probes))
-            q = torch.stack(laws) if laws else torch.empty(0, self.vocab_size, device=self.net.rows.device)
-            state.proposed = TokenTree(tuple(tokens), tuple(parents), Kind.IID, q, law_of, tuple(probes))
+            q_rows = (-1, *range(len(drafts)), *[-1] * sum(probes))
+            q = (
+                torch.stack(distributions)
+                if distributions
+                else torch.empty(0, self.vocab_size, device=self.net.rows.device)
+            )
+            state.proposed = TokenTree(tuple(tokens), tuple(parents), Kind.IID, q, q_rows, tuple(probes))
         return state.proposed
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
@@ -151,7 +151,7 @@ class PassTokensDrafter(Drafter):
         state.proposed = None
 
     def _drafts(self, context: Context, budget: Budget, logits: Tensor | None) -> tuple[list[int], list[Tensor]]:
-        """The chain's tokens, and the laws [V] that they were drawn from where they were drawn."""
+        """The chain's tokens, and the distributions [V] that they were drawn from where they were drawn."""
         count = 0 if logits is None else min(len(logits), budget.max_depth, budget.max_nodes)
         if logits is None or count == 0:
             return [], []
@@ -160,7 +160,7 @@ class PassTokensDrafter(Drafter):
         if (maker.greedy or likeliest) and maker.context_free and not confident:
             return argmaxes(logits[:count])[0], []
         drafts: list[int] = []
-        laws: list[Tensor] = []
+        distributions: list[Tensor] = []
         for row in logits[:count]:
             prefix = () if maker.context_free else [*context.tokens, *drafts]
             if maker.noise is not None and not likeliest:
@@ -168,16 +168,16 @@ class PassTokensDrafter(Drafter):
                 ranking = ranked(maker, row[None], [length], [prefix])[0]
                 if not bool(ranking.max() > -torch.inf):
                     break  # the request allows nothing here
-                law = torch.softmax(ranking, -1)
+                distribution = torch.softmax(ranking, -1)
             else:
-                law = maker.law(row, prefix)
+                distribution = maker.distribution(row, prefix)
             if maker.fixed or likeliest:
-                drafts.append(int(law.argmax()))
+                drafts.append(int(distribution.argmax()))
             else:
-                drafts += draw_without_replacement(law, 1, context)
-                laws.append(law)
+                drafts += draw_without_replacement(distribution, 1, context)
+                distributions.append(distribution)
             # A stop may only suppress what comes after the token: the token itself stays in the draft.
-            belief = torch.softmax(row.float(), -1) if confident and maker.greedy else law
+            belief = torch.softmax(row.float(), -1) if confident and maker.greedy else distribution
             if confident and budget.stops_after(belief, float(belief[drafts[-1]])):
                 break
-        return drafts, laws
+        return drafts, distributions

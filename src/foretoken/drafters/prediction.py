@@ -10,9 +10,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from foretoken.core import Budget, Context
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
-from foretoken.models.base import LanguageModel
-from foretoken.types import Budget, Context
 
 LONGEST = 12
 """Matching tokens beyond this many tell nothing more."""
@@ -123,14 +123,12 @@ class PredictionDrafter(SourceDrafter):
         self.vocab_size: int | None = None
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> PredictionDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> PredictionDrafter:
         """From a spec: the text comes with each request, so a path is refused."""
         if path is not None:
             raise ValueError("drafter 'prediction' takes no path: give the text with generate(..., prediction=...)")
         drafter = cls(**options)
-        drafter.vocab_size = target.vocab_size
+        drafter.vocab_size = context.target.vocab_size
         return drafter
 
     def from_prediction(self, context: Context) -> bool:

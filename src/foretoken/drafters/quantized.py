@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.staged import StagedDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.quantised_gain import expected_gain
 from foretoken.models.second_weights import OwnWeightsModel, Scheme
-from foretoken.types import Budget, Context, TokenTree
 
 PAYS = 1.2
 """Expected speed over plain decoding from which on ``auto`` has it: half of what is expected may not come true."""
@@ -58,11 +59,8 @@ class QuantizedDrafter(ModelDrafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         inner: str = "",
         width: int = 1,
         **options: Any,
@@ -80,29 +78,26 @@ class QuantizedDrafter(ModelDrafter):
         if not inner:
             if width != 1:
                 raise ValueError("quantized takes width=... with inner=... only; for a tree give tree=3x2x1")
-            return cls(target, **options)
+            return cls(context.target, **options)
         for key in ("tree", "draw"):
             if options.get(key):
                 raise ValueError(f"quantized with inner={inner} drafts chains: leave out {key}={options[key]}")
-        from foretoken.loading import build_nested_drafter, inner_rule
-
         k = int(options.pop("k", 8))
-        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
-        guesser = build_nested_drafter(cls.name, inner, target, **parts)
+        target, guesser = context.target, context.nested(cls.name, inner)
         model = OwnWeightsModel(target, scheme_of(**{"bits": "auto", "group": 32, **options}))
         built = (
-            CascadeDrafter(model, guesser, inner_rule, k=k, target=target)
+            CascadeDrafter(model, guesser, context.inner_rule, k=k, target=target)
             if width == 1
-            else StagedDrafter(model, guesser, inner_rule, k=k, width=width, target=target)
+            else StagedDrafter(model, guesser, context.inner_rule, k=k, width=width, target=target)
         )
         built.runs_target = True  # its chains grow on the target's own sequence
         return built
 
     @classmethod
-    def free_for(cls, target: Any, source: Any) -> bool:
+    def free_for(cls, context: BuildContext) -> bool:
         """For big targets, where a short measurement of one layer's products promises enough; not for a network that
         the caller hands in, perhaps with every request, and that gets no second weights unasked."""
-        return isinstance(source, str | Path) and expected_gain(target, Scheme()) >= PAYS
+        return isinstance(context.source, str | Path) and expected_gain(context.target, Scheme()) >= PAYS
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Grow all trees level by level, and leave the target's sequences as they were."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from foretoken.core import Context, Scores, TokenTree, Verdict
 from foretoken.models.base import Feed, Rows, SequenceState
 from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import PREFILL_CHUNK
-from foretoken.types import Context, Scores, TokenTree, Verdict
 
 
 class FeatureReader:

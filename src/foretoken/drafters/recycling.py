@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.tenants import Tenants
-from foretoken.types import Budget, Context, Scores, TokenTree, Verdict
 
 WIDTH = 8
 """Followers kept per token."""

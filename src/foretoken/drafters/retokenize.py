@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.drafters.base import Drafter
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.model import asks_for_confidence
 from foretoken.drafters.vocabulary import (
     Vocabulary,
@@ -24,7 +25,6 @@ from foretoken.drafters.vocabulary import (
     whole_characters,
 )
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
-from foretoken.types import Budget, Context, TokenTree
 
 CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
 """Bytes that no character begins with."""
@@ -91,14 +91,11 @@ class RetokenizeDrafter(Drafter):
         self._for_target = translated_spellings(vocabulary, target_vocabulary)
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> RetokenizeDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> RetokenizeDrafter:
         """From a spec ``retokenize[:PATH]``: load the draft model and its tokenizer."""
-        from foretoken.loading import build_foreign_draft_model
-
-        model, own = build_foreign_draft_model(cls.name, path, target, target_source, tokenizer, device)
-        mine, theirs = Vocabulary.of(own, model.vocab_size), Vocabulary.of(tokenizer, target.vocab_size)
+        model, own = context.foreign_draft_model(cls.name, path)
+        mine = Vocabulary.of(own, model.vocab_size)
+        theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)
 
     def start(self, context: Context) -> None:
@@ -206,5 +203,5 @@ def _stops(budget: Budget, logits: Tensor, token: int) -> bool:
     """Whether the draft ends behind a token that was drawn from logits [V']."""
     if not asks_for_confidence(budget):
         return False
-    law = torch.softmax(logits.float(), -1)
-    return budget.stops_after(law, float(law[token]))
+    distribution = torch.softmax(logits.float(), -1)
+    return budget.stops_after(distribution, float(distribution[token]))

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foretoken.core import Budget, Context
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.datastore import DEPTH, SEPARATOR, Datastore, encoded
 from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
-from foretoken.models.base import LanguageModel
-from foretoken.types import Budget, Context
 
 STANDARD_LIBRARY = ("argparse", "collections/__init__", "csv", "dataclasses", "json/decoder", "json/encoder", "shutil",
                     "textwrap", "unittest/case")  # fmt: skip
@@ -100,21 +100,19 @@ class RetrievalDrafter(SourceDrafter):
         self.max_depth, self.max_nodes = k, nodes
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> RetrievalDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> RetrievalDrafter:
         """From a spec ``retrieval[:FILE]``; without a path, some modules of Python's standard library, in memory.
 
         Raises:
             ValueError: a file that is missing, damaged or of another tokenizer; no path and no tokenizer.
         """
         if path is not None:
-            datastore = Datastore.open(path, tokenizer)
-        elif tokenizer is not None:
-            datastore = Datastore.from_documents(encoded(standard_library(), tokenizer))
+            datastore = Datastore.open(path, context.tokenizer)
+        elif context.tokenizer is not None:
+            datastore = Datastore.from_documents(encoded(standard_library(), context.tokenizer))
         else:
             raise ValueError("retrieval without a tokenizer needs a file: retrieval:FILE (foretoken datastore build)")
-        datastore.check_vocabulary(target.vocab_size)
+        datastore.check_vocabulary(context.target.vocab_size)
         return cls(datastore, **options)
 
     @property

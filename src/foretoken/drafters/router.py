@@ -1,63 +1,36 @@
-"""One of several drafters guesses in each round: the one that has been writing most tokens for its cost.
+"""One of several drafters guesses in each round: whichever the controller names.
 
-A bandit over drafters, as BanditSpec (https://arxiv.org/abs/2505.15141) plays it with UCB; here old rounds count less
-(discounted UCB, https://arxiv.org/abs/0805.3415), because text changes, and what drafting costs is counted.
+The group has no policy of its own.  Which member pays is a matter of measured cost and acceptance, which controllers
+weigh (``auto``, ``bandit``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
-from foretoken.drafters.base import Drafter
+from foretoken.core import Budget, Context, Kind, Limits, TokenTree
+from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.models.base import LanguageModel
-from foretoken.types import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
 
 UNKNOWN_COST = 0.1
 """Cost of a draft token of a model whose size is not known, in target steps."""
 
 
-@dataclass
-class Record:
-    """What a member has done for one request; a round counts less the older it is.
-
-    Attributes:
-        rounds: rounds that it drafted for.
-        drafted: draft tokens in them.
-        accepted: those that stood.
-    """
-
-    rounds: float = 0.0
-    drafted: float = 0.0
-    accepted: float = 0.0
-
-    def fade(self, keep: float) -> None:
-        """A round has passed."""
-        self.rounds, self.drafted, self.accepted = self.rounds * keep, self.drafted * keep, self.accepted * keep
-
-    def add(self, drafted: int, accepted: int) -> None:
-        """A round that it drafted for."""
-        self.rounds, self.drafted, self.accepted = self.rounds + 1, self.drafted + drafted, self.accepted + accepted
-
-
 class RouterDrafter(GroupDrafter):
-    """Lets the member draft that promises most tokens per target step; when it has nothing to say, the next best.
+    """Lets the member draft that the controller's budget names, and its alternatives where that one guesses nothing.
 
-    The choice looks at nothing but the request's own past.
+    A budget that names nobody goes to the cheapest member first, then to the next one.
 
     Args:
-        drafters: the members, those that are tried first first.
+        drafters: the members.
         costs: per member what one draft token costs, in target steps; by default :func:`cost_of`.
-        explore: how much uncertainty is worth, in tokens; 0 never goes back to a member out of curiosity.
-        prior: accepted tokens that a member is credited with for one round before its first.
-        memory: rounds after which a round counts 1/e.
         target: the model that is drafted for, whose size the default costs need.
 
     Raises:
-        ValueError: an option outside its range, no member, one member twice, or different vocabularies.
+        ValueError: a cost below 0, no member, one member twice, or different vocabularies.
     """
 
     name = "router"
@@ -66,20 +39,15 @@ class RouterDrafter(GroupDrafter):
         self,
         drafters: Sequence[Drafter],
         costs: Sequence[float] = (),
-        explore: float = 0.5,
-        prior: float = 1.0,
-        memory: float = 5.0,
         target: LanguageModel | None = None,
     ) -> None:
         super().__init__(drafters)
         if costs and len(costs) != len(drafters):
             raise ValueError(f"router has {len(costs)} costs for {len(drafters)} drafters: give one per drafter")
-        if not all(math.isfinite(c) and c >= 0 for c in (*costs, explore, prior)):
-            raise ValueError("router needs costs >= 0, explore >= 0 and prior >= 0")
-        if not memory >= 1:
-            raise ValueError(f"router needs memory >= 1, not {memory}")
+        if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
+            raise ValueError("router needs costs >= 0")
         self.costs = tuple(costs) or tuple(cost_of(member, target) for member in drafters)
-        self.explore, self.prior, self.keep = explore, prior, math.exp(-1.0 / memory)
+        self._cheapest_first = sorted(range(len(drafters)), key=self.costs.__getitem__)
         self.max_nodes = max(member.max_nodes for member in drafters)
         self.runs_target = any(member.runs_target for member in drafters)
 
@@ -87,28 +55,19 @@ class RouterDrafter(GroupDrafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         drafters: str | None = None,
         costs: str = "",
-        **options: Any,
     ) -> RouterDrafter:
         """From a spec ``router[,drafters=(A|B|...)][,costs=0.1|0]``; by default all that need no training.
 
         Raises:
             ValueError: a path, costs that are no numbers, or members that are unknown or do not fit.
         """
-        from foretoken.loading import build_members, default_members
-
         if path is not None:
             raise ValueError("drafter 'router' takes no path: router,drafters=(model:PATH|ngram)")
-        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
-        chosen = default_members(target, target_source) if drafters is None else drafters
-        members = build_members(chosen, target, **parts)
-        return cls(members, parse_costs(costs), target=target, **options)
+        return cls(context.members(drafters), parse_costs(costs), target=context.target)
 
     @property
     def draws_trees(self) -> bool:
@@ -126,34 +85,9 @@ class RouterDrafter(GroupDrafter):
         members = zip(self.drafters, self.costs, strict=True)
         return replace(super().limits, members=tuple(replace(m.limits, relative_cost=cost) for m, cost in members))
 
-    def records(self, context: Context) -> list[Record]:
-        """What every member has done for a request."""
-        found: list[Record] | None = context.state.get((self, "records"))
-        if found is None:
-            found = context.state[self, "records"] = [Record() for _ in self.drafters]
-        return found
-
-    def ranking(self, context: Context) -> list[int]:
-        """The members, the most promising first; those that never drafted come before all others."""
-        records = self.records(context)
-        curious = self.explore * math.sqrt(math.log(1.0 + sum(record.rounds for record in records)))
-
-        def promise(index: int) -> float:
-            record = records[index]
-            if record.rounds == 0.0:
-                return math.inf
-            known = record.rounds + 1.0  # the prior counts as a round
-            tokens = 1.0 + (record.accepted + self.prior) / known + curious / math.sqrt(known)
-            return tokens / (1.0 + self.costs[index] * record.drafted / record.rounds)
-
-        return sorted(range(len(self.drafters)), key=promise, reverse=True)
-
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Ask every request's best member; where it guesses nothing, the next one.
-
-        A budget that names a member gets this one's guess, or that of the budget's alternative.
-        """
-        orders = [self._order(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+        """Ask the member that each budget names; where it guesses nothing, the next one."""
+        orders = [self._order(budget) for budget in budgets]
         trees: list[TokenTree | None] = [None] * len(contexts)
         waiting = list(range(len(contexts)))
         for place in range(max(map(len, orders))):
@@ -167,15 +101,15 @@ class RouterDrafter(GroupDrafter):
                 found = ask(self.drafters[index], [contexts[i] for i in some], [orders[i][place][1] for i in some])
                 for i, tree in zip(some, found, strict=True):
                     if len(tree) > 1:
-                        trees[i] = self._owned(contexts[i], index, tree, is_choice=budgets[i].member is None)
+                        trees[i] = self._owned(contexts[i], index, tree)
                     else:
                         waiting.append(i)
         return [TokenTree.root_only(c.root) if tree is None else tree for tree, c in zip(trees, contexts, strict=True)]
 
-    def _order(self, context: Context, budget: Budget) -> list[tuple[int, Budget]]:
+    def _order(self, budget: Budget) -> list[tuple[int, Budget]]:
         """The members to ask, the first one first, each with its budget."""
         if budget.member is None:
-            return [(index, budget) for index in self.ranking(context)]
+            return [(index, budget) for index in self._cheapest_first]
         chosen: list[tuple[int, Budget]] = []
         choice: Budget | None = budget
         while choice is not None:
@@ -185,39 +119,20 @@ class RouterDrafter(GroupDrafter):
             choice = choice.otherwise
         return chosen
 
-    def _owned(self, context: Context, index: int, tree: TokenTree, is_choice: bool) -> TokenTree:
-        """A member's tree with its name on it; what becomes of it is of interest to members that look, and to the
-        router if it was its own choice."""
+    def _owned(self, context: Context, index: int, tree: TokenTree) -> TokenTree:
+        """A member's tree with its name on it; what becomes of it is of interest to members that look."""
         owned = tree.guessed_by(index)
-        if is_choice or self._looking:
-            context.state[self] = Proposal(owned, {index: Part(tree, range(len(tree)))}, is_choice)
+        if self._looking:
+            context.state[self] = Proposal(owned, {index: Part(tree, range(len(tree)))})
         return owned
-
-    def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Credit the member that drafted, if it was chosen here, and show the round to all."""
-        last: Proposal | None = context.state.get(self)
-        if last is None and not self._looking:
-            return
-        if last is not None and last.is_choice and last.tree is tree:
-            records = self.records(context)
-            for record in records:
-                record.fade(self.keep)
-            (index,) = last.parts
-            records[index].add(tree.num_drafts, len(verdict.path))
-        super().observe(context, tree, scores, verdict)
-
-    def finish(self, context: Context) -> None:
-        """Forget the records too."""
-        super().finish(context)
-        context.state.pop((self, "records"), None)
 
 
 def cost_of(drafter: Drafter, target: LanguageModel | None) -> float:
     """What one draft token costs, in target steps.
 
     A drafter may say so itself (``relative_cost``).  A draft model costs its share of the target's bytes, because
-    reading weights is what a step takes; a drafter that runs no model costs nothing, a group as much as its dearest
-    member.
+    reading weights is what a step takes; a drafter that runs no model costs nothing, a group as much as its most
+    expensive member.
     """
     stated: float | None = getattr(drafter, "relative_cost", None)
     if stated is not None:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from foretoken.core import Budget, Context
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.datastore import DEPTH, SEPARATOR, Datastore
 from foretoken.drafters.sources import NOTHING, Automaton, Guess, NgramSource, SourceDrafter
-from foretoken.models.base import LanguageModel
-from foretoken.types import Budget, Context
 
 
 class Corpus(Protocol):
@@ -127,14 +127,12 @@ class SamDrafter(SourceDrafter):
         self.corpus: Corpus | None = AutomatonCorpus(corpus) if isinstance(corpus, Iterable) else corpus
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> SamDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> SamDrafter:
         """From a spec ``sam[:FILE]``: FILE is a datastore, which serves as the static automaton."""
         if path is None:
             return cls(**options)
-        datastore = Datastore.open(path, tokenizer)
-        datastore.check_vocabulary(target.vocab_size)
+        datastore = Datastore.open(path, context.tokenizer)
+        datastore.check_vocabulary(context.target.vocab_size)
         return cls(corpus=DatastoreCorpus(datastore), **options)
 
     def open(self, context: Context) -> NgramSource:

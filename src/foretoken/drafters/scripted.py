@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import Drafter
-from foretoken.types import Budget, Context, TokenTree
 
 
 class ScriptedDrafter(Drafter):

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.core import Context, NonFiniteLogitsError
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.model import ModelDrafter, _Growing
 from foretoken.drafters.vocabulary import Vocabulary, character_decoder, common_tokens
 from foretoken.models.base import LanguageModel
-from foretoken.types import Context, NonFiniteLogitsError
 
 
 @dataclass
@@ -37,9 +38,10 @@ class _Reading:
 class SharedVocabDrafter(ModelDrafter):
     """Drafts with a model of another tokenizer, restricted to the common tokens.
 
-    The draft law is the draft model's over the common tokens alone, written in the target's ids and then shaped by the
-    request's own sampling pipeline: a law over the target's vocabulary like any other, so every verifier applies.
-    Committed tokens that the draft model does not have are read to it as the draft tokens that spell them.
+    The draft distribution is the draft model's over the common tokens alone, written in the target's ids and then
+    shaped by the request's own sampling pipeline: a distribution over the target's vocabulary like any other, so every
+    verifier applies. Committed tokens that the draft model does not have are read to it as the draft tokens that spell
+    them.
 
     Args:
         model: the draft model.
@@ -80,14 +82,11 @@ class SharedVocabDrafter(ModelDrafter):
         self._ids = torch.tensor(sorted(pairs.items())).T  # [2, common]: target ids, draft ids
 
     @classmethod
-    def build(
-        cls, path: str | None, *, target: LanguageModel, target_source: Any, tokenizer: Any, device: Any, **options: Any
-    ) -> SharedVocabDrafter:
+    def build(cls, path: str | None, context: BuildContext, **options: Any) -> SharedVocabDrafter:
         """From a spec ``shared_vocab[:PATH]``: load the draft model and its tokenizer."""
-        from foretoken.loading import build_foreign_draft_model
-
-        model, own = build_foreign_draft_model(cls.name, path, target, target_source, tokenizer, device)
-        mine, theirs = Vocabulary.of(own, model.vocab_size), Vocabulary.of(tokenizer, target.vocab_size)
+        model, own = context.foreign_draft_model(cls.name, path)
+        mine = Vocabulary.of(own, model.vocab_size)
+        theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)
 
     def finish(self, context: Context) -> None:
@@ -134,10 +133,10 @@ class SharedVocabDrafter(ModelDrafter):
 
     def _candidates(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
         try:
-            law, chosen = super()._candidates(tree, logits, parent, width)
+            distribution, chosen = super()._candidates(tree, logits, parent, width)
         except NonFiniteLogitsError:
             if bool(logits.isnan().any()):
                 raise
             return None, []  # no common token is possible: the request allows none here, or the draft model has none
         # Drawn tokens have a positive probability and are common ones; the best by rank may run out of those.
-        return law, [token for token in chosen if self._draft_of[token] >= 0]
+        return distribution, [token for token in chosen if self._draft_of[token] >= 0]

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from foretoken.core import Budget, Context, Limits, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
-from foretoken.types import Budget, Context, Limits, Scores, TokenTree, Verdict
 
 
 @dataclass(frozen=True)

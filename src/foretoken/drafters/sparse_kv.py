@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from foretoken.drafters.base import BuildContext
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.models.base import LanguageModel
@@ -54,11 +55,8 @@ class SparseKvDrafter(ModelDrafter):
     def build(
         cls,
         path: str | None,
+        context: BuildContext,
         *,
-        target: LanguageModel,
-        target_source: Any,
-        tokenizer: Any,
-        device: Any,
         inner: str = "",
         **options: Any,
     ) -> Any:
@@ -74,16 +72,13 @@ class SparseKvDrafter(ModelDrafter):
         if path is not None:
             raise ValueError("drafter 'sparse_kv' takes no path: it drafts with the target's own weights")
         if not inner:
-            return cls(target, **options)
-        from foretoken.loading import build_nested_drafter, inner_rule
-
+            return cls(context.target, **options)
         for key in ("tree", "draw"):
             if options.get(key):
                 raise ValueError(f"sparse_kv with inner={inner} drafts chains: leave out {key}={options[key]}")
         shape = {"k": options["k"]} if "k" in options else {}
         sparse = SparseModel(
-            target, **{key: value for key, value in options.items() if key not in ("k", "tree", "draw")}
+            context.target, **{key: value for key, value in options.items() if key not in ("k", "tree", "draw")}
         )
-        parts = {"target_source": target_source, "tokenizer": tokenizer, "device": device}
-        guesser = build_nested_drafter(cls.name, inner, target, **parts)
-        return CascadeDrafter(sparse, guesser, inner_rule, target=target, **shape)
+        guesser = context.nested(cls.name, inner)
+        return CascadeDrafter(sparse, guesser, context.inner_rule, target=context.target, **shape)

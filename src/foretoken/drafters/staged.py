@@ -6,22 +6,23 @@ from __future__ import annotations
 
 import torch
 
+from foretoken.core import Kind, TokenTree
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.cascade import CascadeDrafter, Chain, Rule
 from foretoken.drafters.drawing import best, draw_without_replacement
 from foretoken.models.base import LanguageModel
-from foretoken.types import Kind, TokenTree
 
 
 class StagedDrafter(CascadeDrafter):
-    """A chain written as in ``cascade``, the spine, with siblings of every token from the law that it was drawn from.
+    """A chain written as in ``cascade``, the spine, with siblings of every token from the distribution that it was
+    drawn from.
 
     The siblings cost no forward: the model has scored every place of the spine already.
 
     Args:
         model: the draft model.
         inner: guesses what the model will write.
-        rule: verifies these guesses, for example :func:`foretoken.verifiers.pairing.inner_rule`.
+        rule: verifies these guesses, for example :func:`foretoken.verifiers.compatibility.inner_rule`.
         k: length of the spine.
         width: tokens per place, that of the spine included; the others are leaves.
         target: the model that is drafted for, as in :class:`~foretoken.drafters.model.ModelDrafter`.
@@ -60,7 +61,7 @@ class StagedDrafter(CascadeDrafter):
 
     def _finished(self, chain: Chain) -> TokenTree:
         spine = super()._finished(chain)
-        tokens, parents, law_of = list(spine.tokens), list(spine.parents), list(spine.law_of)
+        tokens, parents, q_rows = list(spine.tokens), list(spine.parents), list(spine.q_rows)
         # The budget is shared out by the length that was planned, not by the one that a stop left, so that how many
         # siblings a place gets depends on nothing that was drawn.  Early places come first: they are reached oftener.
         spare = chain.budget.max_nodes - chain.length
@@ -70,18 +71,18 @@ class StagedDrafter(CascadeDrafter):
             siblings = self._siblings(chain, place, count)
             tokens += siblings
             parents += [place] * len(siblings)
-            if law_of:
-                law_of += [law_of[place + 1]] * len(siblings)
+            if q_rows:
+                q_rows += [q_rows[place + 1]] * len(siblings)
         kind = spine.kind if spine.q is None else self.kind
-        return TokenTree(tuple(tokens), tuple(parents), kind, spine.q, tuple(law_of))
+        return TokenTree(tuple(tokens), tuple(parents), kind, spine.q, tuple(q_rows))
 
     def _siblings(self, chain: Chain, place: int, count: int) -> list[int]:
         """``count`` more tokens for a place of the spine, none twice."""
-        token, law = chain.tokens[place], chain.laws[place]
+        token, distribution = chain.tokens[place], chain.distributions[place]
         if count == 0:
             return []
-        if law is not None:
-            rest = law.clone()  # [V]
+        if distribution is not None:
+            rest = distribution.clone()  # [V]
             rest[token] = 0.0
             return draw_without_replacement(rest, count, chain.context)
         scores, node = chain.places[place]

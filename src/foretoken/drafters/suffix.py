@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from foretoken.core import Budget, Context
 from foretoken.drafters.sources import NOTHING, Automaton, Guess, NgramSource, SourceDrafter
 from foretoken.drafters.tenants import Tenants
-from foretoken.types import Budget, Context
 
 
 @dataclass(frozen=True)

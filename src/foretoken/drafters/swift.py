@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.drawing import ranked
 from foretoken.drafters.model import _Growing
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
@@ -18,7 +19,6 @@ from foretoken.drafters.skip_search import SkipSearch
 from foretoken.drafters.skip_sets import SkipSet
 from foretoken.drafters.tenants import Tenants
 from foretoken.models.base import Feed, LanguageModel
-from foretoken.types import Budget, Context, TokenTree
 
 GREEDY_WIDTHS, SAMPLED_WIDTHS = (3, 5, 8, 10), (1, 3, 5, 10)
 """Children of a chain node when its best one has more than .95, more than .8, more than .5, or less."""
@@ -154,22 +154,22 @@ class SwiftDrafter(OwnLayersDrafter):
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def _add_children(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> None:
-        """The best token is the next of the chain; the law is kept for siblings."""
+        """The best token is the next of the chain; the distribution is kept for siblings."""
         prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
         if tree.maker.noise is not None:
             raced = ranked(tree.maker, logits[None], [tree.length(parent)], [prefix])[0]
             if not bool(raced.max() > -torch.inf):
                 return  # the request allows nothing here
-            ranking = law = torch.softmax(raced, -1)
+            ranking = distribution = torch.softmax(raced, -1)
         else:
-            law = tree.maker.law(logits, prefix)
-            # A one-hot law names the best token, penalties included, but ranks no others.
-            ranking = torch.softmax(logits.float(), -1) if tree.maker.greedy else law
-        token = int(law.argmax())
+            distribution = tree.maker.distribution(logits, prefix)
+            # A one-hot distribution names the best token, penalties included, but ranks no others.
+            ranking = torch.softmax(logits.float(), -1) if tree.maker.greedy else distribution
+        token = int(distribution.argmax())
         node = len(tree.tokens)
         tree.tokens.append(token)
         tree.parents.append(parent)
-        tree.laws.append(ranking)
+        tree.distributions.append(ranking)
         tree.path_of[node] = (*tree.path_of[parent], token)
         tree.place_of[node] = (*tree.place_of[parent], 0)
         confidence = float(ranking[token])
@@ -180,7 +180,7 @@ class SwiftDrafter(OwnLayersDrafter):
         """The chain, and in what room is left the likeliest siblings."""
         spare: list[tuple[float, int, int]] = []  # (chance of the path, parent, token)
         chance = 1.0
-        for parent, ranking in enumerate(tree.laws):
+        for parent, ranking in enumerate(tree.distributions):
             token = tree.tokens[parent + 1]
             confidence = float(ranking[token])
             count = num_children(confidence, tree.maker.greedy) - 1

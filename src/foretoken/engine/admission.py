@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from foretoken.core.noise import check_seed
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel
-from foretoken.noise import check_seed
 
 SCRATCH = 64
 """Slots for draft tokens that every text may need besides its own tokens."""

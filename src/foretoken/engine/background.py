@@ -11,13 +11,21 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from foretoken.engine.errors import Draining, EngineDead, QueueFull, RequestFailed, failure_of
+from foretoken.engine.errors import (
+    Draining,
+    EngineClosed,
+    EngineDead,
+    QueueFull,
+    RequestFailed,
+    TargetGone,
+    failure_of,
+)
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Request
+from foretoken.engine.status import EngineStatus as EngineStatus
 from foretoken.engine.tickets import Ticket as Ticket
 
 if TYPE_CHECKING:
@@ -27,36 +35,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IDLE_S = 0.2
-"""How often an idle engine shows that it lives."""
+"""How often an idle engine shows that it lives, and how old a controller's report may get."""
 MISHAPS = 3
 """Rounds in a row that may fail as a whole before the engine gives up."""
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """What a server shows of its engine.
-
-    Attributes:
-        running: requests that take part in rounds or have their prompts read.
-        waiting: requests in the queue.
-        kv_bytes: memory of running texts' keys and values.
-        kv_budget_bytes: the most that they may take; ``None`` for no limit.
-        heartbeat_age_s: seconds since the engine's thread last showed that it lives.
-        dead: why it does not live any more.
-        draining: whether new requests are refused.
-        rounds: rounds so far.
-        controller: what the controller says of itself.
-    """
-
-    running: int
-    waiting: int
-    kv_bytes: int
-    kv_budget_bytes: int | None
-    heartbeat_age_s: float
-    dead: str | None
-    draining: bool
-    rounds: int
-    controller: dict[str, Any] = field(default_factory=dict)
 
 
 class AsyncLlm:
@@ -101,6 +82,9 @@ class AsyncLlm:
         self._stopping = self._draining = False
         self._dead: str | None = None
         self._beat = monotonic()
+        self._report: dict[str, Any] = {}
+        self._reported = 0.0
+        llm.memory()  # a model finds out once what a token costs, by running: before a thread of its own does
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -146,7 +130,7 @@ class AsyncLlm:
             self._dead,
             self._draining,
             engine.rounds,
-            engine.controller.report() if engine.controller is not None else {},
+            self._report,
         )
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -164,14 +148,26 @@ class AsyncLlm:
             self.llm.engine.check(request)
         ticket = Ticket(request)
         with self._lock:
-            self._check_life()
-            if self._draining or self._stopping:
-                raise Draining("the server is shutting down")
-            if len(self._new) + len(self._tickets) >= self.max_running + self.max_queued:
-                raise QueueFull(f"{self.max_running} requests run and {self.max_queued} wait already", 1.0)
+            self._check_room(1)
             self._new.append(ticket)
         self._wake.set()
         return ticket
+
+    def check_room(self, count: int = 1) -> None:
+        """Refuse what :meth:`submit` would refuse now, before anything is done for it.
+
+        Raises:
+            QueueFull, Draining, EngineDead: as there.
+        """
+        with self._lock:
+            self._check_room(count)
+
+    def _check_room(self, count: int) -> None:
+        self._check_life()
+        if self._draining or self._stopping:
+            raise Draining("the server is shutting down")
+        if len(self._new) + len(self._tickets) + count > self.max_running + self.max_queued:
+            raise QueueFull(f"{self.max_running} requests run and {self.max_queued} wait already", 1.0)
 
     def _check_life(self) -> None:
         """Under the lock, so that nothing is queued behind the engine's last look."""
@@ -248,8 +244,9 @@ class AsyncLlm:
         mishaps = 0
         try:
             while not self._stopping:
-                self._beat = monotonic()
+                self._show_life()
                 self._take_in()
+                self._check_target()
                 if not self.llm.engine.busy:
                     self._wake.wait(IDLE_S)
                     self._wake.clear()
@@ -257,15 +254,32 @@ class AsyncLlm:
                 try:
                     self._hand_out()
                     mishaps = 0
+                except TargetGone:
+                    raise
                 except Exception as error:
                     mishaps += 1
                     if mishaps == MISHAPS:
                         raise
                     self._fail_lost(error)
-            self._finish("the server is shutting down")
+            self._finish("the server is shutting down", EngineClosed)
+        except TargetGone as error:
+            self._finish(f"the engine has stopped: {error}")
         except BaseException as error:
             self._finish(f"the engine has stopped: {type(error).__name__}: {error}")
             raise
+
+    def _show_life(self) -> None:
+        """A heartbeat, and now and then what the controller says: nobody else may look at it while it learns."""
+        self._beat = monotonic()
+        controller = self.llm.engine.controller
+        if controller is not None and self._beat - self._reported > IDLE_S:
+            self._report, self._reported = controller.report(), self._beat
+
+    def _check_target(self) -> None:
+        """End the engine where its target is gone: nobody can be served, and nobody should be told otherwise."""
+        trouble = self.llm.engine.target.trouble
+        if trouble is not None:
+            raise TargetGone(trouble)
 
     def _take_in(self) -> None:
         """Requests, cancellations and calls that came since the last round."""
@@ -297,7 +311,9 @@ class AsyncLlm:
 
     def _hand_out(self) -> None:
         """One round; everybody gets what is theirs."""
-        for run, emission in self.llm.engine.step():
+        emissions = self.llm.engine.step()
+        self._check_target()
+        for run, emission in emissions:
             ticket = self._tickets.get(run.id)
             if ticket is None:
                 continue
@@ -314,15 +330,15 @@ class AsyncLlm:
         for ticket in tickets:
             ticket.put(failure_of(error))
 
-    def _finish(self, reason: str) -> None:
+    def _finish(self, reason: str, kind: type[EngineDead] = EngineDead) -> None:
         with self._lock:
             self._dead = reason
             open_ = [*self._new, *self._tickets.values()]
             self._new, self._tickets = [], {}
             calls, self._calls = self._calls, []
         for ticket in open_:
-            ticket.put(EngineDead(reason))
+            ticket.put(kind(reason))
         for _, future in calls:
             if future.set_running_or_notify_cancel():
-                future.set_exception(EngineDead(reason))
+                future.set_exception(kind(reason))
         self.llm.engine.close()

@@ -25,6 +25,14 @@ class EngineDead(RuntimeError):
     """The engine's thread has ended."""
 
 
+class TargetGone(RuntimeError):
+    """The target cannot run anything any more, which ends the engine."""
+
+
+class EngineClosed(EngineDead):
+    """The engine was closed before the request had ended."""
+
+
 class DeadlineExceeded(RuntimeError):
     """A request's time was up before it had a token."""
 
@@ -41,9 +49,13 @@ class RequestFailed(RuntimeError):
         self.reason = reason
 
 
+def is_full_memory(error: Exception) -> bool:
+    """Whether an error says that there is no memory left."""
+    # PyTorch's allocator for the CPU raises a plain RuntimeError.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def failure_of(error: Exception) -> RequestFailed:
     """What a sender is told of what was raised while its request was served."""
-    # PyTorch's allocator for the CPU raises a plain RuntimeError.
-    full = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-    reason = "out_of_memory" if full else "error"
+    reason = "out_of_memory" if is_full_memory(error) else "error"
     return RequestFailed(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, reason)

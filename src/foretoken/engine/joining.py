@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from foretoken.core import Context, Rng
+from foretoken.core.noise import Noise, random_seed
 from foretoken.engine.processors import MinTokens
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stopping import Stopper
 from foretoken.models.base import LanguageModel
-from foretoken.noise import Noise, random_seed
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.types import Context, Rng
 
 
 def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> Stopper:
@@ -44,6 +44,7 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     context = Context(request_id, tokens, len(tokens), sampler, Rng(seed or 0), prediction=request.prediction)
     context.max_length = len(tokens) + request.max_new_tokens
     context.salt = request.cache_salt
+    context.rng.tests = [] if request.explain else None
     if request.constraint is not None:
         request.constraint.starts_at(len(tokens))
         context.forced = request.constraint.forced

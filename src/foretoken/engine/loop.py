@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from foretoken.controllers.base import Controller
+from foretoken.core import Budget, Kind, Scores, StepRecord, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Emission, Origin, Running
@@ -30,10 +31,9 @@ from foretoken.engine.trace import trace
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.clock import now
 from foretoken.trees.operations import truncate
-from foretoken.types import Budget, Kind, Scores, StepRecord, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
-from foretoken.verifiers.pairing import auto_verifier, check_pair, check_proposals
-from foretoken.verifiers.together import verify_together
+from foretoken.verifiers.batched import verify_batch
+from foretoken.verifiers.compatibility import auto_verifier, check_pair, check_proposals
 
 OnRound = Callable[[Sequence[Running], Sequence[TokenTree], Sequence[Verdict], tuple[float, float, float, float]], None]
 """Told of every round: the requests, their trees and verdicts, and (draft_s, target_s, verify_s, total_s)."""
@@ -43,12 +43,12 @@ class Engine(Requests):
     """Serves requests over one target.
 
     Args:
-        target: the model whose law is kept.
+        target: the model whose distribution is kept.
         drafter: what guesses, or ``None`` for plain decoding.
         verifier: the acceptance rule, or ``None`` to choose the best lossless one for every tree.
         controller: how much to guess; needed with a drafter.
         tokenizer: for stop strings.
-        allow_lossy: accept a verifier that changes the target's law.
+        allow_lossy: accept a verifier that changes the target's distribution.
         max_batch: most requests that run together; others wait.
         kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
         prefill_chunk: tokens of prompts that are read before every round; ``None`` reads whole prompts at once.
@@ -83,6 +83,7 @@ class Engine(Requests):
         )
         self.allow_lossy, self.on_round = allow_lossy, on_round
         self.rounds, self._bookkeeping_s = 0, 0.0
+        self._members = [] if drafter is None else [member.name for member in drafter.limits.members]
         self._automatic: dict[tuple[Kind, bool, bool, bool], Verifier] = {}
         if drafter is not None:
             self._check_target(drafter)
@@ -98,6 +99,11 @@ class Engine(Requests):
             check_pair(min(verifier.kinds), False, verifier, "none", self.allow_lossy, greedy)
         else:
             check_proposals(drafter.proposals, verifier, drafter.name, self.allow_lossy, greedy)
+
+    def _check_drafter(self, name: str | None) -> None:
+        if name is not None and name not in self._members:
+            known = ", ".join(self._members) or "nobody: this drafter is no group"
+            raise ValueError(f"drafter {name!r} is not among those that draft here: {known}")
 
     def _check_target(self, drafter: Drafter) -> None:
         offered = self.target.capabilities
@@ -175,9 +181,10 @@ class Engine(Requests):
             return
         chosen, budgets = [], []
         wanted = self.controller.budgets([turn.run.context for turn in turns])
-        for turn, budget in zip(turns, wanted, strict=True):
+        for turn, asked in zip(turns, wanted, strict=True):
+            budget = self._as_asked(turn.run, asked)
             wider = self.drafter.at_least(turn.run.context, budget)
-            turn.planned = wider is budget
+            turn.planned = wider is asked
             budget = self._fit(turn.run, wider) if wider.max_depth > 0 else wider
             if budget.max_depth > 0 and budget.max_nodes > 0:
                 chosen.append(turn)
@@ -199,9 +206,18 @@ class Engine(Requests):
     def _verify(self, turns: Sequence[Turn]) -> None:
         verifiers = [self._verifier_for(turn.tree, turn.scores) for turn in turns]
         rngs = [turn.run.context.rng for turn in turns]
-        verdicts = verify_together(verifiers, [turn.scores for turn in turns], rngs)
+        verdicts = verify_batch(verifiers, [turn.scores for turn in turns], rngs)
         for turn, verdict in zip(turns, verdicts, strict=True):
             turn.verdict = verdict
+
+    def _as_asked(self, run: Running, budget: Budget) -> Budget:
+        """The controller's budget, or that of the member which the request has named."""
+        name = run.request.drafter
+        if name is None or self.drafter is None:
+            return budget
+        member = self._members.index(name)
+        limits = self.drafter.limits.members[member]
+        return Budget(limits.max_depth, limits.max_nodes, member=member)
 
     def _fit(self, run: Running, budget: Budget) -> Budget:
         """Never draft past the room that is left (one token of every round is the target's own) or past what the
@@ -238,9 +254,13 @@ class Engine(Requests):
     def _commit(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             run, tree, scores, verdict = turn.run, turn.tree, turn.scores, turn.verdict
+            name = self._who(tree)
+            if tree.num_drafts:
+                run.stats.drafters[name] = run.stats.drafters.get(name, 0) + 1
             if run.request.explain:
-                name = self.drafter.name if self.drafter is not None else "none"
-                run.rounds.append(trace(len(run.rounds), tree, scores, verdict, name))
+                rule, tests = self._verifier_for(tree, scores).name, run.context.rng.tests or []
+                run.rounds.append(trace(len(run.rounds), tree, scores, verdict, name, rule, tests))
+                run.context.rng.tests = []
             path = [0, *verdict.path]
             self.target.commit(run.text, path)
             tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
@@ -257,6 +277,14 @@ class Engine(Requests):
                 run.logprobs.extend(found)
             turn.emission = Emission(run.id, tokens[:kept], origins, reason, found, run.rounds[-1:])
 
+    def _who(self, tree: TokenTree) -> str:
+        """Who drafted: the member of a group, where there is one."""
+        if self.drafter is None:
+            return "none"
+        members = self._members
+        member = tree.drafters[-1] if tree.drafters else -1
+        return members[member] if 0 <= member < len(members) else self.drafter.name
+
     def _extend(self, run: Running, tokens: Sequence[int], hidden: dict[str, Tensor]) -> None:
         context = run.context
         if len(context.tokens) == context.prompt_length:
@@ -267,8 +295,7 @@ class Engine(Requests):
             context.maker.noise.forget(len(context.tokens) - context.prompt_length)
         context.hidden = hidden
         if self.texts.keeps:
-            for name, rows in hidden.items():
-                run.states[name].append(rows)
+            run.add_states(hidden)
 
     def _observe(self, turns: Sequence[Turn]) -> None:
         for turn in turns:

@@ -52,17 +52,16 @@ class Prefixes:
 
     Args:
         capacity: most bytes.
+
+    Attributes:
+        nbytes: memory that the texts take.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = self.limit = capacity
+        self.nbytes = 0  # a plain number: other threads look at it
         self._kept: OrderedDict[int, Kept] = OrderedDict()
         self._ids = count()
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the texts take."""
-        return sum(kept.nbytes for kept in self._kept.values())
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -88,16 +87,21 @@ class Prefixes:
             return
         for key, old in list(self._kept.items()):
             if old.salt == kept.salt and common(old.tokens, kept.tokens) == len(old.tokens):
-                del self._kept[key]
+                self._forget(key)
         self._kept[next(self._ids)] = kept
+        self.nbytes += kept.nbytes
         self.shrink(self.limit)
 
     def shrink(self, limit: int) -> None:
         """Hold at most so many bytes (and never more than the capacity) from now on."""
         self.limit = max(0, min(limit, self.capacity))
         while self._kept and self.nbytes > self.limit:
-            self._kept.popitem(last=False)
+            self._forget(next(iter(self._kept)))
 
     def clear(self) -> None:
         """Forget all of them."""
         self._kept.clear()
+        self.nbytes = 0
+
+    def _forget(self, key: int) -> None:
+        self.nbytes -= self._kept.pop(key).nbytes

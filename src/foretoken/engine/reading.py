@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from foretoken.engine.logprobs import logprobs_of
 from foretoken.engine.request import Running
@@ -55,7 +54,7 @@ def read(target: LanguageModel, parts: Sequence[tuple[Running, int]], taps: Sequ
                 texts.append((run, tokens))
         found = target.prefill_batch([(run.text, tokens) for run, tokens in texts], taps) if texts else []
         for (run, _), hidden in zip(texts, found, strict=True):
-            _append(run, hidden)
+            run.add_states(hidden)
     except Exception:
         for run, _ in parts:
             _begin_anew(target, run)
@@ -71,11 +70,6 @@ def _begin_anew(target: LanguageModel, run: Running) -> None:
     run.stats.num_prompt_tokens_computed = run.stats.num_prompt_tokens
 
 
-def _append(run: Running, hidden: dict[str, Tensor]) -> None:
-    for name, rows in hidden.items():
-        run.states.setdefault(name, []).append(rows)
-
-
 def _read_with_logprobs(target: LanguageModel, run: Running, tokens: Sequence[int], taps: Sequence[str]) -> None:
     """Read a piece of a prompt and note how likely its tokens are."""
     count = run.request.prompt_logprobs or 0
@@ -89,4 +83,4 @@ def _read_with_logprobs(target: LanguageModel, run: Running, tokens: Sequence[in
         end = len(run.text.tokens)
         following = run.context.tokens[end - len(piece) + 1 : end + 1]
         run.prompt_logprobs.extend(logprobs_of(rows.logits, following, count))
-        _append(run, rows.taps)
+        run.add_states(rows.taps)

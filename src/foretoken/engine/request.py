@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
@@ -10,13 +10,13 @@ from typing import Literal
 from torch import Tensor
 
 from foretoken.constraints import Constraint
+from foretoken.core import Context
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import FinishReason, Stopper
 from foretoken.engine.trace import RoundTrace
 from foretoken.models.base import SequenceState
 from foretoken.sampling import SamplingParams
-from foretoken.types import Context
 
 Origin = Literal["accepted", "recovered", "bonus", "plain"]
 
@@ -43,6 +43,7 @@ class Request:
         deadline_s: seconds from arrival after which the request is ended as it is.
         cache_salt: texts and drafts of earlier requests are reused among requests with the same salt only.
         max_draft_tokens: longest draft; 0 decodes plainly, ``None`` leaves it to the controller.
+        drafter: name of the member of a group that drafts for it in every round; ``None``: the controller decides.
         explain: keep a trace of every round.
         constraint: what the output must look like.
     """
@@ -63,8 +64,16 @@ class Request:
     deadline_s: float | None = None
     cache_salt: str = ""
     max_draft_tokens: int | None = None
+    drafter: str | None = None
     explain: bool = False
     constraint: Constraint | None = None
+
+    @property
+    def asked(self) -> str:
+        """What it says itself about how it is to be drafted for; empty where it leaves that to others."""
+        if self.max_draft_tokens == 0:
+            return "plain: the request asked for it"
+        return "" if self.drafter is None else f"drafts: the request named {self.drafter}"
 
 
 @dataclass(eq=False)
@@ -126,6 +135,11 @@ class Running:
         """Tokens of the prompt that the target has still to read (the last one is the first root)."""
         have = 0 if self.sequence is None else len(self.sequence.tokens)
         return self.context.prompt_length - 1 - have
+
+    def add_states(self, hidden: Mapping[str, Tensor]) -> None:
+        """Hidden states [n, D] by tap of the next n tokens of the text."""
+        for name, rows in hidden.items():
+            self.states.setdefault(name, []).append(rows)
 
     @property
     def is_late(self) -> bool:

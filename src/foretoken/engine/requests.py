@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from foretoken.controllers.base import Controller
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.engine.admission import KvBudget, check
+from foretoken.engine.errors import is_full_memory
 from foretoken.engine.joining import join, stopper_of
 from foretoken.engine.leaving import Texts
 from foretoken.engine.reading import ALL, read, shares
@@ -26,7 +28,6 @@ from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stopping import FinishReason
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.clock import now
-from foretoken.types import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Verifier
 
 log = logging.getLogger("foretoken.engine")
@@ -92,6 +93,10 @@ class Requests(ABC):
     def _check_verifier(self, verifier: Verifier, greedy: bool) -> None:
         """Refuse sampling that the verifier is not right for."""
 
+    @abstractmethod
+    def _check_drafter(self, name: str | None) -> None:
+        """Refuse the name of a member that there is not."""
+
     def serve(self, max_batch: int, kv_memory: int | None, prefill_chunk: int | None, prefix_bytes: int) -> None:
         """Change how many requests run together, and what they may take; nothing may be running.
 
@@ -113,6 +118,7 @@ class Requests(ABC):
         """
         check(request, self.target)
         self.budget.check(request)
+        self._check_drafter(request.drafter)
         if self.verifier is not None:
             self._check_verifier(self.verifier, greedy=request.params.temperature == 0)
         stopper_of(request, self.target, self.tokenizer)  # checks the stop strings
@@ -190,12 +196,19 @@ class Requests(ABC):
             if run.sequence is not None:
                 last_first.callback(self.target.release, run.sequence)
             if run.error is None and run.started:
-                last_first.callback(self.texts.keep, run)
+                last_first.callback(self._keep, run)
             last_first.callback(self.budget.free, run)
+
+    def _keep(self, run: Running) -> None:
+        """Keep a text for later requests, if that can be: it has its answer in any case."""
+        try:
+            self.texts.keep(run)
+        except Exception:
+            log.warning("the text of request %d was not kept", run.id, exc_info=True)
 
     @staticmethod
     def _ask_why(run: Running, controller: Controller) -> None:
-        run.why = controller.explain(run.context)
+        run.why = run.request.asked or controller.explain(run.context)
 
     def _drop(self, run: Running) -> None:
         """Let a request leave that nobody waits for."""
@@ -213,7 +226,7 @@ class Requests(ABC):
             run = self.waiting.pop(0)
             run.stats.queue_s = monotonic() - run.arrived_s
             self.running.append(run)
-            self._guard(self._open, [Turn(run)])
+            self._each(self._open, [Turn(run)])
         if self.budget.left is not None:
             self.texts.prefixes.shrink(self.budget.left)
 
@@ -274,17 +287,30 @@ class Requests(ABC):
                 self._drop(run)
 
     def _guard(self, stage: Callable[[Sequence[Turn]], None], turns: Sequence[Turn]) -> list[Turn]:
-        """Run a stage for all, or, where that raises, for each; returns those for which it did not."""
+        """Run a stage for all, or, where that raises, for each; returns those for which it did not.
+
+        Where memory was full, kept texts make room before the stage is tried again.
+        """
         try:
             if turns:
                 stage(turns)
             return list(turns)
         except Exception as error:  # whatever it is, it ends the requests that it concerns and nothing else
-            if len(turns) == 1:
+            freed = is_full_memory(error) and self.texts.prefixes.nbytes > 0
+            if freed:
+                self.texts.prefixes.clear()
+            elif len(turns) == 1:
                 self._end(turns[0].run, "error", error)
                 return []
         return [turn for each in turns for turn in self._guard(stage, [each])]
 
     def _each(self, stage: Callable[[Sequence[Turn]], None], turns: Sequence[Turn]) -> list[Turn]:
-        """A stage that is done request by request."""
-        return [turn for each in turns for turn in self._guard(stage, [each])]
+        """A stage that is done request by request, and once only."""
+        done = []
+        for turn in turns:
+            try:
+                stage([turn])
+                done.append(turn)
+            except Exception as error:
+                self._end(turn.run, "error", error)
+        return done

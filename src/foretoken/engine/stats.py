@@ -24,6 +24,7 @@ class SpecStats:
         total_s: all of it.
         num_prompt_tokens: tokens of the prompt, ``num_prompt_tokens_computed`` those of them that the target read; the
             others' keys and values were there from an earlier text with the same beginning.
+        drafters: rounds with drafts by who drafted.
         queue_s: seconds from arrival until the request was admitted.
         first_token_s: seconds from arrival until its first token.
     """
@@ -43,6 +44,7 @@ class SpecStats:
     total_s: float = 0.0
     num_prompt_tokens: int = 0
     num_prompt_tokens_computed: int = 0
+    drafters: dict[str, int] = field(default_factory=dict)
     queue_s: float = 0.0
     first_token_s: float = 0.0
 
@@ -85,8 +87,10 @@ class SpecStats:
     def merge(self, other: SpecStats) -> None:
         """Add another request's counts and times."""
         for name, value in vars(other).items():
-            if name != "num_accepted_tokens_per_pos":
+            if isinstance(value, int | float):
                 setattr(self, name, getattr(self, name) + value)
+        for name, count in other.drafters.items():
+            self.drafters[name] = self.drafters.get(name, 0) + count
         mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
         mine.extend([0] * (len(theirs) - len(mine)))
         for i, count in enumerate(theirs):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,17 @@ class RoundTrace:
             and below a node whose token the target refused.
         q: the draft's; ``None`` for tokens that were not drawn from a distribution.
         accepted: the nodes that were accepted, in order.
+        rejected: the nodes that were guesses for a place where another token came: below the root and below every
+            accepted node.  What is below them was never asked about.
         next_token: the token after them.
         next_is_bonus: whether it is one on top of a whole accepted path; else it replaces a rejected draft.
-        drafter: who drafted.
+        drafter: who drafted; of a group whose members draft in turn, the member.
+        verifier: the acceptance rule.
+        tests: the rule's acceptance tests in their order, as ``{"u": uniform, "chance": chance}``: passed where u is
+            below the chance, which a rule that goes token by token takes to be p / q.  None where nothing is left to
+            chance: for greedy requests and for seeded ones, whose noise is fixed.
+        next_p: the target's probability of the next token, before anything was rejected.
+        probes: nodes that were scored for the drafter alone.
         draft_s, target_s, verify_s, overhead_s: seconds of the round, those of the whole batch.
     """
 
@@ -41,6 +49,11 @@ class RoundTrace:
     target_s: float = 0.0
     verify_s: float = 0.0
     overhead_s: float = 0.0
+    rejected: list[int] = field(default_factory=list)
+    verifier: str = ""
+    tests: list[dict[str, float]] = field(default_factory=list)
+    next_p: float | None = None
+    probes: list[int] = field(default_factory=list)
 
     def timed(self, draft_s: float, target_s: float, verify_s: float, total_s: float) -> RoundTrace:
         """The round with its times, of which what is left of the whole is overhead."""
@@ -52,8 +65,17 @@ class RoundTrace:
         return asdict(self)
 
 
-def trace(index: int, tree: TokenTree, scores: Scores, verdict: Verdict, drafter: str) -> RoundTrace:
+def trace(
+    index: int,
+    tree: TokenTree,
+    scores: Scores,
+    verdict: Verdict,
+    drafter: str,
+    verifier: str = "",
+    tests: Sequence[tuple[float, float]] = (),
+) -> RoundTrace:
     """The round without its times."""
+    last = verdict.path[-1] if verdict.path else 0
     return RoundTrace(
         index,
         list(tree.tokens),
@@ -64,7 +86,18 @@ def trace(index: int, tree: TokenTree, scores: Scores, verdict: Verdict, drafter
         verdict.next_token,
         verdict.next_is_bonus,
         drafter if tree.num_drafts else "none",
+        rejected=_rejected(tree, verdict),
+        verifier=verifier,
+        tests=[{"u": u, "chance": chance} for u, chance in tests],
+        next_p=float(scores.p(last)[verdict.next_token]),
+        probes=[node for node, is_probe in enumerate(tree.probes) if is_probe],
     )
+
+
+def _rejected(tree: TokenTree, verdict: Verdict) -> list[int]:
+    path = (0, *verdict.path)
+    guesses = [child for node in path for child in tree.children[node] if not (tree.probes and tree.probes[child])]
+    return [node for node in guesses if node not in path]
 
 
 def _target_probability(node: int, tree: TokenTree, scores: Scores) -> float | None:
@@ -80,5 +113,5 @@ def _target_probability(node: int, tree: TokenTree, scores: Scores) -> float | N
 
 
 def _draft_probability(node: int, tree: TokenTree) -> float | None:
-    drawn_from = tree.law(node)
+    drawn_from = tree.distribution(node)
     return None if drawn_from is None else float(drawn_from[tree.tokens[node]])

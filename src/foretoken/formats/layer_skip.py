@@ -8,6 +8,7 @@ from foretoken.drafters.layer_skip import LayerSkipDrafter
 from foretoken.drafters.skip_sets import FORMAT, load_skips, save_skips
 from foretoken.formats.base import Format, Target
 from foretoken.formats.folders import Found
+from foretoken.loading import LoadingContext
 from foretoken.registry import Spec, convert_options
 
 FILE = "layer_skip.json"
@@ -31,9 +32,7 @@ class LayerSkip(Format):
     def write_folder(self, spec: Spec, target: Target, folder: Path) -> None:
         """The set of a spec ``layer_skip[:FILE][,attention=...,mlp=...]``."""
         options = convert_options("drafter", self.method, LayerSkipDrafter, spec.options)
-        drafter = LayerSkipDrafter.build(
-            spec.path, target=target.model, target_source=target.source, tokenizer=None, device=None, **options
-        )
+        drafter = LayerSkipDrafter.build(spec.path, LoadingContext(target.model, target.source), **options)
         save_skips(folder / FILE, drafter.skips, target.model)
 
     def read_folder(self, found: Found, target: Target, folder: Path) -> str:

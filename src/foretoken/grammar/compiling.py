@@ -34,7 +34,9 @@ _tokenizers: weakref.WeakKeyDictionary[Any, dict[int, LLTokenizer]] = weakref.We
 _lock = threading.Lock()
 
 
-def compile_constraint(kind: str, spec: Any, tokenizer: Any, vocab_size: int) -> GrammarConstraint:
+def compile_constraint(
+    kind: str, spec: Any, tokenizer: Any, vocab_size: int, patience_s: float | None = None
+) -> GrammarConstraint:
     """A constraint for one request.
 
     Args:
@@ -42,13 +44,16 @@ def compile_constraint(kind: str, spec: Any, tokenizer: Any, vocab_size: int) ->
         spec: the schema (an object or its JSON), the expression, the grammar; nothing for ``json_object``.
         tokenizer: the target's, a fast one of Transformers.
         vocab_size: width of the logits, which may be more than the tokenizer has.
+        patience_s: seconds to wait while other grammars are on trial; ``None`` waits for as long as it takes.
 
     Raises:
+        TrialBusy: the patience has ended.
         ValueError: another kind, something that cannot be compiled or is too large, or a tokenizer of another sort.
     """
     grammar = _grammar(kind, spec)
     known = _tokenizer(tokenizer, vocab_size)
-    _check(kind, TRIAL.error(grammar, LIMITS))
+    if kind != "json_object":  # that one is ours
+        _check(kind, TRIAL.error(grammar, LIMITS, patience_s))
     matcher = LLMatcher(known, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     _check(kind, matcher.get_error())
     return GrammarConstraint(matcher, vocab_size, frozenset(_ends(tokenizer)))

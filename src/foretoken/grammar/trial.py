@@ -26,25 +26,51 @@ REMEMBERED = 256
 TOO_COSTLY = "it takes too much time or memory: make it smaller"
 
 
+class TrialBusy(Exception):
+    """Another grammar is on trial, and takes its time."""
+
+
 class Trial:
     """A process that compiles grammars, started when it is needed and again when one has ended it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._answering = threading.Lock(), threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._answers: OrderedDict[tuple[str, str], str] = OrderedDict()
         atexit.register(self.close)
 
-    def error(self, grammar: str, limits: dict[str, int]) -> str:
-        """Why the grammar cannot be compiled, or an empty text."""
+    def error(self, grammar: str, limits: dict[str, int], patience_s: float | None = None) -> str:
+        """Why the grammar cannot be compiled, or an empty text.
+
+        Raises:
+            TrialBusy: others are on trial for longer than ``patience_s``; ``None`` waits.
+        """
         key = (grammar, json.dumps(limits))
-        with self._lock:
-            if key not in self._answers:
-                self._answers[key] = self._ask(json.dumps([grammar, limits]))
-            self._answers.move_to_end(key)
+        known = self._known(key)
+        if known is None:
+            # One grammar at a time; those whose answer is known do not wait for it.
+            if not self._lock.acquire(timeout=-1 if patience_s is None else patience_s):
+                raise TrialBusy("another grammar is being tried")
+            try:
+                known = self._known(key)
+                if known is None:
+                    known = self._ask(json.dumps([grammar, limits]))
+                    self._remember(key, known)
+            finally:
+                self._lock.release()
+        return known
+
+    def _known(self, key: tuple[str, str]) -> str | None:
+        with self._answering:
+            if key in self._answers:
+                self._answers.move_to_end(key)
+            return self._answers.get(key)
+
+    def _remember(self, key: tuple[str, str], answer: str) -> None:
+        with self._answering:
+            self._answers[key] = answer
             if len(self._answers) > REMEMBERED:
                 self._answers.popitem(last=False)
-            return self._answers[key]
 
     def close(self) -> None:
         """End the process."""

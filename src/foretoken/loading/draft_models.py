@@ -101,7 +101,7 @@ def _load_draft_model(
 
 def _compile(draft: LanguageModel) -> None:
     """Run calls with one row, two rows, and so on: oneDNN makes a kernel for every number of rows, which takes two to
-    three times as long as a small model's call, and who prices drafts by the first ones would think them dear."""
+    three times as long as a small model's call, and who costs drafts by the first ones would think them expensive."""
     sequence = draft.open()
     draft.prefill(sequence, [0])
     for rows in range(1, min(COMPILED_ROWS, draft.context_length - 1) + 1):

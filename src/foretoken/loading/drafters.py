@@ -1,4 +1,4 @@
-"""Spec strings -> drafters, lists of drafters and trees."""
+"""Spec strings -> drafters and lists of drafters, and what they are built from."""
 
 from __future__ import annotations
 
@@ -7,16 +7,94 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import BuildContext, Drafter, Verify
 from foretoken.drafters.ensemble import EnsembleDrafter
-from foretoken.drafters.inside import works_inside
+from foretoken.drafters.nested import works_nested
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
+from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model
+from foretoken.loading.native_heads import has_head, read_head
 from foretoken.models.base import LanguageModel
-from foretoken.registry import convert_options, find, make, parse_spec, rows, split_specs
-from foretoken.trees.base import Shape
+from foretoken.registry import convert_options, find, parse_spec, rows, split_specs
+from foretoken.verifiers.compatibility import inner_rule
 
 DEFAULT_GROUP = "router,drafters=(model,k=8|ngram,k=10)"
+
+
+class LoadingContext(BuildContext):
+    """Loads what drafters ask for."""
+
+    @property
+    def inner_rule(self) -> Verify:
+        """By the kind of the tree and of the request."""
+        return inner_rule
+
+    def draft_model(
+        self, name: str, path: str | None, *, packed: bool = True, quantize: str | None = None
+    ) -> LanguageModel:
+        """From a folder or hub id, or the built-in one."""
+        return build_draft_model(
+            path, self.target, self.source, self.tokenizer, self.device, name, packed=packed, quantize=quantize
+        )
+
+    def foreign_draft_model(self, name: str, path: str | None) -> tuple[LanguageModel, Any]:
+        """From a folder or hub id, or the built-in one."""
+        return build_foreign_draft_model(name, path, self.target, self.source, self.tokenizer, self.device)
+
+    def drafter(self, spec: str) -> Drafter | None:
+        """By its row in the registry."""
+        if spec == "none":
+            return None
+        parsed = parse_spec(spec)
+        row = find("drafter", parsed.name)
+        cls = row.load()
+        options = convert_options("drafter", parsed.name, cls, parsed.options)
+        builder = getattr(cls, "build", None)
+        if builder is None and parsed.path is not None:
+            raise ValueError(f"drafter {parsed.name!r} takes no path; its options: {row.example}")
+        built: Drafter = cls(**options) if builder is None else builder(parsed.path, self, **options)
+        built.spec = spec
+        return built
+
+    def members(self, specs: str | None, most: int | None = None) -> list[Drafter]:
+        """By default what ``auto`` chooses from, and what copies."""
+        chosen = default_members(self.target, self.source)[:most] if specs is None else split_specs(specs)
+        return self.group(chosen)
+
+    def group(self, specs: Sequence[str | Drafter]) -> list[Drafter]:
+        """The drafters of a list of specs and drafters."""
+        found = [spec if isinstance(spec, Drafter) else self.drafter(spec) for spec in specs]
+        if None in found:
+            raise ValueError("a list of drafters cannot hold 'none': leave it out")
+        return [drafter for drafter in found if drafter is not None]
+
+    def nested(self, outer: str, spec: str, *, for_target: bool = True) -> Drafter:
+        """One of those that can be nested."""
+        name = parse_spec(spec).name
+        able = [row.name for row in rows("drafter") if works_nested(row.load())]
+        context = self if for_target else LoadingContext(self.target, "", self.tokenizer, self.device)
+        built = None if name == "none" or find("drafter", name).name not in able else context.drafter(spec)
+        if built is None:
+            raise ValueError(f"{outer} cannot use {name!r} inside: choose one of {', '.join(able)}")
+        return built
+
+    def has_trained(self, name: str) -> bool:
+        """It does for the built-in target."""
+        return has_drafter(name, self.source)
+
+    def folder(self, name: str, path: str | None) -> Path:
+        """The given one, or the built-in target's own."""
+        return drafter_folder(name, path, self.source)
+
+    def has_native_head(self) -> bool:
+        """By the names of its tensors."""
+        network = getattr(self.target, "model", None)
+        return network is not None and has_head(network)
+
+    def native_head(self) -> Sequence[dict[str, Tensor]]:
+        """Read from the files that the target was loaded from."""
+        return read_head(getattr(self.target, "model", None))
 
 
 def build_drafter(
@@ -34,45 +112,8 @@ def build_drafter(
     """
     if spec is None or isinstance(spec, Drafter):
         return spec
-    if not isinstance(spec, str):
-        return EnsembleDrafter(
-            build_members(spec, target, target_source=target_source, tokenizer=tokenizer, device=device)
-        )
-    if spec == "none":
-        return None
-    parsed = parse_spec(spec)
-    row = find("drafter", parsed.name)
-    cls = row.load()
-    options = convert_options("drafter", parsed.name, cls, parsed.options)
-    builder = getattr(cls, "build", None)
-    if builder is None and parsed.path is not None:
-        raise ValueError(f"drafter {parsed.name!r} takes no path; its options: {row.example}")
-    parts = {"target": target, "target_source": target_source, "tokenizer": tokenizer, "device": device}
-    built: Drafter = cls(**options) if builder is None else builder(parsed.path, **parts, **options)
-    built.spec = spec
-    return built
-
-
-def build_members(
-    specs: str | Sequence[str | Drafter],
-    target: LanguageModel,
-    *,
-    target_source: Any = BUILTIN,
-    tokenizer: Any | None = None,
-    device: Any = None,
-) -> list[Drafter]:
-    """The drafters of a list, or of specs joined by ``|`` (``model:./a,k=4|ngram``).
-
-    Raises:
-        ValueError: as :func:`build_drafter`; an empty place in the list, or ``none`` in it.
-    """
-    members = []
-    for spec in split_specs(specs) if isinstance(specs, str) else specs:
-        built = build_drafter(spec, target, target_source=target_source, tokenizer=tokenizer, device=device)
-        if built is None:
-            raise ValueError("a list of drafters cannot hold 'none': leave it out")
-        members.append(built)
-    return members
+    context = LoadingContext(target, target_source, tokenizer, device)
+    return context.drafter(spec) if isinstance(spec, str) else EnsembleDrafter(context.group(spec))
 
 
 def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
@@ -92,11 +133,12 @@ def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
 def free_drafters(target: LanguageModel, target_source: Any) -> list[str]:
     """Names of the drafters that a target has for nothing and that are expected to pay; those that run a network first,
     because what copies text has a guess only now and then."""
-    free = [row for row in rows("drafter") if row.load().free_for(target, target_source)]
+    context = LoadingContext(target, target_source)
+    free = [row for row in rows("drafter") if row.load().free_for(context)]
     return [row.name for row in sorted(free, key=lambda row: not row.needs)]
 
 
-def default_members(target: LanguageModel, target_source: Any) -> list[str | Drafter]:
+def default_members(target: LanguageModel, target_source: Any) -> list[str]:
     """What a group of drafters is made of when no members are given: what ``auto`` chooses from, and what copies."""
     first = ["model"] if _has_draft(target_source) else free_drafters(target, target_source)
     return list(dict.fromkeys((*first, "ngram", "suffix,share=false")))
@@ -107,21 +149,6 @@ def _has_draft(target_source: Any) -> bool:
     if not is_builtin(target_source) or not (ZOO / "draft" / "config.json").exists():
         return False
     return str(target_source) == BUILTIN or is_adapter(Path(resolve(target_source)))
-
-
-def build_nested_drafter(outer: str, spec: str, target: LanguageModel, **parts: Any) -> Drafter:
-    """A drafter that works inside the drafter ``outer``; ``parts`` as in :func:`build_drafter`.
-
-    Raises:
-        ValueError: an unknown name or option, no drafter at all, or one that cannot work inside another one; the
-            message lists those that can.
-    """
-    name = parse_spec(spec).name
-    able = [row.name for row in rows("drafter") if works_inside(row.load())]
-    built = None if name == "none" or find("drafter", name).name not in able else build_drafter(spec, target, **parts)
-    if built is None:
-        raise ValueError(f"{outer} cannot use {name!r} inside: choose one of {', '.join(able)}")
-    return built
 
 
 def has_drafter(name: str, target_source: Any) -> bool:
@@ -145,20 +172,3 @@ def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder with a trained drafter: make one with `foretoken train {name}`")
     return folder
-
-
-def static_trees() -> list[str]:
-    """Names of the trees of fixed shape."""
-    return [row.name for row in rows("tree") if issubclass(row.load(), Shape)]
-
-
-def build_tree(spec: str, sort: type[Any]) -> Any:
-    """A tree from its spec, of the sort ``Shape`` (fixed) or ``Growth`` (by the draft's confidence).
-
-    Raises:
-        ValueError: an unknown name or option, or a tree of the other sort; the message lists the choices.
-    """
-    able = [row.name for row in rows("tree") if issubclass(row.load(), sort)]
-    if parse_spec(spec).name not in able:
-        raise ValueError(f"the tree cannot be {spec!r}: choose one of {', '.join(able)}")
-    return make("tree", spec)

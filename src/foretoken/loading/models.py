@@ -38,6 +38,7 @@ def load_model(
     inflate: str | int | None = None,
     pack: bool | str = "auto",
     quantize: str | None = None,
+    tensor_parallel: int = 1,
 ) -> LanguageModel:
     """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
 
@@ -49,15 +50,21 @@ def load_model(
     may be laid out anew, in place, where this machine then multiplies them faster: by default those of models that are
     loaded here (but of ``"approximate"`` ones, which may be trained or written), ``True`` also those of a model that is
     handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``) replaces the weights of what is loaded by
-    quantised ones, see :mod:`foretoken.models.quantised_linear`.
+    quantised ones, see :mod:`foretoken.models.quantised_linear`.  ``tensor_parallel`` above 1 splits the model over so
+    many processes of this machine, see :mod:`foretoken.models.parallel`.
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
-        ValueError: unknown dtype, no such device, a model that cannot be inflated to that size, or ``pack=True`` or
-            ``quantize`` for one that cannot be packed or quantised.
+        ValueError: unknown dtype, no such device, a model that cannot be inflated to that size or split so, or
+            ``pack=True`` or ``quantize`` for one that cannot be packed or quantised.
     """
     if pack not in ("auto", True, False):
         raise ValueError(f"pack must be 'auto', True or False, not {pack!r}")
+    if tensor_parallel != 1:
+        from foretoken.loading.parallel import load_parallel
+
+        others = {"inflate": inflate, "quantize": quantize, "pack": pack}
+        return load_parallel(source, tensor_parallel, dtype=dtype, device=device, exact=exact, **others)
     if is_gguf(source):
         return load_gguf(source, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
     ours = pack is True or (pack == "auto" and exact != "approximate")
@@ -127,7 +134,20 @@ def _load_updated(folder: Path, dtype: str | torch.dtype | None, device: str | t
     return network
 
 
-def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.device | None) -> Any:
+def load_network(path: str, dtype: torch.dtype | None, processes: int) -> Any:
+    """This process's part of a ``PreTrainedModel`` that is split over several, which have met already.
+
+    Raises:
+        LoadError: it cannot be loaded.
+    """
+    from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
+
+    return _from_pretrained(path, dtype, None, DistributedConfig(tp_plan="auto", tp_size=processes))
+
+
+def _from_pretrained(
+    path: str, dtype: torch.dtype | None, device: str | torch.device | None, split: Any | None = None
+) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
@@ -139,8 +159,10 @@ def _from_pretrained(path: str, dtype: torch.dtype | None, device: str | torch.d
             path,
             dtype=dtype or "auto",
             use_safetensors=True,
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, in one line
+            **({} if split is None else {"distributed_config": split}),
         )
     except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

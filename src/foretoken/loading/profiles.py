@@ -13,7 +13,7 @@ def read_profile(file: str | Path) -> dict[str, Any]:
     """What a profile says: specs for ``drafter``, ``verifier`` and ``controller``, and what was measured.
 
     A profile is a JSON object; a drafter of ``null`` is plain decoding.  ``costs`` become :class:`RoundCosts`;
-    ``target`` and ``machine`` say where they were measured (:mod:`foretoken.analysis.profile` compares them with what
+    ``target`` and ``machine`` say where they were measured (:mod:`foretoken.measure.profile` compares them with what
     is there); other keys are left alone.
 
     Raises:

@@ -32,7 +32,7 @@ def load_tokenizer(source: Any) -> Any | None:
             return load_tokenizer(read_adapter(folder).base)
         return load_tokenizer(BUILTIN) if folder.parent == ZOO else None
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise LoadError(f"cannot load a tokenizer from {path}: {str(error).strip().splitlines()[0]}") from None
 

@@ -189,6 +189,11 @@ class LanguageModel(ABC):
     capabilities: Capabilities
 
     @property
+    def trouble(self) -> str | None:
+        """Why it cannot run anything any more; ``None`` as long as it can."""
+        return None
+
+    @property
     def kv_bytes(self) -> int:
         """Memory that keys and values of open sequences take now; 0 where that is not known."""
         return 0

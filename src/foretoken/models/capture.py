@@ -76,7 +76,7 @@ class CudaGraphs:
 
 
 class HostFree(TorchDispatchMode):
-    """Inside, an operation whose result the host must know, or that crosses devices, raises: no graph could hold it."""
+    """Nested, an operation whose result the host must know, or that crosses devices, raises: no graph could hold it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the operation, then run it.

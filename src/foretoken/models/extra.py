@@ -1,6 +1,6 @@
 """Learned tokens behind the vocabulary: ids V, V + 1, ... that only a model's token embedding knows.
 
-A drafter feeds them as probes (:class:`foretoken.types.TokenTree`): they stand at places of which the text says nothing
+A drafter feeds them as probes (:class:`foretoken.core.TokenTree`): they stand at places of which the text says nothing
 yet, and what the target predicts there is a guess.  They are never text, and the vocabulary projection does not know
 them.  While one is embedded the network sees token 0 in its place, and its row is put in behind the embedding.
 """
@@ -113,7 +113,7 @@ def _run(model: HuggingFaceModel, ids: Tensor, plans: Sequence[RowPlan], cache: 
         input_ids=ids,
         position_ids=torch.tensor([list(plan.depths)[used - width :] for plan in plans], device=ids.device),
         attention_mask=masks[""] if model._single_mask else masks,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **{model.cache_argument: cache},
     )

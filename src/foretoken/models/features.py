@@ -60,8 +60,7 @@ class FeatureModel(HuggingFaceModel):
         """
         if any(feed.states is None or len(feed.states) != len(feed.tokens) for feed in feeds):
             raise ValueError("every token of a feed needs a hidden state")
-        if len({feed.sequence.row for feed in feeds}) < len(feeds):
-            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        self._check(feeds, ())  # its only tap is its own
         before = [len(feed.sequence.scratch_tokens) for feed in feeds]
         try:
             states = [feed.states for feed in feeds if feed.states is not None]

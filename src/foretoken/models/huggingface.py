@@ -21,10 +21,11 @@ from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
 from foretoken.models.extra import check_rows, embedding_rows
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
+from foretoken.models.lean import LeanForward, build_lean
 from foretoken.models.masks import RowPlan, additive_mask
 from foretoken.models.packing import BlockedProducts, Packing, pack_linears, unpack_linears
 from foretoken.models.taps import check_taps, decoder_layers, recording
-from foretoken.models.traits import attention_configs, eos_ids, layer_masks
+from foretoken.models.traits import attention_configs, cache_argument, eos_ids, layer_masks
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
@@ -51,7 +52,7 @@ class HuggingFaceModel(LanguageModel):
         model: any causal LM whose attention takes additive 4-D masks.
         exact: ``"distribution"`` (any kernel) or ``"bitwise"`` (attention sums in float64 and matrix products on a
             constant number of rows, so that a bfloat16 target gives the same tokens with and without speculation), or
-            ``"approximate"`` (cheaper arithmetic for a draft model, whose law may be anything).
+            ``"approximate"`` (cheaper arithmetic for a draft model, whose distribution may be anything).
         lean: run models of known families on a forward with few Python calls, after checking it against the public one.
         in_place: the model is ours to change: projections take the place of its linear layers where this machine
             multiplies them faster in another layout (:meth:`unpack` takes that back).  Otherwise the lean forward has
@@ -85,6 +86,7 @@ class HuggingFaceModel(LanguageModel):
         self.layer_masks = layer_masks(model)
         self._attention = EXACT if exact == "bitwise" else FOLDED
         self._configs = attention_configs(model)
+        self.cache_argument = cache_argument(model)
         self._single_mask = set(self.layer_masks) == {""}
         self.num_layers = len(decoder_layers(model))
         self.num_layer_runs = 0.0
@@ -93,8 +95,6 @@ class HuggingFaceModel(LanguageModel):
         self._lean: Any = None
         self.packing = Packing.of(model, self.dtype, self.device, exact == "bitwise", in_place)
         if lean:
-            from foretoken.models.lean import build_lean
-
             self._lean = build_lean(self)
         if in_place and not self.is_lean and exact != "bitwise":
             pack_linears(model, self.packing)
@@ -158,8 +158,6 @@ class HuggingFaceModel(LanguageModel):
             for mine, new in zip(self.model.parameters(), source.parameters(), strict=True):
                 mine.copy_(new)
         if self._lean is not None:
-            from foretoken.models.lean import LeanForward
-
             self._lean = LeanForward(self)  # its fused weights are copies
 
     def sibling(self) -> HuggingFaceModel:
@@ -511,9 +509,9 @@ class HuggingFaceModel(LanguageModel):
                 input_ids=known,
                 position_ids=call.positions,
                 attention_mask=mask,
-                past_key_values=call.cache,
                 use_cache=True,
                 logits_to_keep=max(width - first, 1),
+                **{self.cache_argument: call.cache},
             )
         return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
 

@@ -164,7 +164,8 @@ def inflate(
         on_layer: told after every layer how many of all are done.
 
     Raises:
-        ValueError: another architecture, quantised weights, a size below the model's own, or too little memory.
+        ValueError: another architecture, quantised weights, a size below the model's own, or more than fits into
+        memory.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("cannot inflate a model whose weights are quantised: give its full checkpoint")

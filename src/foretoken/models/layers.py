@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +127,8 @@ def running(model: nn.Module, plan: LayerPlan, hidden: Tensor | None = None) -> 
                 if inside and index in plan.skip_attention:
                     restores.append(_replace(sublayer(layer, ATTENTION_NAMES, "attention"), _no_attention))
                 if inside and index in plan.skip_mlp:
-                    restores.append(_replace(sublayer(layer, MLP_NAMES, "MLP"), _nothing))
+                    mlp = sublayer(layer, MLP_NAMES, "MLP")
+                    restores.append(_replace(mlp, _nothing_like(mlp)))
         yield
     finally:
         for restore in reversed(restores):
@@ -173,8 +175,24 @@ def _with_input(forward: Callable[..., Any], hidden: Tensor) -> Callable[..., An
     return run
 
 
-def _nothing(*args: Any, **kwargs: Any) -> Tensor:
-    return torch.zeros_like(_hidden(args, kwargs))
+def _nothing_like(mlp: nn.Module) -> Callable[..., Any]:
+    """A forward that adds nothing, in the form in which this MLP answers: alone, or with its router's scores."""
+    forward = mlp.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        hidden = _hidden(args, kwargs)
+        count = _COUNTS.get(type(mlp))
+        if count is None:
+            output = forward(hidden[:, :1])
+            count = _COUNTS[type(mlp)] = len(output) if isinstance(output, tuple) else 0
+        nothing = torch.zeros_like(hidden)
+        return (nothing, *[None] * (count - 1)) if count else nothing
+
+    return run
+
+
+_COUNTS: WeakKeyDictionary[type[nn.Module], int] = WeakKeyDictionary()
+"""How many tensors MLPs of a class return, 0 for one that is not in a tuple: seen once, by a call of one token."""
 
 
 def _no_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from foretoken.models.attention import FOLDED
 from foretoken.models.masks import LayerMask
 from foretoken.models.taps import find_decoder
+from foretoken.models.traits import cache_argument
 
 FEEDS = ("post_norm", "pre_norm")
 """What a step hands to the next one: its state behind the module's norm, or before it."""
@@ -40,6 +41,7 @@ class NativeModule(nn.Module):
 
     Raises:
         ValueError: an unknown feed, or a network without a full-attention layer.
+        CapabilityError: a layer that takes no cache.
     """
 
     def __init__(self, network: nn.Module, experts: bool | None = None, feed: str = "post_norm") -> None:
@@ -56,6 +58,7 @@ class NativeModule(nn.Module):
         self.enorm, self.hnorm, self.norm = norm(size, eps=eps), norm(size, eps=eps), norm(size, eps=eps)
         layer_class: Any = type(layers[index])
         self.layer: nn.Module = layer_class(config, index)
+        self._cache_argument = cache_argument(self.layer)
         self.mask = LayerMask()
         self._rotary = [getattr(decoder, "rotary_emb", None)]  # the target's own: in a list, it is no part of this net
 
@@ -89,7 +92,7 @@ class NativeModule(nn.Module):
             position_embeddings=None if rotary is None else rotary(x, positions),
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=None if keep is None else _Kept(keep),
+            **{self._cache_argument: None if keep is None else _Kept(keep)},
         )
         output: Tensor = found[0] if isinstance(found, tuple) else found
         return self.norm(output) if self.feed == "post_norm" else output

@@ -1,7 +1,7 @@
 """Which layout a weight is multiplied fastest in, measured on this machine.
 
 A matrix product of a few rows is made of reading the weight and of arithmetic, and which of them counts, and how well a
-kernel does it, differs by CPU, dtype and shape: on a CPU with AMX oneDNN's bfloat16 scores 32 rows for the price of
+kernel does it, differs by CPU, dtype and shape: on a CPU with AMX oneDNN's bfloat16 scores 32 rows for the cost of
 one, on one with AVX2 alone every row of it costs as much as the first, while exact float16 weights give six for little
 more than one.  So every layout is timed once per machine and size of weight, for a fraction of a second, on several
 copies (a decoding step of a large model finds its weights in memory, not in the cache), by one thread, in the time of

@@ -6,7 +6,6 @@ cache (it keeps its state to itself) reads the whole text again for every token:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,10 +18,7 @@ from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, Se
 from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
 from foretoken.models.taps import check_taps, decoder_layers, recording
-from foretoken.models.traits import eos_ids
-
-CACHE_NAMES = ("past_key_values", "cache_params", "state")
-"""What Transformers models call their cache, in their arguments and in their outputs."""
+from foretoken.models.traits import cache_name, eos_ids
 
 
 class SequentialModel(LanguageModel):
@@ -133,9 +129,3 @@ class SequentialModel(LanguageModel):
             return self._run(sequence, tokens)
         self._caches[sequence.row] = out[self._cache_name]
         return out.logits[0]
-
-
-def cache_name(model: Any) -> str | None:
-    """How the model's forward calls its cache; ``None`` when it takes none."""
-    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    return next((name for name in CACHE_NAMES if name in parameters), None)

@@ -23,10 +23,9 @@ from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
 from foretoken.models.delta_rule import recorded, rule_files
 from foretoken.models.self_test import state_fault
-from foretoken.models.sequential import cache_name
 from foretoken.models.state_cache import StateCache
 from foretoken.models.taps import check_taps, decoder_layers, recording
-from foretoken.models.traits import eos_ids
+from foretoken.models.traits import cache_name, eos_ids
 
 PREFILL_CHUNK = 512
 """Tokens that are read in one forward when no logits are wanted."""

@@ -15,7 +15,7 @@ Table = Callable[[tuple[int, ...]], Sequence[float] | Tensor]
 
 
 class TableModel(LanguageModel):
-    """A language model whose next-token law is a given function of the whole prefix.
+    """A language model whose next-token distribution is a given function of the whole prefix.
 
     Args:
         table: ``prefix -> V`` probabilities (they need not be normalised).
@@ -50,10 +50,11 @@ class TableModel(LanguageModel):
     def random(
         cls, vocab_size: int, seed: int = 0, order: int = 2, sharpness: float = 1.0, **more: object
     ) -> TableModel:
-        """A random Markov model: the law depends on the last ``order`` tokens; larger ``sharpness`` is more certain."""
+        """A random Markov model: the distribution depends on the last ``order`` tokens; larger ``sharpness`` is more
+        certain."""
 
         @cache
-        def law_of(key: int) -> Tensor:
+        def q_rows(key: int) -> Tensor:
             generator = torch.Generator().manual_seed((seed * 1_000_003 + key) % 2**63)
             return torch.softmax(sharpness * torch.randn(vocab_size, generator=generator, dtype=torch.float64), -1)
 
@@ -61,12 +62,12 @@ class TableModel(LanguageModel):
             key = 0
             for token in prefix[-order:] if order else ():
                 key = key * (vocab_size + 1) + token + 1
-            return law_of(key)
+            return q_rows(key)
 
         return cls(table, vocab_size, **more)  # type: ignore[arg-type]
 
-    def law(self, prefix: Sequence[int]) -> Tensor:
-        """[V] normalised law after ``prefix``, float64."""
+    def distribution(self, prefix: Sequence[int]) -> Tensor:
+        """[V] normalised distribution after ``prefix``, float64."""
         weights = torch.as_tensor(self.table(tuple(prefix)), dtype=torch.float64)
         return weights / weights.sum()
 
@@ -99,8 +100,14 @@ class TableModel(LanguageModel):
             parents = range(old - 1, old - 1 + count) if feed.parents is None else feed.parents
             sequence.append(feed.tokens, parents)
             wanted = count if feed.wanted is None else feed.wanted
-            laws = [self.law(self._prefix(sequence, node)) for node in range(old + count - wanted, old + count)]
-            logits = torch.stack(laws).log() if laws else torch.empty(0, self.vocab_size, dtype=torch.float64)
+            distributions = [
+                self.distribution(self._prefix(sequence, node)) for node in range(old + count - wanted, old + count)
+            ]
+            logits = (
+                torch.stack(distributions).log()
+                if distributions
+                else torch.empty(0, self.vocab_size, dtype=torch.float64)
+            )
             results.append(Rows(logits.to(self.dtype)))
         self.run_s += perf_counter() - began
         return results

@@ -8,6 +8,34 @@ from typing import Any
 from foretoken.models.base import CapabilityError
 from foretoken.models.masks import LayerMask
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+"""What forwards of Transformers call their cache, in their arguments and in their outputs: ``cache`` since 5.24."""
+
+
+def cache_name(module: Any) -> str | None:
+    """How the forward of a model or a decoder layer calls its cache; ``None`` when it takes none.
+
+    A forward that hands ``**kwargs`` on (a subclass, a wrapper like PEFT's) calls it as what it hands them to.
+    """
+    for inner in module.modules():
+        parameters = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
+        found = next((name for name in CACHE_NAMES if name in parameters), None)
+        if found is not None or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            return found
+    return None
+
+
+def cache_argument(module: Any) -> str:
+    """:func:`cache_name` of a module that must take a cache.
+
+    Raises:
+        CapabilityError: it takes none.
+    """
+    name = cache_name(module)
+    if name is None:
+        raise CapabilityError(f"the forward of {type(module).__name__} takes no cache")
+    return name
+
 
 def eos_ids(model: Any) -> frozenset[int]:
     """All end-of-sequence ids that the generation config, else the config, names."""

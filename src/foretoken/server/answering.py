@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,12 +18,12 @@ from foretoken.engine.stats import SpecStats
 from foretoken.engine.trace import RoundTrace
 from foretoken.server import usage
 from foretoken.server.errors import ApiError, api_error
+from foretoken.server.limits import log_request
 from foretoken.server.running import ClientGone, submit_all, while_connected
 from foretoken.server.schemas import Shared
 from foretoken.server.serving import Serving
 
 T = TypeVar("T")
-requests_log = logging.getLogger("foretoken.requests")
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
@@ -42,19 +41,18 @@ class Answer:
         http: the request.
         body: what it asks.
         kind: of the objects that are sent.
-        prompts: how many prompts there are; each has ``body.n`` choices.
     """
 
     serving: Serving
     http: HttpRequest
     body: Shared
     kind: str
-    prompts: int = 1
     began_s: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
     stats: dict[int, SpecStats] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
     why: str = ""
+    last_s: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         given = self.body.request_id
@@ -78,11 +76,36 @@ class Answer:
         Raises:
             QueueFull, Draining, EngineDead: it is not taken.
         """
+        return self._taken(lambda: submit_all(self.serving.engine, requests))
+
+    def check_room(self, count: int) -> None:
+        """Refuse so many requests early: an overloaded server has no time to tokenise what it will not take.
+
+        Raises:
+            QueueFull, Draining, EngineDead: they would not be taken.
+        """
+        self._taken(lambda: self.serving.engine.check_room(count))
+
+    def _taken(self, ask: Callable[[], T]) -> T:
+        """What the engine says; refusals are counted and logged."""
         try:
-            return submit_all(self.serving.engine, requests)
+            return ask()
         except (QueueFull, Draining, EngineDead) as error:
-            self.serving.metrics.rejected(api_error(error).code or "error")
+            failure = api_error(error)
+            self.serving.metrics.rejected(failure.code or "error")
+            self.log(failure.status)
             raise
+        except Exception as error:
+            self.log(api_error(error).status)
+            raise
+
+    def saw(self, index: int, tokens: int) -> None:
+        """A block of tokens of a choice has come."""
+        now = time.monotonic()
+        before = self.last_s.get(index)
+        if before is not None and tokens:
+            self.serving.metrics.came((now - before) / tokens)
+        self.last_s[index] = now
 
     async def finished(self, work: Awaitable[T]) -> T:
         """The result of the engine's work for an answer in one piece; counted and logged whatever comes of it.
@@ -106,9 +129,11 @@ class Answer:
         self.stats[index] = stats
         self.reasons.append(finish_reason(reason) or "unknown")
         self.why = why or self.why
-        drafter = self.serving.llm.drafter
-        name = "none" if drafter is None else drafter.name
-        self.serving.metrics.finished(stats, finish_reason(reason) or "unknown", time.monotonic() - self.began_s, name)
+        plain = "no_drafter" if self.serving.llm.drafter is None else "plain_is_faster"
+        asked = self.body.speculative
+        if asked is not None and (not asked.enabled or asked.method == "none" or asked.num_speculative_tokens == 0):
+            plain = "asked_for"
+        self.serving.metrics.finished(stats, finish_reason(reason) or "unknown", time.monotonic() - self.began_s, plain)
 
     def note_failure(self, failure: ApiError) -> None:
         """It has ended with an error."""
@@ -133,30 +158,32 @@ class Answer:
         longest = 0 if drafter is None else drafter.max_depth
         found: dict[str, Any] = {
             "usage": usage.usage(self.prompt_stats, self.all_stats, written),
-            "metrics": usage.metrics(whole, time.monotonic() - self.began_s, longest),
+            "metrics": usage.metrics(whole, time.monotonic() - self.began_s, longest, self._predicted),
         }
         if self.body.timings:
             found["timings"] = usage.timings(whole)
+        return found
+
+    @property
+    def _predicted(self) -> float | None:
+        """What the cost model promises just now, over plain decoding."""
+        found: float | None = self.serving.engine.status.controller.get("predicted_speedup")
         return found
 
     def log(self, status: int) -> None:
         """One line about the request."""
         whole = usage.merged(self.all_stats)
         fields = {
-            "request_id": self.http.scope.get("state", {}).get("request_id", ""),
-            "route": self.http.url.path,
-            "status": status,
             "prompt_tokens": whole.num_prompt_tokens,
             "completion_tokens": whole.num_new_tokens,
             "first_token_s": round(whole.first_token_s, 4),
-            "seconds": round(time.monotonic() - self.began_s, 4),
             "mean_acceptance_length": round(whole.mean_acceptance_length, 3),
             "finish_reason": ",".join(self.reasons),
             "why": self.why,
         }
         if self.serving.settings.log_prompts:
             fields["prompt"] = prompt_text(self.body)[: self.serving.settings.log_prompts]
-        requests_log.info("request", extra={"fields": fields})
+        log_request(self.http.scope, status, self.began_s, **fields)
 
     async def logged(self, events: AsyncIterator[Any]) -> AsyncIterator[Any]:
         """Events of a stream, with a line in the log however it ends."""

@@ -8,18 +8,21 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from foretoken.constraints import Constraint
 from foretoken.engine.background import Ticket
 from foretoken.engine.output import Output, Piece
+from foretoken.engine.request import Request as EngineRequest
 from foretoken.server import tools
 from foretoken.server.answering import Answer, Gathered, explained, finish_reason
 from foretoken.server.errors import RESPONSES, api_error, bad
-from foretoken.server.inputs import check_fields, constraints_of, engine_requests
-from foretoken.server.logprobs import TokenTexts, chat_logprobs
+from foretoken.server.inputs import check_fields, constraints_of, encoded, engine_requests, tenant_of
+from foretoken.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from foretoken.server.running import outputs_of, pieces_of
 from foretoken.server.schemas import ChatRequest
 from foretoken.server.serving import Serving
 from foretoken.server.sse import streamed
-from foretoken.server.templates import PLAIN_STOP, has_template, prompt_of
+from foretoken.server.templates import PLAIN_STOP, has_template, prompt_of, takes_effort
+from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter()
 
@@ -43,6 +46,7 @@ class _Chat:
         self.engine = serving.engine
         self.texts = TokenTexts(serving.llm.tokenizer, bool(body.return_tokens_as_token_ids))
         self._check()
+        self.prompt: list[int] = []
         self.offered = {tool.function.name for tool in body.tools or ()} if body.tool_choice != "none" else set()
         self.answer = Answer(serving, http, body, "chat.completion")
 
@@ -50,8 +54,10 @@ class _Chat:
         body = self.body
         if body.top_logprobs is not None and not body.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
-        if body.reasoning_effort is not None:
-            raise bad("this model takes no reasoning effort: leave it out", "reasoning_effort")
+        if body.reasoning_effort is not None and not takes_effort(self.serving.llm.tokenizer):
+            raise bad("this model's template takes no reasoning effort: leave it out", "reasoning_effort")
+        if body.stream and body.prompt_logprobs is not None:
+            raise bad("logprobs of a prompt are not streamed: leave stream out, or what asks for them", "stream")
         if body.modalities not in (None, ["text"]):
             raise bad("only text is served", "modalities")
         if body.tool_choice is not None and not isinstance(body.tool_choice, str):
@@ -64,40 +70,48 @@ class _Chat:
     async def respond(self, headers: dict[str, str]) -> Response:
         """The answer, whole or streamed."""
         body, llm = self.body, self.serving.llm
+        self.answer.check_room(body.n or 1)
         asked = body.tools if self.offered else None
         generate = body.add_generation_prompt is not False
-        prompt = await prompt_of(llm.tokenizer, body.messages, asked, body.chat_template_kwargs, generate)
-        ids = list(llm.tokenizer(prompt, add_special_tokens=not has_template(llm.tokenizer))["input_ids"])  # type: ignore[misc]
-        room = llm.target.context_length - len(ids)
-        if room < 1:
-            raise bad(
-                f"the conversation has {len(ids)} tokens and the model's context is {llm.target.context_length}",
-                "messages",
-                "context_length_exceeded",
-            )
+        kwargs = dict(body.chat_template_kwargs or {})
+        prompt = await prompt_of(llm.tokenizer, body.messages, asked, kwargs, generate, body.reasoning_effort)
         constraints = await constraints_of(body, body.n or 1, self.serving)
-        more: dict[str, Any] = {"stop": self._stops()} if not has_template(llm.tokenizer) else {}
-        requests = engine_requests(
-            [ids],
-            body,
-            self.serving,
-            constraints,
-            max_new_tokens=body.max_completion_tokens or body.max_tokens or room,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            prediction=None if body.prediction is None else body.prediction.text,
-            **more,
-        )
-        tickets = self.answer.submit(requests)
+        tickets = self.answer.submit(await in_thread(TEXTS, lambda: self._requests(prompt, constraints)))
         if body.stream:
             self.answer.kind = "chat.completion.chunk"
             events = self.answer.logged(self._events(tickets))
             return streamed(events, self.serving.settings.ping, self.serving.settings.stream_pad, headers)
-        outputs = await self.answer.finished(outputs_of(self.engine, tickets))
+        outputs = await self.answer.finished(outputs_of(self.engine, tickets, self.answer.saw))
         for index, output in enumerate(outputs):
             self.answer.note(index, output.stats, output.finish_reason, output.why)
         self.answer.log(200)
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        return JSONResponse({**self.answer.head, "choices": choices, **self.answer.tail()}, headers=headers)
+        found = {**self.answer.head, "choices": choices, **self.answer.tail()}
+        if body.prompt_logprobs is not None:
+            values = outputs[0].prompt_logprobs or []
+            found["prompt_logprobs"] = prompt_logprobs(values, self.texts, body.prompt_logprobs)
+        return JSONResponse(found, headers=headers)
+
+    def _requests(self, prompt: str, constraints: Sequence[Constraint | None]) -> list[EngineRequest]:
+        """What the engine is asked."""
+        body, llm = self.body, self.serving.llm
+        templated = has_template(llm.tokenizer)
+        special = not templated if body.add_special_tokens is None else body.add_special_tokens
+        self.prompt = encoded(prompt, self.serving, special, "messages")
+        room = max(1, llm.target.context_length - len(self.prompt))
+        return engine_requests(
+            [self.prompt],
+            body,
+            self.serving,
+            constraints,
+            "messages",
+            tenant_of(self.http),
+            max_new_tokens=body.max_completion_tokens or body.max_tokens or room,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+            prediction=None if body.prediction is None else body.prediction.text,
+            **({} if templated else {"stop": self._stops()}),
+        )
 
     def _stops(self) -> list[str]:
         given = self.body.stop
@@ -107,6 +121,7 @@ class _Chat:
         body = self.body
         text, calls = tools.parse(output.text, self.offered) if self.offered else (output.text, [])
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
+        calls = calls[:1] if body.parallel_tool_calls is False else calls
         if calls:
             message["tool_calls"] = calls
         values = (
@@ -120,7 +135,7 @@ class _Chat:
             "stop_reason": output.stop_reason,
         }
         if body.return_token_ids:
-            found |= {"token_ids": output.token_ids, "origins": output.origins}
+            found |= {"token_ids": output.token_ids, "origins": output.origins, "prompt_token_ids": self.prompt}
         if body.speculative is not None and body.speculative.explain:
             found["speculative"] = {**explained(output.rounds, self.serving), "why": output.why}
         return found
@@ -133,7 +148,7 @@ class _Chat:
         held = [_Held(self.offered) for _ in tickets]
         for index in range(len(tickets)):
             yield self._chunk(index, {"role": "assistant", "content": ""}, None)
-        async for index, piece in pieces_of(self.engine, tickets):
+        async for index, piece in pieces_of(self.engine, tickets, self.answer.saw):
             if piece.stats is not None:
                 self.answer.note(index, piece.stats, piece.finish_reason, piece.why)
             ready = gathered[index].push(piece)
@@ -152,6 +167,7 @@ class _Chat:
     def _delta(self, index: int, piece: Piece, held: _Held) -> dict[str, Any]:
         body, final = self.body, piece.finish_reason is not None
         text, calls = held.push(piece.text, final)
+        calls = calls[:1] if body.parallel_tool_calls is False else calls
         delta: dict[str, Any] = {"content": text}
         if calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]

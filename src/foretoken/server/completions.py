@@ -8,17 +8,20 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from foretoken.constraints import Constraint
 from foretoken.engine.background import Ticket
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.output import Output, Piece
+from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import Answer, Gathered, explained, finish_reason
 from foretoken.server.errors import RESPONSES, api_error, bad
-from foretoken.server.inputs import check_fields, constraints_of, engine_requests
+from foretoken.server.inputs import check_fields, constraints_of, encoded, engine_requests, tenant_of
 from foretoken.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
 from foretoken.server.running import outputs_of, pieces_of
-from foretoken.server.schemas import MOST_PROMPTS, CompletionRequest
+from foretoken.server.schemas import CompletionRequest
 from foretoken.server.serving import Serving
 from foretoken.server.sse import streamed
+from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter()
 DEFAULT_TOKENS = 16
@@ -48,9 +51,9 @@ class _Completions:
         self.engine = serving.engine
         self.texts = TokenTexts(serving.llm.tokenizer, bool(body.return_tokens_as_token_ids))
         self._check()
-        self.prompts = self._encoded()
+        self.prompts: list[list[int]] = []
         self.unwritten = body.max_tokens == 0
-        self.answer = Answer(serving, http, body, "text_completion", len(self.prompts))
+        self.answer = Answer(serving, http, body, "text_completion")
 
     def _check(self) -> None:
         body = self.body
@@ -60,30 +63,20 @@ class _Completions:
             raise bad("best_of must be n: all choices are returned", "best_of")
         if body.max_tokens == 0 and not body.echo:
             raise bad("max_tokens 0 needs echo: there would be nothing to return", "max_tokens")
-        if body.stream and body.echo and body.logprobs is not None:
-            raise bad("logprobs of a prompt are not streamed: leave stream or echo out", "stream")
+        if body.stream and (body.prompt_logprobs is not None or (body.echo and body.logprobs is not None)):
+            raise bad("logprobs of a prompt are not streamed: leave stream out, or what asks for them", "stream")
 
     def _encoded(self) -> list[list[int]]:
         """Token ids of all prompts.
 
         Raises:
-            ApiError: none, too many, an empty one, or text for a model without a tokenizer.
+            ApiError: an empty one, an id outside the vocabulary, or text for a model without a tokenizer.
         """
-        given: Any = self.body.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = self.body.prompt
+        if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
-        if not given:
-            raise bad("the prompt is empty: give at least one token", "prompt")
-        if len(given) > MOST_PROMPTS:
-            raise bad(f"at most {MOST_PROMPTS} prompts, not {len(given)}", "prompt")
         special = self.body.add_special_tokens is not False
-        tokenizer = self.serving.llm.tokenizer
-        if tokenizer is None and any(isinstance(one, str) for one in given):
-            raise bad("this model has no tokenizer: give token ids", "prompt")
-        found = [
-            list(tokenizer(one, add_special_tokens=special)["input_ids"]) if isinstance(one, str) else list(one)  # type: ignore[misc]
-            for one in given
-        ]
+        found = [encoded(one, self.serving, special, "prompt") if isinstance(one, str) else list(one) for one in given]
         wide = self.serving.llm.target.vocab_size
         for ids in found:
             if not ids:
@@ -95,30 +88,39 @@ class _Completions:
     async def respond(self, headers: dict[str, str]) -> Response:
         """The answer, whole or streamed."""
         body = self.body
+        several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+        self.answer.check_room((len(body.prompt) if several else 1) * (body.n or 1))
+        self.prompts = await in_thread(TEXTS, self._encoded)
         constraints = await constraints_of(body, len(self.prompts) * (body.n or 1), self.serving)
-        wants_prompt = body.echo and body.logprobs is not None
-        tokens = DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
-        requests = engine_requests(
-            self.prompts,
-            body,
-            self.serving,
-            constraints,
-            max_new_tokens=tokens,
-            logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if wants_prompt else body.prompt_logprobs,
-            prediction=None if body.prediction is None else body.prediction.text,
-        )
-        tickets = self.answer.submit(requests)
+        tickets = self.answer.submit(await in_thread(TEXTS, lambda: self._requests(constraints)))
         if body.stream:
             events = self.answer.logged(self._events(tickets))
             return streamed(events, self.serving.settings.ping, self.serving.settings.stream_pad, headers)
-        outputs = await self.answer.finished(outputs_of(self.engine, tickets))
+        outputs = await self.answer.finished(outputs_of(self.engine, tickets, self.answer.saw))
         for index, output in enumerate(outputs):
             self.answer.note(index, output.stats, output.finish_reason, output.why)
         self.answer.log(200)
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         return JSONResponse(
             {**self.answer.head, "choices": choices, **self.answer.tail(self._written)}, headers=headers
+        )
+
+    def _requests(self, constraints: Sequence[Constraint | None]) -> list[EngineRequest]:
+        """What the engine is asked."""
+        body = self.body
+        tokens = DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
+        asked = [one for one in (body.logprobs if body.echo else None, body.prompt_logprobs) if one is not None]
+        return engine_requests(
+            self.prompts,
+            body,
+            self.serving,
+            constraints,
+            "prompt",
+            tenant_of(self.http),
+            max_new_tokens=tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=max(asked, default=None),
+            prediction=None if body.prediction is None else body.prediction.text,
         )
 
     @property
@@ -136,7 +138,7 @@ class _Completions:
             "stop_reason": None if self.unwritten else output.stop_reason,
         }
         if body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.texts)
+            found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, self.texts, body.prompt_logprobs)
         if body.return_token_ids:
             found |= {"token_ids": ids, "prompt_token_ids": prompt, "origins": output.origins[: len(ids)]}
         if body.speculative is not None and body.speculative.explain:
@@ -167,7 +169,7 @@ class _Completions:
                 text = self._prompt_text(self.prompts[index // (self.body.n or 1)])
                 offsets[index] = len(text)
                 yield self._chunk({"index": index, "text": text, "logprobs": None, "finish_reason": None})
-        async for index, piece in pieces_of(self.engine, tickets):
+        async for index, piece in pieces_of(self.engine, tickets, self.answer.saw):
             if piece.stats is not None:
                 self.answer.note(index, piece.stats, piece.finish_reason, piece.why)
             ready = gathered[index].push(piece)

@@ -23,6 +23,7 @@ class Settings:
         served_name: what clients call it; its last path part by default.
         host, port: where it listens.
         drafter, verifier, controller, dtype, device, quantize, profile: as for :func:`foretoken.load`.
+        tensor_parallel: processes of this machine (on CUDA: devices) that the model is split over.
         max_running: requests that run together.
         max_queued: requests that wait besides; more get 503.
         kv_memory: bytes of keys and values, as "2GiB"; empty for no limit.
@@ -43,6 +44,7 @@ class Settings:
         root_path: where a proxy has put the server.
         chat_template: file with a chat template to use instead of the model's.
         online: the draft model learns from what the target writes while it serves.
+        online_save: folder that the draft model is written to after every update.
     """
 
     model: str = "builtin"
@@ -56,6 +58,7 @@ class Settings:
     device: str = "auto"
     quantize: str = ""
     profile: str = ""
+    tensor_parallel: int = 1
     max_running: int = 16
     max_queued: int = 256
     kv_memory: str = ""
@@ -76,9 +79,10 @@ class Settings:
     root_path: str = ""
     chat_template: str = ""
     online: bool = False
+    online_save: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "prefill_chunk", "max_body", "stream_interval"):
+        for name in ("max_running", "tensor_parallel", "prefill_chunk", "max_body", "stream_interval"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("max_queued", "stream_pad", "log_prompts", "shutdown_timeout"):
@@ -92,6 +96,10 @@ class Settings:
         if self.metrics_compat not in ("", "vllm"):
             raise ValueError(f"metrics_compat must be empty or vllm, not {self.metrics_compat!r}")
         parse_bytes(self.kv_memory)
+        if self.online_save and not self.online:
+            raise ValueError("online_save needs online: nothing else changes the draft model")
+        if self.online:
+            self.online_drafter  # noqa: B018 (a drafter that cannot learn is refused now)
         if self.host not in ("127.0.0.1", "localhost", "::1") and not self.api_keys and not self.insecure:
             raise ValueError(
                 f"--host {self.host} can be reached by others: give an --api-key, or say --insecure if that is meant"
@@ -101,6 +109,20 @@ class Settings:
     def name(self) -> str:
         """What clients call the model."""
         return self.served_name or Path(self.model).name or self.model
+
+    @property
+    def online_drafter(self) -> str:
+        """The spec of the draft model, as one that learns.
+
+        Raises:
+            ValueError: the drafter is no draft model.
+        """
+        name, comma, options = self.drafter.partition(",")
+        kind, colon, path = name.partition(":")
+        if kind not in ("auto", "model", "online"):
+            raise ValueError(f"online trains a draft model: drafter must be auto or model[:PATH], not {self.drafter!r}")
+        saved = f",save={self.online_save}" if self.online_save else ""
+        return f"online{colon}{path}{comma}{options}{saved}"
 
     @property
     def kv_bytes(self) -> int | None:

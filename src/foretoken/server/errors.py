@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from foretoken.engine.errors import DeadlineExceeded, Draining, EngineDead, QueueFull, RequestFailed
+from foretoken.engine.errors import DeadlineExceeded, Draining, EngineClosed, EngineDead, QueueFull, RequestFailed
 
 LONGEST = 1000
 """Characters of a message: whatever it quotes, it stays short."""
@@ -99,7 +99,7 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, QueueFull):
         wait = {"Retry-After": str(max(1, round(error.retry_after_s)))}
         return ApiError(503, f"the server is busy: {error}; try again", code="queue_full", headers=wait)
-    if isinstance(error, Draining):
+    if isinstance(error, Draining | EngineClosed):
         return ApiError(503, "the server is shutting down", code="draining", headers={"Retry-After": "5"})
     if isinstance(error, EngineDead):
         return ApiError(503, "the engine has stopped", code="engine_dead", headers={"Retry-After": "30"})

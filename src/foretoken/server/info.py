@@ -11,10 +11,15 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import foretoken
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.group import GroupDrafter
+from foretoken.drafters.known import KnownDrafter
+from foretoken.drafters.online import OnlineDrafter
 from foretoken.server.errors import RESPONSES, ApiError, bad
 from foretoken.server.schemas import DetokenizeRequest, TokenizeRequest
 from foretoken.server.serving import Serving
 from foretoken.server.templates import prompt_of
+from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter(responses=RESPONSES)
 PAGE = Path(__file__).with_name("page")
@@ -95,7 +100,8 @@ async def tokenize(body: TokenizeRequest, http: Request) -> JSONResponse:
     if (body.prompt is None) == (body.messages is None):
         raise bad("give either prompt or messages", "prompt")
     text = body.prompt if body.prompt is not None else await prompt_of(tokenizer, body.messages or ())
-    ids = list(tokenizer(text, add_special_tokens=body.add_special_tokens)["input_ids"])
+    special = body.add_special_tokens
+    ids = await in_thread(TEXTS, lambda: list(tokenizer(text, add_special_tokens=special)["input_ids"]))
     found: dict[str, Any] = {"count": len(ids), "max_model_len": serving.llm.target.context_length, "tokens": ids}
     if body.return_token_strs:
         found["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
@@ -110,7 +116,8 @@ async def detokenize(body: DetokenizeRequest, http: Request) -> JSONResponse:
     wide = serving.llm.target.vocab_size
     if body.tokens and max(body.tokens) >= wide:
         raise bad(f"token {max(body.tokens)} is outside the vocabulary of {wide}", "tokens")
-    text = _tokenizer(serving).decode(body.tokens)
+    tokenizer = _tokenizer(serving)
+    text = await in_thread(TEXTS, lambda: tokenizer.decode(body.tokens))
     return JSONResponse({"prompt": text}, headers=serving.note_ignored(body.ignored))
 
 
@@ -150,6 +157,8 @@ async def spec(http: Request) -> dict[str, Any]:
         "model": serving.settings.name,
         "drafter": None if drafter is None else drafter.spec or drafter.name,
         "members": [] if drafter is None else [limits.name for limits in drafter.limits.members],
+        "drafters": [] if drafter is None else _drafters(drafter),
+        "online": None if drafter is None else _learned(drafter),
         "max_draft_tokens": 0 if drafter is None else drafter.max_depth,
         "verifier": "auto" if llm.engine.verifier is None else llm.engine.verifier.name,
         "controller": None if controller is None else controller.name,
@@ -162,6 +171,33 @@ async def spec(http: Request) -> dict[str, Any]:
             "context_length": llm.target.context_length,
         },
     }
+
+
+def _drafters(drafter: Drafter) -> list[dict[str, Any]]:
+    """How deep and wide those draft that a request may name, and what a level costs by its size, in target calls."""
+    if isinstance(drafter, KnownDrafter) and drafter.inner is not None:
+        return _drafters(drafter.inner)
+    members = drafter.limits.members
+    parts = drafter.drafters if isinstance(drafter, GroupDrafter) and members else (drafter,)
+    return [
+        {
+            "name": limits.name,
+            "max_depth": limits.max_depth,
+            "max_nodes": limits.max_nodes,
+            "shape": "tree" if part.draws_trees else "chain",
+            "relative_cost": limits.relative_cost,
+        }
+        for part, limits in zip(parts, members or (drafter.limits,), strict=True)
+    ]
+
+
+def _learned(drafter: Drafter) -> dict[str, Any] | None:
+    """What a draft model has learned while it served, wherever in the drafter it is."""
+    if isinstance(drafter, OnlineDrafter):
+        return drafter.report() or None
+    if isinstance(drafter, GroupDrafter):
+        return next((found for found in map(_learned, drafter.drafters) if found is not None), None)
+    return None
 
 
 @router.get("/", include_in_schema=False)

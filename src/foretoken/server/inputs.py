@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from starlette.requests import Request as HttpRequest
 
 from foretoken.constraints import Constraint
 from foretoken.engine.request import Request
 from foretoken.options import make_request
-from foretoken.server.errors import bad
+from foretoken.server.errors import ApiError, bad
 from foretoken.server.schemas import REFUSED, ResponseFormat, Shared, StructuredOutputs
 from foretoken.server.serving import Serving
+from foretoken.server.workers import GRAMMARS, in_thread
 
 GRAMMAR_S = 2.0
 """Seconds in which a grammar must be compiled."""
+PATIENCE_S = 0.3
+"""Seconds that a new grammar waits for others; its own trial then takes 1.6 s at most."""
+LONGEST_TOKEN = 256
+"""Characters of a token, at most (long runs of spaces): longer texts need not be tokenised to be refused."""
 
 
 def check_fields(body: Shared, serving: Serving) -> dict[str, str]:
@@ -33,37 +39,76 @@ def check_fields(body: Shared, serving: Serving) -> dict[str, str]:
         raise bad("n above 1 needs a temperature above 0: all choices would be the same", "n")
     wanted = body.speculative
     if wanted is not None:
-        _check_drafter(wanted.method, wanted.tree, serving)
+        member_of(wanted.method, serving)
+        if wanted.tree is not None:
+            raise bad("the tree belongs to the drafter that the server was started with: leave it out", "speculative")
     return serving.note_ignored(body.ignored)
 
 
-def _check_drafter(method: str | None, tree: str | None, serving: Serving) -> None:
+def member_of(method: str | None, serving: Serving) -> str | None:
+    """The member of a group of drafters that a request names, by its spec or the beginning of it; ``None`` for no
+    choice.
+
+    Raises:
+        ApiError: 400 for a method that does not draft here.
+    """
     drafter = serving.llm.drafter
-    names = {"none", "auto"} if drafter is None else {"none", "auto", drafter.name, drafter.spec, *_members(drafter)}
-    if method is not None and method not in names:
-        known = ", ".join(sorted(name for name in names if name))
-        raise bad(f"this server drafts with {known}: leave speculative.method out", "speculative")
-    if tree is not None:
-        raise bad("the tree belongs to the drafter that the server was started with", "speculative")
+    whole = {"none", "auto"} if drafter is None else {"none", "auto", drafter.name, drafter.spec}
+    if method is None or method in whole:
+        return None
+    members = [] if drafter is None else [limits.name for limits in drafter.limits.members]
+    for name in members:
+        if method in (name, name.partition(",")[0]):
+            return name
+    known = ", ".join(sorted({name for name in whole if name} | set(members)))
+    raise bad(f"speculative.method must be one of {known}: this server has no other drafter", "speculative")
 
 
-def _members(drafter: Any) -> list[str]:
-    return [limits.name for limits in drafter.limits.members]
+def encoded(text: str, serving: Serving, special: bool, field: str) -> list[int]:
+    """Token ids of a text; takes a second for two megabytes, so it belongs into a thread.
+
+    Raises:
+        ApiError: 400 for a text that is longer than any that could fit.
+    """
+    context = serving.llm.target.context_length
+    if len(text) > LONGEST_TOKEN * context:
+        raise bad(
+            f"the text has {len(text)} characters, which do not fit into the model's context of {context} tokens",
+            field,
+            "context_length_exceeded",
+        )
+    tokenizer = serving.llm.tokenizer
+    if tokenizer is None:
+        raise bad("this model has no tokenizer: give token ids", field)
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 def engine_requests(
-    prompts: Sequence[str | Sequence[int]],
+    prompts: Sequence[Sequence[int]],
     body: Shared,
     serving: Serving,
     constraints: Sequence[Constraint | None],
+    field: str,
+    tenant: str,
     **more: Any,
 ) -> list[Request]:
-    """One request per prompt and choice, in order of their indices.
+    """One request per prompt and choice, in order of their indices; takes a while for many of them.
+
+    Args:
+        prompts: token ids.
+        body: what was asked.
+        serving: the server.
+        constraints: one for each prompt and choice.
+        field: where the prompts came from.
+        tenant: whose texts and drafts may be reused.
+        more: options of :func:`foretoken.options.make_request`.
 
     Raises:
         ApiError: 400.
     """
-    options = {**_options(body, serving), **more}
+    options = {**_options(body, serving, tenant), **more}
+    for prompt in prompts:
+        _check_lengths(len(prompt), options, serving, body, field)
     seed, count = options.pop("seed", None), body.n or 1
     llm = serving.llm
     found: list[Request] = []
@@ -83,7 +128,26 @@ def engine_requests(
     return found
 
 
-def _options(body: Shared, serving: Serving) -> dict[str, Any]:
+def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body: Shared, field: str) -> None:
+    """The field that is to blame is named, which the engine does not know."""
+    context, asked = serving.llm.target.context_length, options["max_new_tokens"]
+    limit = "max_tokens" if getattr(body, "max_tokens", None) is not None else "max_completion_tokens"
+    if size >= context:
+        raise bad(
+            f"the prompt has {size} tokens and the model's context is {context}", field, "context_length_exceeded"
+        )
+    if size + asked > context:
+        raise bad(
+            f"{limit} is {asked}, but after a prompt of {size} tokens only {context - size} of the context's {context} "
+            "are left",
+            limit,
+            "context_length_exceeded",
+        )
+    if options.get("min_tokens", 0) > asked:
+        raise bad(f"min_tokens is {options['min_tokens']}, more than the {asked} that may be written", "min_tokens")
+
+
+def _options(body: Shared, serving: Serving, tenant: str) -> dict[str, Any]:
     """Sampling and limits in our words; what was not said keeps OpenAI's defaults."""
     wanted = body.speculative
     plain = wanted is not None and (not wanted.enabled or wanted.method == "none")
@@ -95,54 +159,72 @@ def _options(body: Shared, serving: Serving) -> dict[str, Any]:
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
         "repetition_penalty": body.repetition_penalty,
-        "logit_bias": None if body.logit_bias is None else {int(k): float(v) for k, v in body.logit_bias.items()},
+        "logit_bias": _biases(body.logit_bias, serving),
         "stop": body.stop,
         "include_stop": body.include_stop_str_in_output,
-        "stop_token_ids": body.stop_token_ids,
+        "stop_token_ids": _known(body.stop_token_ids, serving, "stop_token_ids"),
         "ignore_eos": body.ignore_eos,
         "min_tokens": body.min_tokens,
         "seed": None if body.seed is None else body.seed % 2**64,
-        "allowed_token_ids": _known(body.allowed_token_ids, serving),
+        "allowed_token_ids": _known(body.allowed_token_ids, serving, "allowed_token_ids"),
         "bad_words": body.bad_words,
         "priority": body.priority,
-        "cache_salt": body.cache_salt or "",
+        "cache_salt": f"{tenant}/{body.cache_salt or ''}" if tenant else body.cache_salt or "",
         "deadline_s": serving.settings.request_timeout,
         "max_draft_tokens": 0 if plain else None if wanted is None else wanted.num_speculative_tokens,
+        "drafter": None if wanted is None or plain else member_of(wanted.method, serving),
         "explain": None if wanted is None else wanted.explain,
     }
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _known(ids: Sequence[int] | None, serving: Serving) -> Sequence[int] | None:
+def _known(ids: Sequence[int] | None, serving: Serving, field: str) -> Sequence[int] | None:
     """Ids of the vocabulary; others would be somebody else's memory."""
     wide = serving.llm.target.vocab_size
     for token in ids or ():
         if token >= wide:
-            raise bad(f"token {token} is outside the vocabulary of {wide}", "allowed_token_ids")
+            raise bad(f"token {token} is outside the vocabulary of {wide}", field)
     return ids
+
+
+def _biases(given: Mapping[str, float] | None, serving: Serving) -> dict[int, float] | None:
+    if given is None:
+        return None
+    _known([int(token) for token in given], serving, "logit_bias")
+    return {int(token): float(value) for token, value in given.items()}
+
+
+def tenant_of(http: HttpRequest) -> str:
+    """Whose texts and drafts may be reused for a request; empty for those of everybody."""
+    return str(http.scope.get("state", {}).get("tenant", ""))
 
 
 async def constraints_of(body: Shared, count: int, serving: Serving) -> list[Constraint | None]:
     """What the answers must look like, one for each choice.
 
     Raises:
-        ApiError: 400 for a grammar that cannot be compiled, or not in time.
+        ApiError: 400 for a grammar that cannot be compiled, or not in time; 503 where others stand in its way.
     """
     wanted = _wanted(body.response_format, body.structured_outputs)
     if wanted is None:
         return [None] * count
     kind, spec, param = wanted
     try:
-        from foretoken.grammar import compile_constraint
+        from foretoken.grammar import TrialBusy, compile_constraint
     except ModuleNotFoundError:
         raise bad("structured output needs an extra: pip install 'foretoken[grammar]'", param) from None
     llm = serving.llm
 
     def compiled() -> list[Constraint | None]:
-        return [compile_constraint(kind, spec, llm.tokenizer, llm.target.vocab_size) for _ in range(count)]
+        width = llm.target.vocab_size
+        return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S) for _ in range(count)]
 
     try:
-        return await asyncio.wait_for(asyncio.to_thread(compiled), GRAMMAR_S)
+        return await in_thread(GRAMMARS, compiled, GRAMMAR_S)
+    except TrialBusy:
+        raise ApiError(
+            503, "other grammars are being compiled: try again", code="grammars_queued", headers={"Retry-After": "2"}
+        ) from None
     except TimeoutError:
         raise bad("the grammar takes too long to compile: make it smaller", param, "grammar_too_complex") from None
     except ValueError as error:

@@ -28,7 +28,8 @@ def listener(settings: Settings) -> socket.socket:
         ValueError: somebody else has it, or there is no such address.
     """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol named, asyncio turns Nagle's algorithm off; else small chunks wait 40 ms for an ACK.
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((settings.host, settings.port))
@@ -57,17 +58,29 @@ def check_model(settings: Settings) -> None:
 
 def run(settings: Settings, sock: socket.socket) -> int:
     """Serve until a signal comes or the engine stops; returns the exit code."""
+    from foretoken.server.app import create_app
+    from foretoken.server.serving import Serving
+
+    serving = Serving(settings)
+    return run_app(create_app(settings, serving), serving, sock)
+
+
+def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
+    """Serve an application until a signal comes or its state is in trouble; returns the exit code.
+
+    Args:
+        app: the ASGI application.
+        serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``settings`` and ``drain()``.
+        sock: where it listens.
+    """
     import uvicorn
 
     from foretoken.server import logs
-    from foretoken.server.app import create_app
     from foretoken.server.protocol import GuardedProtocol
-    from foretoken.server.serving import Serving
 
     logs.install()
-    serving = Serving(settings)
     config = uvicorn.Config(
-        create_app(settings, serving),
+        app,
         http=GuardedProtocol,
         ws="none",
         lifespan="on",
@@ -129,6 +142,8 @@ async def _drained(serving: Any, timeout_s: float) -> None:
     end = asyncio.get_running_loop().time() + timeout_s
     while serving.num_open and asyncio.get_running_loop().time() < end:
         await asyncio.sleep(0.02)
+    if serving.num_open:
+        await serving.stop(0.0)  # streams that take longer end with an error, not in the middle of a line
     await asyncio.sleep(0.2)  # the last answers are on their way
 
 

@@ -6,15 +6,19 @@ import asyncio
 import base64
 import hashlib
 import hmac
+import logging
 import re
+import time
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.server.errors import ApiError, bad
 
+requests_log = logging.getLogger("foretoken.requests")
 OPEN = ("/health", "/ready")
 """Routes that need no key: probes of orchestrators have none."""
 DEEPEST = 64
@@ -46,10 +50,14 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        scope.setdefault("state", {})["request_id"] = request_id = _id_of(headers)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id = _id_of(headers)
+        began = time.monotonic()
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if _is_worth_a_line(scope, message["status"]):
+                    log_request(scope, message["status"], began)
                 found = MutableHeaders(scope=message)
                 found["X-Request-Id"] = request_id
                 for name, value in SECURITY.items():
@@ -57,26 +65,28 @@ class Gate:
             await send(message)
 
         try:
-            self._check_key(scope["path"], headers)
+            state["tenant"] = self._check_key(scope["path"], headers)
             received = await self._body(scope, headers, receive)
         except ApiError as error:
             await error.response(scope, receive, named)
             return
         await self.app(scope, received, named)
 
-    def _check_key(self, path: str, headers: Headers) -> None:
-        """Compare in constant time with all keys.
+    def _check_key(self, path: str, headers: Headers) -> str:
+        """Compare in constant time with all keys; returns whose texts and drafts may be reused for this request, which
+        is nobody else's where there are several keys.
 
         Raises:
             ApiError: 401.
         """
         if not self.keys or path in OPEN:
-            return
+            return ""
         digest = hashlib.sha256(_key_of(headers).encode()).digest()
         if not any([hmac.compare_digest(digest, key) for key in self.keys]):  # noqa: C419 (all of them, always)
             page = path in ("/", "/app.js", "/style.css")
             ask = {"WWW-Authenticate": 'Basic realm="foretoken"' if page else "Bearer"}
             raise ApiError(401, "give a valid key: Authorization: Bearer KEY", code="invalid_api_key", headers=ask)
+        return digest.hex()[:16] if len(self.keys) > 1 else ""
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """Read the whole body, and hand it on in one piece.
@@ -118,6 +128,24 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self.max_body} bytes", headers={"Connection": "close"})
+
+
+def _is_worth_a_line(scope: Scope, status: int) -> bool:
+    """Whether the log should have a line of an answer: generations write their own, and probes come every second."""
+    return status >= 400 and scope["path"] not in OPEN and not scope["state"].get("logged")
+
+
+def log_request(scope: Scope, status: int, began_s: float, **fields: Any) -> None:
+    """One line of the log about one request, at most once."""
+    scope["state"]["logged"] = True
+    told = {
+        "request_id": scope["state"].get("request_id", ""),
+        "route": scope["path"][:256],
+        "status": status,
+        **fields,
+        "seconds": round(time.monotonic() - began_s, 4),
+    }
+    requests_log.info("request", extra={"fields": told})
 
 
 def _id_of(headers: Headers) -> str:

@@ -65,15 +65,17 @@ def chat_logprobs(found: Sequence[TokenLogprobs], texts: TokenTexts, count: int)
     }
 
 
-def prompt_logprobs(found: Sequence[TokenLogprobs | None], texts: TokenTexts) -> list[dict[str, Any] | None]:
-    """vLLM's shape: one object by token id per token of the prompt."""
+def prompt_logprobs(
+    found: Sequence[TokenLogprobs | None], texts: TokenTexts, count: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's shape: one object by token id per token of the prompt, with so many of the likeliest ones."""
     rows: list[dict[str, Any] | None] = []
     for one in found:
         if one is None:
             rows.append(None)
             continue
         ranked = {token: rank + 1 for rank, (token, _) in enumerate(one.top)}
-        pairs = dict((*one.top, (one.token_id, one.logprob)))
+        pairs = dict((*one.top[:count], (one.token_id, one.logprob)))
         rows.append(
             {
                 str(token): {"logprob": value, "rank": ranked.get(token), "decoded_token": texts(token)}

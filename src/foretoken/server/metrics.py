@@ -33,18 +33,21 @@ class Metrics:
                 ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
                 ("kv_cache_bytes", "Memory of keys and values of running requests.", lambda s: s.kv_bytes),
                 ("kv_cache_usage_perc", "The same as a share of its limit (0 without one).", _usage),
+                ("spec_predicted_speedup", "Of the plan in use over plain decoding, as the cost model says.", _speedup),
             ):
                 gauge = Gauge(f"{prefix}:{name}", what, ["model_name"], registry=self.registry)
                 gauge.labels(model).set_function(lambda value=value: value(found) if (found := status()) else 0.0)  # type: ignore[misc]
 
     def _made(self, prefix: str) -> dict[str, Any]:
+        """Those with no label but the model's begin at 0, for tools that look before the first request."""
+
         def counter(name: str, what: str, *labels: str) -> Counter:
             return Counter(f"{prefix}:{name}", what, ["model_name", *labels], registry=self.registry)
 
         def histogram(name: str, what: str) -> Histogram:
             return Histogram(f"{prefix}:{name}", what, ["model_name"], registry=self.registry, buckets=SECONDS)
 
-        return {
+        found = {
             "success": counter("request_success", "Finished requests.", "finished_reason"),
             "failures": counter("request_failure", "Requests that ended with an error.", "reason"),
             "rejections": counter("admission_rejections", "Requests that were not taken.", "reason"),
@@ -57,16 +60,29 @@ class Metrics:
             "accepted_at": counter("spec_decode_num_accepted_tokens_per_pos", "Accepted, by position.", "position"),
             "phase": counter("spec_step_seconds", "Seconds of rounds by what took them.", "phase"),
             "plain": counter("spec_disabled", "Requests that were decoded plainly.", "reason"),
-            "share": counter("spec_drafter_share", "Requests by drafter.", "drafter"),
+            "share": counter("spec_drafter_share", "Rounds with drafts by who drafted.", "drafter"),
             "first": histogram("time_to_first_token_seconds", "From arrival to the first token."),
             "per_token": histogram("request_time_per_output_token_seconds", "Between tokens, per request."),
             "between": histogram("inter_token_latency_seconds", "Between blocks, divided by their tokens."),
             "whole": histogram("e2e_request_latency_seconds", "From arrival to the end."),
             "queue": histogram("request_queue_time_seconds", "From arrival to admission."),
         }
+        for name in (
+            "prompt",
+            "cached",
+            "generation",
+            "drafts",
+            "draft_tokens",
+            "accepted",
+            "first",
+            "per_token",
+            "whole",
+        ):
+            found[name].labels(self._model)
+        return found
 
-    def finished(self, stats: SpecStats, reason: str, whole_s: float, drafter: str) -> None:
-        """Count a request that ended well."""
+    def finished(self, stats: SpecStats, reason: str, whole_s: float, plain: str) -> None:
+        """Count a request that ended well; ``plain`` says why nothing was drafted, where nothing was."""
         m = self._model
         for one in self._sets:
             one["success"].labels(m, reason).inc()
@@ -81,16 +97,21 @@ class Metrics:
                 one["phase"].labels(m, phase).inc(max(0.0, getattr(stats, f"{phase}_s")))
             if stats.num_draft_tokens:
                 one["drafts"].labels(m).inc(stats.num_drafts)
-                one["share"].labels(m, drafter).inc()
             else:
-                one["plain"].labels(m, "plain_is_faster" if drafter != "none" else "no_drafter").inc()
+                one["plain"].labels(m, plain).inc()
+            for drafter, rounds in stats.drafters.items():
+                one["share"].labels(m, drafter).inc(rounds)
             one["first"].labels(m).observe(stats.first_token_s)
             one["queue"].labels(m).observe(stats.queue_s)
             one["whole"].labels(m).observe(whole_s)
             rest = max(0.0, whole_s - stats.first_token_s)
             if stats.num_new_tokens > 1:
                 one["per_token"].labels(m).observe(rest / (stats.num_new_tokens - 1))
-                one["between"].labels(m).observe(rest / (stats.num_new_tokens - 1))
+
+    def came(self, seconds: float) -> None:
+        """Note the seconds that a token of a block has taken."""
+        for one in self._sets:
+            one["between"].labels(self._model).observe(seconds)
 
     def failed(self, reason: str) -> None:
         """Count a request that ended with an error."""
@@ -105,6 +126,10 @@ class Metrics:
     def text(self) -> bytes:
         """What Prometheus reads."""
         return generate_latest(self.registry)
+
+
+def _speedup(status: EngineStatus) -> float:
+    return float(status.controller.get("predicted_speedup") or 1.0)
 
 
 def _usage(status: EngineStatus) -> float:

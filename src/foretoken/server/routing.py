@@ -1,13 +1,75 @@
-"""Which replica serves a request, for Ray Serve: one session, one replica, so that its caches are found again."""
+"""Which replica serves a request: one session, one replica, so that its caches are found again.
+
+A session is what a client says it is (``X-Session-Id``, or OpenAI's ``prompt_cache_key``), else the beginning of what
+it sends: the messages up to the first of the user, or the first part of a prompt.  A conversation begins with the same
+words at every turn, so that all its turns have one session.  Pure functions; :mod:`foretoken.server.scale` asks them.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ray.serve.request_router import RequestRouter
+HEADER = "x-session-id"
+LONGEST_ID = 256
+"""Characters of a session that a client names."""
+CHARACTERS = 256
+"""Of a prompt: texts with the same ones share a replica."""
+MORE = 1.5
+"""A replica keeps its sessions until it has so many times its share of requests: moving one costs reading its text."""
+TOKENS = 64
+"""The same for a prompt of token ids."""
+
+
+def session_of(headers: Mapping[str, str], body: bytes) -> str:
+    """The session of a request, a digest; empty where any replica will do.
+
+    Args:
+        headers: of the request.
+        body: of the request; one that is no JSON object has no beginning.
+    """
+    named = headers.get(HEADER, "")[:LONGEST_ID]
+    if named:
+        return _digest("named", named)
+    if not body:
+        return ""
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""  # the replica says what is wrong with it
+    if not isinstance(asked, dict):
+        return ""
+    key = asked.get("prompt_cache_key")
+    if isinstance(key, str) and key:
+        return _digest("named", key[:LONGEST_ID])
+    beginning = _beginning(asked)
+    return _digest("text", str(asked.get("cache_salt") or ""), beginning) if beginning else ""
+
+
+def _beginning(asked: Mapping[str, Any]) -> str:
+    """What the turns of a conversation, or prompts with a common prefix, have in common."""
+    messages = asked.get("messages")
+    if isinstance(messages, list):
+        first: list[Any] = []
+        for message in messages:
+            first.append(message)
+            if isinstance(message, dict) and message.get("role") == "user":
+                break
+        return json.dumps(first, sort_keys=True) if first else ""
+    prompt = asked.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt[:CHARACTERS]
+    return json.dumps(prompt[:TOKENS]) if isinstance(prompt, list) else ""
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def ranked(session: str, replicas: Sequence[str]) -> list[str]:
@@ -15,13 +77,22 @@ def ranked(session: str, replicas: Sequence[str]) -> list[str]:
     return sorted(replicas, key=lambda name: hashlib.sha256(f"{session}\0{name}".encode()).digest(), reverse=True)
 
 
-class SessionRouter(RequestRouter):
-    """A session's replica; without a session the less busy one of two."""
+def order(session: str, loads: Mapping[str, int]) -> list[str]:
+    """Replicas, the most wanted first: consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam 2016).
 
-    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """Ranks of replicas, the most wanted first."""
-        session = "" if pending_request is None else pending_request.metadata.session_id or ""
-        if not session:
-            return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
-        by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
-        return [[by_name[name]] for name in ranked(session, list(by_name))]
+    A session's own replica comes first as long as it has less than its share of all requests, widened by ``MORE``;
+    then the next ones in the session's order; at last the full ones, the least busy first.  A request without a session
+    goes to the least busy replica.
+
+    Args:
+        session: digest of the session, or empty.
+        loads: requests that each replica has now.
+    """
+    if not session:
+        names = list(loads)
+        random.shuffle(names)  # among equals none is preferred
+        return sorted(names, key=lambda name: loads[name])
+    mine = ranked(session, list(loads))
+    most = math.ceil(MORE * (sum(loads.values()) + 1) / max(1, len(loads)))
+    free = [name for name in mine if loads[name] < most]
+    return [*free, *sorted((name for name in mine if loads[name] >= most), key=lambda name: loads[name])]

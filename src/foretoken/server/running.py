@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -34,29 +34,34 @@ def submit_all(engine: AsyncLlm, requests: Sequence[Request]) -> list[Ticket]:
     return tickets
 
 
-async def outputs_of(engine: AsyncLlm, tickets: Sequence[Ticket]) -> list[Output]:
+Saw = Callable[[int, int], None]
+"""Told of every block as it comes: the index of its ticket, and its tokens."""
+
+
+async def outputs_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> list[Output]:
     """What they give; if one fails, the others are ended, too.
 
     Raises:
         DeadlineExceeded: the time was up.
     """
     try:
-        return await asyncio.gather(*(_output(engine, ticket) for ticket in tickets))
+        return await asyncio.gather(*(_output(engine, index, ticket, saw) for index, ticket in enumerate(tickets)))
     finally:
         for ticket in tickets:
             engine.cancel(ticket)
 
 
-async def _output(engine: AsyncLlm, ticket: Ticket) -> Output:
+async def _output(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> Output:
     while True:
         run, emission = await ticket.next()
+        saw(index, len(emission.token_ids))
         if emission.finish_reason == "deadline":
             raise DeadlineExceeded("the time was up")
         if emission.finish_reason is not None:
             return output_of(run, engine.llm.tokenizer)
 
 
-async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
+async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> AsyncIterator[tuple[int, Piece]]:
     """Pieces of all of them as they come, with their indices.
 
     Raises:
@@ -69,6 +74,7 @@ async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket]) -> AsyncIterato
         try:
             while True:
                 run, emission = await ticket.next()
+                saw(index, len(emission.token_ids))
                 if emission.finish_reason == "deadline":
                     raise DeadlineExceeded("the time was up")
                 await queue.put((index, pieces.push(run, emission)))

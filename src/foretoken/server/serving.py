@@ -16,6 +16,7 @@ from foretoken.llm import Llm, load
 from foretoken.server.config import Settings
 from foretoken.server.errors import ApiError
 from foretoken.server.metrics import Metrics
+from foretoken.server.workers import GRAMMARS, in_thread
 
 log = logging.getLogger("foretoken.server")
 
@@ -28,7 +29,7 @@ def load_llm(settings: Settings) -> Llm:
     """
     drafter = None if settings.drafter == "none" else settings.drafter
     if settings.online:
-        drafter = "online"
+        drafter = settings.online_drafter
     return load(
         settings.model,
         drafter,
@@ -39,7 +40,19 @@ def load_llm(settings: Settings) -> Llm:
         profile=settings.profile or None,
         quantize=settings.quantize or None,
         known=True,
+        tensor_parallel=settings.tensor_parallel,
     )
+
+
+def warm_up(llm: Llm) -> None:
+    """Compile a grammar, so that the first request does not pay for the tokenizer's view and the trial's process out of
+    its two seconds."""
+    try:
+        from foretoken.grammar import compile_constraint
+
+        compile_constraint("regex", "a", llm.tokenizer, llm.target.vocab_size)
+    except (ModuleNotFoundError, ValueError, RuntimeError) as error:
+        log.info("no structured output: %s", str(error).splitlines()[0])
 
 
 @dataclass
@@ -85,6 +98,7 @@ class Serving:
                 prefix_cache=settings.prefix_cache,
             )
             await engine.start()
+            await in_thread(GRAMMARS, lambda: warm_up(llm))
             self._engine, self.started_s = engine, int(time.time())
         except Exception as error:  # told to whoever starts the server
             self.failed = error
@@ -160,7 +174,7 @@ class Serving:
 
     def note_ignored(self, names: list[str]) -> dict[str, str]:
         """A header that lists fields that were ignored; each is logged once."""
-        safe = [name for name in names if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)][:20]
+        safe = [name for name in names[:1000] if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name)][:20]
         new = set(safe) - self.unknown
         if new and len(self.unknown) < 1000:
             self.unknown |= new

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretoken.server.errors import bad
-from foretoken.server.schemas import Message, Tool
+from foretoken.server.schemas import Message, Tool, ToolCall
+from foretoken.server.workers import TEMPLATES, in_thread
 
 RENDER_S = 2.0
 """Seconds in which a template must be done."""
@@ -22,12 +23,18 @@ def has_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
+def takes_effort(tokenizer: Any) -> bool:
+    """Whether the model's template asks how hard it should think."""
+    return has_template(tokenizer) and "reasoning_effort" in str(tokenizer.chat_template)
+
+
 async def prompt_of(
     tokenizer: Any,
     messages: Sequence[Message],
     tools: Sequence[Tool] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     generate: bool = True,
+    effort: str | None = None,
 ) -> str:
     """The prompt of a conversation.
 
@@ -44,17 +51,18 @@ async def prompt_of(
         if tools:
             raise bad("this model has no chat template, so it cannot be told of tools", "tools")
         return _without_template(written, generate)
+    extra = dict(kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort})
     functions = [tool.model_dump(exclude_none=True) for tool in tools or ()] or None
 
     def render() -> str:
         return str(
             tokenizer.apply_chat_template(
-                written, tools=functions, tokenize=False, add_generation_prompt=generate, **dict(kwargs or {})
+                written, tools=functions, tokenize=False, add_generation_prompt=generate, **extra
             )
         )
 
     try:
-        return await asyncio.wait_for(asyncio.to_thread(render), RENDER_S)
+        return await in_thread(TEMPLATES, render, RENDER_S)
     except TimeoutError:
         raise bad("the chat template takes too long for these messages", "messages") from None
     except Exception as error:  # the template's own: it refuses roles, orders, missing fields
@@ -71,10 +79,23 @@ def _plain(message: Message) -> dict[str, Any]:
         content = "".join(part.text for part in content)
     found: dict[str, Any] = {"role": message.role, "content": content or ""}
     if message.tool_calls:
-        found["tool_calls"] = [call.model_dump() for call in message.tool_calls]
+        found["tool_calls"] = [_call(call) for call in message.tool_calls]
     for name in ("name", "tool_call_id"):
         if getattr(message, name):
             found[name] = getattr(message, name)
+    return found
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """An earlier call, with its arguments as templates want them: an object, which clients send as JSON text."""
+    found = call.model_dump()
+    arguments = call.function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (json.JSONDecodeError, RecursionError):
+            raise bad("the arguments of an earlier tool call are no JSON", "messages") from None
+        found["function"] = {**call.function, "arguments": parsed}
     return found
 
 

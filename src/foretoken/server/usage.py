@@ -37,7 +37,7 @@ def usage(
     }
 
 
-def metrics(stats: SpecStats, whole_s: float, longest_draft: int) -> dict[str, Any]:
+def metrics(stats: SpecStats, whole_s: float, longest_draft: int, predicted: float | None = None) -> dict[str, Any]:
     """Times, and what speculation did."""
     writing_s = max(0.0, whole_s - stats.first_token_s)
     between = writing_s / (stats.num_new_tokens - 1) if stats.num_new_tokens > 1 else 0.0
@@ -47,7 +47,7 @@ def metrics(stats: SpecStats, whole_s: float, longest_draft: int) -> dict[str, A
         "queue_time_ms": 1e3 * stats.queue_s,
         "mean_itl_ms": 1e3 * between,
         "tokens_per_second": stats.num_new_tokens / whole_s if whole_s > 0 else 0.0,
-        "speculative_decoding": speculative(stats, longest_draft),
+        "speculative_decoding": {**speculative(stats, longest_draft), "predicted_speedup": predicted},
     }
 
 

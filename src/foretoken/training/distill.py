@@ -1,4 +1,4 @@
-"""``foretoken train distill``: a draft model learns the law of its target.
+"""``foretoken train distill``: a draft model learns the distribution of its target.
 
 DistillSpec, Zhou et al. 2023 (https://arxiv.org/abs/2310.08461): one divergence per token, on fixed text, on the
 target's writing, on the student's own, or on a mix.  Nothing flows back through the drawing of tokens.
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.drafters.learning.divergences import divergence
 from foretoken.loading import BUILTIN
 from foretoken.training.alignment import AlignmentCurve
 from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, read_meta, save_checkpoint
-from foretoken.training.divergences import divergence
 from foretoken.training.folders import save_model, write_report
 from foretoken.training.text_sources import TextSource
 from foretoken.training.updates import Progress as Progress
@@ -27,7 +27,7 @@ from foretoken.training.updates import descend, learning_rate_factor, set_learni
 from foretoken.training.workshop import Workshop
 
 CHUNK, CPU_CHUNK = 1024, 64
-"""Positions whose laws are made at once; on a CPU so few that they stay in its cache (a third of the time)."""
+"""Positions whose distributions are made at once; on a CPU so few that they stay in its cache (a third of the time)."""
 
 
 Evaluate = Callable[[Any], Mapping[str, Any]]

@@ -53,8 +53,8 @@ def write_drafter_card(
     if acceptance:
         parts.append(
             "## Held-out acceptance\n\nThrough the engine, on documents held out by a hash of their content: the mean "
-            "acceptance length (tokens a round, the target's own included) and the share of rounds whose draft stands "
-            f"up to each position.\n\n{_acceptance(acceptance)}"
+            "acceptance length (tokens a round, the target's own included) and the share of rounds whose draft is "
+            f"accepted up to each position.\n\n{_acceptance(acceptance)}"
         )
     tmp = out / ".README.md.tmp"
     tmp.write_text("\n".join(parts), encoding="utf-8")

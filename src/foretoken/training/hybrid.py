@@ -77,7 +77,7 @@ def start_from_llama(model: Any, source: Path, tokens: NDArray[Any]) -> None:
     """
     from transformers import AutoModelForCausalLM
 
-    llama: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    llama: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=False).eval()
     mine, other = model.config, llama.config
     for key in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads"):
         if other.model_type != "llama" or getattr(mine, key) != getattr(other, key):

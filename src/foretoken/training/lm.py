@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foretoken.io.documents import iter_documents
 from foretoken.training.card import CardInfo, command_line, write_card
 from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, read_meta, save_checkpoint
 from foretoken.training.corpus import (
     BlockSampler,
     build_corpus,
-    iter_documents,
     read_tokens,
     stored_corpus,
     train_tokenizer,
@@ -196,7 +196,7 @@ def train_lm(
     ``out`` receives the model in Hugging Face's layout (bfloat16 safetensors, tokenizer), ``losses.csv``,
     ``losses.png`` and ``training.json``.  ``tokenizer_from`` shares another model's tokenizer; ``init_from`` starts
     from another model's weights (and tokenizer) with fresh optimizers.  With a ``teacher`` the loss is mostly the
-    divergence from that model's law, which is what a draft model needs.
+    divergence from that model's distribution, which is what a draft model needs.
 
     Raises:
         ValueError: empty or too short data, a checkpoint of another architecture in ``out``, or weights of another
@@ -273,7 +273,7 @@ def _loss(model: Any, teacher: Path | None, weight: float, device: str) -> Calla
         return lambda blocks: next_token_loss(model, blocks)
     from transformers import AutoModelForCausalLM
 
-    guide: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16)
+    guide: Any = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.bfloat16, trust_remote_code=False)
     guide = guide.to(device).eval()
     if guide.config.vocab_size != model.config.vocab_size:
         raise ValueError(
@@ -297,7 +297,7 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
         folder = folder / "tokenizer"  # a run that has not finished yet
         if not (folder / "tokenizer.json").exists():
             raise ValueError(f"{source} holds no tokenizer.json: give the --out of another run, or a model folder")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {folder} has no end-of-text token, which separates documents")
     if len(tokenizer) > config.vocab:

@@ -28,7 +28,7 @@ class Text:
 
     Attributes:
         tokens: int64 [batch, context + 1]: inputs are ``[:, :-1]``.
-        weights: float32 [batch, context]: how much each position's law counts; 0 leaves it out.
+        weights: float32 [batch, context]: how much each position's distribution counts; 0 leaves it out.
     """
 
     tokens: Tensor

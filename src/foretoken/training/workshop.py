@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.drafters.learning.divergences import check_loss
 from foretoken.loading import check_same_tokenizer, check_vocabularies, load_model, load_tokenizer, resolve
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
 from foretoken.training.corpus import BlockSampler, build_corpus, read_tokens
-from foretoken.training.divergences import check_loss
 from foretoken.training.text_sources import TEXTS, FixedText, PolicyText, TeacherText, TextSource
 from foretoken.training.written import stored_continuations, write_continuations
 
@@ -152,7 +152,7 @@ class Workshop:
         )  # fmt: skip
 
     def written_weights(self, rows: Tensor) -> Tensor:
-        """Float32 [n, context]: 1 where the law of a written token counts."""
+        """Float32 [n, context]: 1 where the distribution of a written token counts."""
         weights = torch.ones(rows.shape[0], rows.shape[1] - 1)
         weights[:, : self.config.prompt_tokens - 1] = 0
         return weights

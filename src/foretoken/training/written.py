@@ -91,7 +91,7 @@ def _draw(logits: Tensor, coins: Tensor, sampler: Sampler) -> Tensor:
     """One token per row of ``logits`` [n, V] by inversion of its distribution function, int64 [n] on the host."""
     if sampler.greedy:
         return logits.argmax(-1).cpu()
-    cdf = sampler.laws(logits, None).cumsum(-1)
+    cdf = sampler.distributions(logits, None).cumsum(-1)
     points = coins.to(cdf)[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, points, right=True).clamp_(max=logits.shape[-1] - 1)[:, 0].cpu()
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from foretoken.core import TokenTree
 from foretoken.trees.shapes import Choice
-from foretoken.types import TokenTree
 
 
 class Shape(ABC):

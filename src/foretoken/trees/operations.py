@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foretoken.types import Kind, TokenTree
+from foretoken.core import Kind, TokenTree
 
 
 def select(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
@@ -20,7 +20,7 @@ def select(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
         tree,
         tokens=tuple(tree.tokens[n] for n in nodes),
         parents=tuple(-1 if n == 0 else place[tree.parents[n]] for n in nodes),
-        law_of=tuple(tree.law_of[n] for n in nodes) if tree.law_of else (),
+        q_rows=tuple(tree.q_rows[n] for n in nodes) if tree.q_rows else (),
         probes=tuple(tree.probes[n] for n in nodes) if tree.probes else (),
         drafters=tuple(tree.drafters[n] for n in nodes) if tree.drafters else (),
     )
@@ -84,8 +84,8 @@ def merge_with_places(trees: Sequence[TokenTree], kind: Kind | None = None) -> t
     """The union of several drafters' trees, and per tree the merged node of each of its nodes.
 
     Point masses that propose the same token at the same place become one node: the second trial of a point mass can
-    never stand.  A drawn node stays its own trial with its own law (removing duplicates of independent draws is
-    biased).  Probes stay, each for its own drafter.
+    are never accepted.  A drawn node stays its own trial with its own distribution (removing duplicates of independent
+    draws is biased).  Probes stay, each for its own drafter.
 
     Args:
         trees: at least one; siblings of an earlier tree come first.
@@ -109,29 +109,30 @@ def merge_with_places(trees: Sequence[TokenTree], kind: Kind | None = None) -> t
     elif kind is not Kind.WITHOUT_REPLACEMENT and Kind.WITHOUT_REPLACEMENT in kinds:
         raise ValueError("draws without replacement cannot be merged into a tree of independent draws")
     return _union(
-        [_with_own_laws(t) if kind is Kind.WITHOUT_REPLACEMENT and t.kind is Kind.IID else t for t in trees], kind
+        [_with_own_distributions(t) if kind is Kind.WITHOUT_REPLACEMENT and t.kind is Kind.IID else t for t in trees],
+        kind,
     )
 
 
-def _with_own_laws(tree: TokenTree) -> TokenTree:
+def _with_own_distributions(tree: TokenTree) -> TokenTree:
     """A row of ``q`` for every drawn node: nodes that share one would count as draws without replacement."""
-    drawn = [n for n in range(len(tree)) if tree.law(n) is not None]
-    if tree.q is None or len({tree.law_of[n] for n in drawn}) == len(drawn):
+    drawn = [n for n in range(len(tree)) if tree.distribution(n) is not None]
+    if tree.q is None or len({tree.q_rows[n] for n in drawn}) == len(drawn):
         return tree
     row_of = {node: row for row, node in enumerate(drawn)}
-    law_of = tuple(row_of.get(n, -1) for n in range(len(tree)))
-    return replace(tree, q=tree.q[[tree.law_of[n] for n in drawn]], law_of=law_of)
+    q_rows = tuple(row_of.get(n, -1) for n in range(len(tree)))
+    return replace(tree, q=tree.q[[tree.q_rows[n] for n in drawn]], q_rows=q_rows)
 
 
 def _union(trees: Sequence[TokenTree], kind: Kind) -> tuple[TokenTree, list[list[int]]]:
-    tokens, parents, law_of, probes, owners = [trees[0].tokens[0]], [-1], [-1], [False], [-1]
+    tokens, parents, q_rows, probes, owners = [trees[0].tokens[0]], [-1], [-1], [False], [-1]
     certain: dict[tuple[int, int], int] = {}  # (parent, token) -> the point mass there
-    laws: list[Tensor] = []
+    distributions: list[Tensor] = []
     places: list[list[int]] = []
     for owner, tree in enumerate(trees):
-        place, shift = [0], sum(map(len, laws))
+        place, shift = [0], sum(map(len, distributions))
         for node in range(1, len(tree)):
-            row = tree.law_of[node] if tree.law_of else -1
+            row = tree.q_rows[node] if tree.q_rows else -1
             key = (place[tree.parents[node]], tree.tokens[node])
             probe = bool(tree.probes and tree.probes[node])
             found = certain.get(key) if row < 0 and not probe else None
@@ -142,19 +143,19 @@ def _union(trees: Sequence[TokenTree], kind: Kind) -> tuple[TokenTree, list[list
                 certain[key] = len(tokens)
             tokens.append(key[1])
             parents.append(key[0])
-            law_of.append(-1 if row < 0 else row + shift)
+            q_rows.append(-1 if row < 0 else row + shift)
             probes.append(probe)
             owners.append(owner)
         places.append(place)
         if tree.q is not None:
-            laws.append(tree.q)
+            distributions.append(tree.q)
     drawn = kind is not Kind.POINT
     merged = TokenTree(
         tuple(tokens),
         tuple(parents),
         kind,
-        torch.cat(laws) if drawn else None,
-        tuple(law_of) if drawn else (),
+        torch.cat(distributions) if drawn else None,
+        tuple(q_rows) if drawn else (),
         tuple(probes) if any(probes) else (),
         tuple(owners),
     )

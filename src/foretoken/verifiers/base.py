@@ -1,11 +1,12 @@
-"""The ``Verifier`` protocol: which guesses stand, and the token after them.
+"""The ``Verifier`` protocol: which guesses are accepted, and the token after them.
 
-A verifier is pure: a function of the tree, the laws and fresh randomness.  Lossless means that the accepted tokens
-plus the next token, continued by plain sampling, have exactly the target's law.
+A verifier is pure: a function of the tree, the distributions and fresh randomness.  Lossless means that the accepted
+tokens plus the next token, continued by plain sampling, have exactly the target's distribution.
 
 Every rule is written once in plain form (:meth:`Verifier.decide`), with all its randomness going through
-:class:`Coins`.  Tests hand in coins that enumerate every outcome with its probability, which gives the rule's law
-exactly.  A rule on the hot path has a faster twin in :meth:`Verifier.decide_fast` that must decide the same.
+:class:`Coins`.  Tests hand in coins that enumerate every outcome with its probability, which gives the rule's
+distribution exactly.  A rule on the hot path has a faster twin in :meth:`Verifier.decide_fast` that must decide the
+same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foretoken.types import Kind, Rng, Scores, TokenTree, Verdict, is_large
+from foretoken.core import Kind, Rng, Scores, TokenTree, Verdict, is_large
 
 
 class Coins:
@@ -28,16 +29,21 @@ class Coins:
 
     def accept(self, num: float, den: float = 1.0) -> bool:
         """True with probability min(1, num / den): tested as ``u * den < num``, so never when ``num`` is 0."""
-        return self._rng.uniform() * den < num
+        u, tests = self._rng.uniform(), self._rng.tests
+        if tests is not None:
+            tests.append((u, min(1.0, num / den) if den > 0 else float(num > 0)))
+        return u * den < num
 
     def accept_lazily(self, bound: float, chance: Callable[[], float]) -> bool:
         """True with probability ``chance()``, which is at most ``bound``; not computed when the bound decides."""
-        u = self._rng.uniform()
+        u, tests = self._rng.uniform(), self._rng.tests
+        if tests is not None:
+            tests.append((u, chance()))
         return u < bound and u < chance()
 
-    def draw(self, law: Tensor) -> int:
-        """A token drawn from a law or unnormalised weights [V]."""
-        return draw(law, self._rng.uniform())
+    def draw(self, distribution: Tensor) -> int:
+        """A token drawn from a distribution or unnormalised weights [V]."""
+        return draw(distribution, self._rng.uniform())
 
 
 class Verifier(ABC):
@@ -45,11 +51,12 @@ class Verifier(ABC):
 
     Attributes:
         name: registry key.
-        lossless: whether the rule keeps the target's law; lossy rules need ``allow_lossy=True``.
+        lossless: whether the rule keeps the target's distribution; lossy rules need ``allow_lossy=True``.
         kinds: proposal kinds for which the rule is right.
         chains_only: whether the rule is defined for chains only.
         greedy_only: whether the rule is right at temperature 0 only.
-        races: whether sampled requests need noise (:class:`foretoken.noise.Noise`), on which drafters then draw too.
+        races: whether sampled requests need noise (:class:`foretoken.core.noise.Noise`), on which drafters then draw
+            too.
     """
 
     name: ClassVar[str]
@@ -81,46 +88,49 @@ class Verifier(ABC):
         return len(tree) == 1
 
     def needs_all(self, scores: Scores) -> bool:
-        """Whether the rule asks for the laws of all nodes, whatever stands; the root's is always asked for."""
+        """Whether the rule asks for the distributions of all nodes, whatever is accepted; the root's is always asked
+        for."""
         return False
 
 
 DRAW_BLOCK = 256
 
 
-def draw(law: Tensor, u: float) -> int:
-    """Inverse-CDF draw from a law or unnormalised weights [V] with one uniform ``u`` in [0, 1).
+def draw(distribution: Tensor, u: float) -> int:
+    """Inverse-CDF draw from a distribution or unnormalised weights [V] with one uniform ``u`` in [0, 1).
 
     Never returns a token of zero weight.
     """
-    if law.device.type == "cpu" and len(law) > 65536:  # a running sum is serial: 0.4 ms for 150k tokens
-        return draw_by_blocks(law, u)
-    cdf = _cdf(law)
-    return _pick(law, cdf, cdf[-1:] * u)
+    if (
+        distribution.device.type == "cpu" and len(distribution) > 65536
+    ):  # a running sum is serial: 0.4 ms for 150k tokens
+        return draw_by_blocks(distribution, u)
+    cdf = _cdf(distribution)
+    return _pick(distribution, cdf, cdf[-1:] * u)
 
 
 def draw_all(wanted: Sequence[tuple[Tensor, float]]) -> list[int]:
-    """:func:`draw` for several laws or weights [V] of one size and their uniforms."""
+    """:func:`draw` for several distributions or weights [V] of one size and their uniforms."""
     if len(wanted) < 2 or is_large(wanted[0][0]):
-        return [draw(law, u) for law, u in wanted]
-    laws = torch.stack([law for law, _ in wanted])
-    cdf = _cdf(laws)
+        return [draw(distribution, u) for distribution, u in wanted]
+    distributions = torch.stack([distribution for distribution, _ in wanted])
+    cdf = _cdf(distributions)
     goal = cdf[:, -1] * torch.tensor([u for _, u in wanted], dtype=cdf.dtype, device=cdf.device)
-    found = torch.searchsorted(cdf, goal[:, None], right=True).clamp_(max=laws.shape[-1] - 1)
-    tokens, weights = torch.cat((found, laws.gather(-1, found)), -1).T.tolist()
+    found = torch.searchsorted(cdf, goal[:, None], right=True).clamp_(max=distributions.shape[-1] - 1)
+    tokens, weights = torch.cat((found, distributions.gather(-1, found)), -1).T.tolist()
     rounded = (not weight > 0.0 for weight in weights)  # up to the last step of the CDF
     return [draw(*one) if bad else int(token) for one, token, bad in zip(wanted, tokens, rounded, strict=True)]
 
 
-def draw_by_blocks(law: Tensor, u: float) -> int:
+def draw_by_blocks(distribution: Tensor, u: float) -> int:
     """:func:`draw` in two steps, a block of tokens and then a token of it: sums of blocks run in parallel."""
-    whole = len(law) // DRAW_BLOCK * DRAW_BLOCK
-    sums = torch.cat((law[:whole].view(-1, DRAW_BLOCK).sum(-1), law[whole:].sum(0, keepdim=True)))
+    whole = len(distribution) // DRAW_BLOCK * DRAW_BLOCK
+    sums = torch.cat((distribution[:whole].view(-1, DRAW_BLOCK).sum(-1), distribution[whole:].sum(0, keepdim=True)))
     cdf = _cdf(sums)
     goal = cdf[-1:] * u
     block = _pick(sums, cdf, goal)
     start = block * DRAW_BLOCK
-    part = law[start : start + DRAW_BLOCK]
+    part = distribution[start : start + DRAW_BLOCK]
     return start + _pick(part, _cdf(part), goal - cdf[block - 1] if block else goal)
 
 
@@ -153,7 +163,7 @@ def without(p: Tensor, token: int) -> Tensor:
 
 
 def rest_of(p: Tensor, q: Tensor | None, token: int) -> Tensor:
-    """The residual law [V] after the rejection of ``token`` drawn from ``q`` (``None``: a point mass)."""
+    """The residual distribution [V] after the rejection of ``token`` drawn from ``q`` (``None``: a point mass)."""
     return without(p, token) if q is None else residual(p, q)
 
 
@@ -187,13 +197,13 @@ def scaled(budget: float, p: float, q: float) -> float:
 
 
 def drawn_chance(tree: TokenTree, node: int) -> float:
-    """q(token) of ``node``: the weight that its law gives its own token (1 for a point mass)."""
-    law = tree.law(node)
-    return 1.0 if law is None else float(law[tree.tokens[node]])
+    """q(token) of ``node``: the weight that its distribution gives its own token (1 for a point mass)."""
+    distribution = tree.distribution(node)
+    return 1.0 if distribution is None else float(distribution[tree.tokens[node]])
 
 
-class SiblingLaws:
-    """The law of each child given its earlier siblings, when they are drawn without replacement.
+class SiblingDistributions:
+    """The distribution of each child given its earlier siblings, when they are drawn without replacement.
 
     Children that share a row of ``tree.q`` were drawn one after another with earlier ones removed; another row is
     another drafter's sequence, which knows nothing of the first.  When the support of a row is used up, the drafter
@@ -205,14 +215,14 @@ class SiblingLaws:
         self._open: dict[tuple[int, int], Tensor] = {}  # (parent, row) -> [V] weights not drawn yet
         self._drawn: dict[tuple[int, int], list[int]] = {}
 
-    def law(self, node: int) -> Tensor | None:
-        """[V] law that ``node`` was drawn from; ``None`` for a point mass."""
-        law = self._tree.law(node)
-        if law is None:
+    def distribution(self, node: int) -> Tensor | None:
+        """[V] distribution that ``node`` was drawn from; ``None`` for a point mass."""
+        distribution = self._tree.distribution(node)
+        if distribution is None:
             return None
         rest = self._open.get(self._key(node))
-        if rest is None:  # the first child: the law as it is
-            return law
+        if rest is None:  # the first child: the distribution as it is
+            return distribution
         total = rest.sum()
         if is_nothing(float(total), rest):
             rest = torch.ones_like(rest)
@@ -222,17 +232,17 @@ class SiblingLaws:
 
     def remove(self, node: int) -> None:
         """``node`` was tried: later siblings of its row were drawn from what it left."""
-        law = self._tree.law(node)
-        if law is None:
+        distribution = self._tree.distribution(node)
+        if distribution is None:
             return
         key, token = self._key(node), self._tree.tokens[node]
         if key not in self._open:
-            self._open[key] = law.clone()
+            self._open[key] = distribution.clone()
         self._open[key][token] = 0.0
         self._drawn.setdefault(key, []).append(token)
 
     def _key(self, node: int) -> tuple[int, int]:
-        return self._tree.parents[node], self._tree.law_of[node]
+        return self._tree.parents[node], self._tree.q_rows[node]
 
 
 def chain_nodes(tree: TokenTree, name: str) -> list[int]:
@@ -252,19 +262,21 @@ def chain_nodes(tree: TokenTree, name: str) -> list[int]:
 
 
 def can_go_at_once(tree: TokenTree, scores: Scores) -> bool:
-    """Whether the laws of all nodes can be made by one call, with one transfer to the host for all tests."""
+    """Whether the distributions of all nodes can be made by one call, with one transfer to the host for all tests."""
     return len(tree) > 1 and tree.is_chain and scores.maker.context_free
 
 
-def chain_weights(tree: TokenTree, laws: Tensor) -> tuple[list[float], list[float]]:
-    """p(x_i) and q(x_i) of all g drafts of a chain, in one transfer; ``laws`` are the target's [g+1, V]."""
+def chain_weights(tree: TokenTree, distributions: Tensor) -> tuple[list[float], list[float]]:
+    """p(x_i) and q(x_i) of all g drafts of a chain, in one transfer; ``distributions`` are the target's [g+1, V]."""
     count = len(tree) - 1
-    drafts = torch.tensor(tree.tokens[1:], device=laws.device)[:, None]  # [g, 1]
-    p_x = laws[:count].gather(1, drafts)
-    if tree.q is None or not tree.law_of:
+    drafts = torch.tensor(tree.tokens[1:], device=distributions.device)[:, None]  # [g, 1]
+    p_x = distributions[:count].gather(1, drafts)
+    if tree.q is None or not tree.q_rows:
         return p_x[:, 0].tolist(), [1.0] * count
-    rows = list(tree.law_of[1:])
-    q = tree.q if rows == list(range(len(tree.q))) else tree.q[rows]  # row -1 picks the last law: replaced below
+    rows = list(tree.q_rows[1:])
+    q = (
+        tree.q if rows == list(range(len(tree.q))) else tree.q[rows]
+    )  # row -1 picks the last distribution: replaced below
     p_list, q_list = torch.cat((p_x, q.gather(1, drafts)), 1).T.tolist()
     return p_list, [1.0 if row < 0 else weight for row, weight in zip(rows, q_list, strict=True)]
 
@@ -272,8 +284,8 @@ def chain_weights(tree: TokenTree, laws: Tensor) -> tuple[list[float], list[floa
 def walk_down(tree: TokenTree, choose: Callable[[int, Sequence[int]], int]) -> Verdict:
     """From the root: get the token after a node, go to the child that holds it, repeat; stop where none does.
 
-    Lossless whenever ``choose(node, children)`` has the law ``p(node)``, given the children's tokens or not.  When
-    several siblings hold the token (independent draws), the walk follows them together: they stand for the same
+    Lossless whenever ``choose(node, children)`` has the distribution ``p(node)``, given the children's tokens or not.
+    When several siblings hold the token (independent draws), the walk follows them together: they stand for the same
     prefix, so their children are candidates alike.  The path then runs through the one that leads furthest.
     """
     alive: list[int] = [0]  # nodes with one and the same prefix

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, walk_down
 
 
@@ -42,7 +42,7 @@ class CoupledVerifier(Verifier):
         return walk_down(tree, choose)
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The same by logarithms, not normalised, and for all nodes at once (:meth:`foretoken.types.Scores.choice`)."""
+        """The same by logarithms, not normalised, and for all nodes at once (:meth:`foretoken.core.Scores.choice`)."""
         if not scores.maker.fixed:
             return self.decide(tree, scores, coins)
 

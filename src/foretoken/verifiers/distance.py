@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier
-from foretoken.verifiers.longest import close, graded_law, longest_run
+from foretoken.verifiers.longest import close, graded_distribution, longest_run
 
 
 class DistanceVerifier(Verifier):
     """Accept ``x`` if |x - argmax p| <= eps: for vocabularies whose ids are ordered values, as pixel intensities.
 
-    The longest run over all paths stands, and the next position is conditioned on the kept token, not on the argmax.
-    ``eps=0`` at temperature 0 is exact greedy.
+    The longest run over all paths is accepted, and the next position is conditioned on the kept token, not on the
+    argmax. ``eps=0`` at temperature 0 is exact greedy.
 
     Args:
         eps: largest accepted difference of token ids; at least 0.
@@ -34,8 +34,8 @@ class DistanceVerifier(Verifier):
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """Keep the longest run of tokens near the argmax."""
 
-        def stands(node: int, p: Tensor, token: int) -> bool:
+        def accepts(node: int, p: Tensor, token: int) -> bool:
             return abs(token - scores.argmax(node)) <= self.eps
 
-        path = longest_run(tree, lambda node: graded_law(scores, node), stands)
+        path = longest_run(tree, lambda node: graded_distribution(scores, node), accepts)
         return close(tree, scores, coins, path, self.sample_next)

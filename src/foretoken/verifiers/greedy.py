@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, walk_down
 
 
 class GreedyVerifier(Verifier):
-    """At temperature 0 the target's law is one token: follow the child that holds it, as long as there is one.
+    """At temperature 0 the target's distribution is one token: follow the child that holds it, as long as there is one.
 
-    Needs no draft law, so any proposal is right for it.  All argmaxes come to the host in one transfer.
+    Needs no draft distribution, so any proposal is right for it.  All argmaxes come to the host in one transfer.
     """
 
     name = "greedy"

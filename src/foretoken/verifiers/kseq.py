@@ -7,30 +7,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretoken.types import Kind, Scores, TokenTree, Verdict
+from foretoken.core import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, is_nothing, walk_down, without
 
 BISECTIONS = 16
 
 
 class KseqVerifier(Verifier):
-    """Test each of k children of one law with p(c) / (rho q(c)), where rho in [1, k] spreads the target over them.
+    """Test each of k children of one distribution with p(c) / (rho q(c)), where rho in [1, k] spreads the target over
+    them.
 
     ``beta(rho) = sum min(q, p / rho)`` is a test's chance to pass; rho is the smallest value for which the accepted
     mass ``1 - (1 - beta)^k`` fits below ``rho beta``.  If all fail, the token is drawn from what is left of p; it may
-    equal a child, and then the walk goes on there.  Children of different laws are handled law by law.
+    equal a child, and then the walk goes on there.  Children of different distributions are handled distribution by
+    distribution.
     """
 
     name = "kseq"
     kinds = frozenset({Kind.IID})
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Walk down, one threshold per group of children that share a law."""
+        """Walk down, one threshold per group of children that share a distribution."""
 
         def choose(node: int, children: Sequence[int]) -> int:
             rest = scores.p(node)  # [V]
             for group in _groups(tree, children):
-                tokens, q = [tree.tokens[child] for child in group], tree.law(group[0])
+                tokens, q = [tree.tokens[child] for child in group], tree.distribution(group[0])
                 if q is None:
                     if coins.accept(float(rest[tokens[0]])):
                         return tokens[0]
@@ -47,7 +49,7 @@ class KseqVerifier(Verifier):
 
 
 def threshold(p: Tensor, q: Tensor, k: int) -> float:
-    """The smallest lossless rho in [1, k] for laws [V], rounded up so that the residual stays non-negative."""
+    """The smallest lossless rho in [1, k] for distributions [V], rounded up so that the residual stays non-negative."""
     low, high = 1.0, float(k)
     if k == 1:
         return 1.0
@@ -78,11 +80,16 @@ def kseq_residual(p: Tensor, q: Tensor, k: int, rho: float) -> Tensor:
 
 
 def _groups(tree: TokenTree, children: Sequence[int]) -> list[list[int]]:
-    """Children that were drawn from one law, in order of first appearance; a point mass is a group by itself."""
+    """Children that were drawn from one distribution, in order of first appearance; a point mass is a group by
+    itself."""
     groups: list[list[int]] = []
     for child in children:
-        law = tree.law(child)
-        group = None if law is None else next((g for g in groups if _same(law, tree.law(g[0]))), None)
+        distribution = tree.distribution(child)
+        group = (
+            None
+            if distribution is None
+            else next((g for g in groups if _same(distribution, tree.distribution(g[0]))), None)
+        )
         if group is None:
             groups.append([child])
         else:
@@ -90,5 +97,5 @@ def _groups(tree: TokenTree, children: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _same(law: Tensor, other: Tensor | None) -> bool:
-    return other is not None and (law.data_ptr() == other.data_ptr() or torch.equal(law, other))
+def _same(distribution: Tensor, other: Tensor | None) -> bool:
+    return other is not None and (distribution.data_ptr() == other.data_ptr() or torch.equal(distribution, other))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foretoken.types import Kind, Scores, TokenTree, Verdict
+from foretoken.core import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, chain_nodes, drawn_chance, is_nothing
-from foretoken.verifiers.longest import graded_law
+from foretoken.verifiers.longest import graded_distribution
 
 
 class LenientVerifier(Verifier):
-    """``rejection`` with the draft law scaled by a lenience l: accept with min(1, p(x) / (l q(x))).
+    """``rejection`` with the draft distribution scaled by a lenience l: accept with min(1, p(x) / (l q(x))).
 
     A rejected token is replaced by a draw from norm([p - l q]+).  No token becomes more likely than 1/l times its
-    target probability.  At temperature 0 a token stands if its probability (softmax of the raw logits) is at least l
-    times the largest; l = 1 is the lossless rule.
+    target probability.  At temperature 0 a token is accepted if its probability (softmax of the raw logits) is at least
+    l times the largest; l = 1 is the lossless rule.
 
     Args:
         lenience: l, in (0, 1].
@@ -34,7 +34,7 @@ class LenientVerifier(Verifier):
         self.lenience = lenience
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The rule, position by position; target laws are made up to the first rejection only."""
+        """The rule, position by position; target distributions are made up to the first rejection only."""
         nodes = chain_nodes(tree, self.name)
         for i, node in enumerate(nodes):
             parent, x = tree.parents[node], tree.tokens[node]
@@ -44,13 +44,15 @@ class LenientVerifier(Verifier):
                 continue
             p = scores.p(parent)  # [V]
             if not coins.accept(float(p[x]), self.lenience * drawn_chance(tree, node)):
-                return Verdict(tuple(nodes[:i]), coins.draw(self._rest(p, tree.law(node), x)), next_is_bonus=False)
+                return Verdict(
+                    tuple(nodes[:i]), coins.draw(self._rest(p, tree.distribution(node), x)), next_is_bonus=False
+                )
         return Verdict(tuple(nodes), coins.draw(scores.p(nodes[-1] if nodes else 0)), next_is_bonus=True)
 
     def _stands_greedily(self, scores: Scores, node: int, token: int) -> bool:
         if token == scores.argmax(node):
             return True
-        p = graded_law(scores, node)
+        p = graded_distribution(scores, node)
         return self.lenience < 1.0 and float(p[token]) >= self.lenience * float(p.amax())
 
     def _rest(self, p: Tensor, q: Tensor | None, token: int) -> Tensor:

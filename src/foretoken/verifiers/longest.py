@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, verdict_at
 
 
-def graded_law(scores: Scores, node: int) -> Tensor:
-    """The law [V] that ranks tokens after ``node``.
+def graded_distribution(scores: Scores, node: int) -> Tensor:
+    """The distribution [V] that ranks tokens after ``node``.
 
     At temperature 0 ``p`` is one-hot and ranks nothing, so this is the softmax of the raw logits; unless penalties,
     biases or processors are at work (a grammar, say), which raw logits know nothing of: then ``p`` itself.
@@ -25,11 +25,12 @@ def graded_law(scores: Scores, node: int) -> Tensor:
 
 
 def longest_run(
-    tree: TokenTree, law: Callable[[int], Tensor], stands: Callable[[int, Tensor, int], bool]
+    tree: TokenTree, distribution: Callable[[int], Tensor], accepts: Callable[[int, Tensor, int], bool]
 ) -> tuple[int, ...]:
-    """Nodes of the longest path whose every token stands; a tie goes to the larger sum of log-probabilities.
+    """Nodes of the longest path whose every token is accepted; a tie goes to the larger sum of log-probabilities.
 
-    ``stands(parent, law of the parent [V], token)`` judges one token; ``law`` is asked once per node reached.
+    ``accepts(parent, distribution of the parent [V], token)`` judges one token; ``distribution`` is asked once per node
+    reached.
     """
     best, best_key = 0, (0, 0.0)
     open_nodes = [(0, 0, 0.0)]  # node, depth, log-probability of its path
@@ -39,10 +40,10 @@ def longest_run(
             best, best_key = node, (depth, score)
         if not tree.children[node]:
             continue
-        p = law(node)
+        p = distribution(node)
         for child in reversed(tree.children[node]):  # the stack turns the order round: earlier siblings come first
             token = tree.tokens[child]
-            if stands(node, p, token):
+            if accepts(node, p, token):
                 open_nodes.append((child, depth + 1, score + log(float(p[token]))))
     return tuple(tree.path(best)[1:])
 
@@ -53,6 +54,6 @@ def log(weight: float) -> float:
 
 
 def close(tree: TokenTree, scores: Scores, coins: Coins, path: tuple[int, ...], sample_next: bool) -> Verdict:
-    """The verdict for an accepted path: its next token is the target's argmax, or a draw from its law."""
+    """The verdict for an accepted path: its next token is the target's argmax, or a draw from its distribution."""
     last = path[-1] if path else 0
     return verdict_at(tree, path, coins.draw(scores.p(last)) if sample_next else scores.argmax(last))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, walk_down
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier
-from foretoken.verifiers.longest import close, graded_law, log, longest_run
+from foretoken.verifiers.longest import close, graded_distribution, log, longest_run
 
 
 class MinBlockVerifier(Verifier):
@@ -36,10 +36,10 @@ class MinBlockVerifier(Verifier):
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """Keep the argmax run, extended to the minimum."""
 
-        def stands(node: int, p: Tensor, token: int) -> bool:
+        def accepts(node: int, p: Tensor, token: int) -> bool:
             return token == scores.argmax(node)
 
-        path = longest_run(tree, lambda node: graded_law(scores, node), stands)
+        path = longest_run(tree, lambda node: graded_distribution(scores, node), accepts)
         if len(path) < self.min_accepted:
             path = _likeliest_path(tree, scores, self.min_accepted)
         return close(tree, scores, coins, path, self.sample_next)
@@ -52,7 +52,7 @@ def _likeliest_path(tree: TokenTree, scores: Scores, length: int) -> tuple[int, 
         following = []
         for score, node in level:
             if tree.children[node]:
-                p = graded_law(scores, node)
+                p = graded_distribution(scores, node)
                 following += [(score + log(float(p[tree.tokens[c]])), c) for c in tree.children[node]]
         if not following:
             break

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foretoken.types import Kind, Scores, TokenTree, Verdict
+from foretoken.core import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, drawn_chance, rest_of, walk_down
 
 
 class MultiRoundVerifier(Verifier):
-    """Speculative sampling tried child after child, each against its own draft law, on what the last one left.
+    """Speculative sampling tried child after child, each against its own draft distribution, on what the last one left.
 
-    ``r = p``; child ``c`` drawn from ``q_c`` stands with probability min(1, r(c) / q_c(c)); else r = norm([r - q_c]+).
-    Duplicates are separate trials, and children of several drafters may stand side by side.
+    ``r = p``; child ``c`` drawn from ``q_c`` is accepted with probability min(1, r(c) / q_c(c)); else r = norm([r -
+    q_c]+). Duplicates are separate trials, and children of several drafters may stand side by side.
     """
 
     name = "multi_round"
@@ -27,7 +27,7 @@ class MultiRoundVerifier(Verifier):
                 token = tree.tokens[child]
                 if coins.accept(float(rest[token]), drawn_chance(tree, child)):
                     return token
-                rest = rest_of(rest, tree.law(child), token)
+                rest = rest_of(rest, tree.distribution(child), token)
             return coins.draw(rest)
 
         return walk_down(tree, choose)

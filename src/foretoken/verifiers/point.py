@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from foretoken.types import Kind, Scores, TokenTree, Verdict
+from foretoken.core import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier, is_nothing, walk_down, without
 
 
@@ -14,14 +14,14 @@ class PointVerifier(Verifier):
     """Try the children one by one: accept with the remaining probability of the token, else remove the token.
 
     The order of the children does not matter, and any set chosen without looking at the target is right, pruned or
-    reranked ones too.  A draft law, if a child has one, is ignored: only right when the tokens were not drawn.
+    reranked ones too.  A draft distribution, if a child has one, is ignored: only right when the tokens were not drawn.
     """
 
     name = "point"
     kinds = frozenset({Kind.POINT})
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """Rejection with a point mass as the draft law: the residual is the law without the token."""
+        """Rejection with a point mass as the draft distribution: the residual is the distribution without the token."""
 
         def choose(node: int, children: Sequence[int]) -> int:
             rest = scores.p(node)  # [V]
@@ -34,7 +34,8 @@ class PointVerifier(Verifier):
         return walk_down(tree, choose)
 
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """:meth:`decide` with one transfer per visited node: the tests run on scalars, and no law is renormalised."""
+        """:meth:`decide` with one transfer per visited node: the tests run on scalars, and no distribution is
+        renormalised."""
 
         def choose(node: int, children: Sequence[int]) -> int:
             p = scores.p(node)  # [V]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.types import Kind, Scores, TokenTree, Verdict
+from foretoken.core import Kind, Scores, TokenTree, Verdict
 from foretoken.verifiers.base import (
     Coins,
     Verifier,
@@ -22,12 +22,14 @@ class RejectionVerifier(Verifier):
     chains_only = True
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The rule, position by position; target laws are made up to the first rejection only."""
+        """The rule, position by position; target distributions are made up to the first rejection only."""
         nodes = chain_nodes(tree, self.name)
         for i, node in enumerate(nodes):
             p, x = scores.p(tree.parents[node]), tree.tokens[node]  # [V]
             if not coins.accept(float(p[x]), drawn_chance(tree, node)):
-                return Verdict(tuple(nodes[:i]), coins.draw(rest_of(p, tree.law(node), x)), next_is_bonus=False)
+                return Verdict(
+                    tuple(nodes[:i]), coins.draw(rest_of(p, tree.distribution(node), x)), next_is_bonus=False
+                )
         return Verdict(tuple(nodes), coins.draw(scores.p(nodes[-1] if nodes else 0)), next_is_bonus=True)
 
     def draws_last(self, tree: TokenTree) -> bool:
@@ -41,18 +43,18 @@ class RejectionVerifier(Verifier):
     def decide_fast(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """The faster of :meth:`decide` and :meth:`decide_in_one_go`: they decide the same.
 
-        Measured on a CPU, laws one by one up to the first rejection take 90 to 170 us for five drafts and V = 8192,
-        all at once 130 us, and filters or larger vocabularies favour one by one; an accelerator would wait for the
-        host at every test.
+        Measured on a CPU, distributions one by one up to the first rejection take 90 to 170 us for five drafts and V =
+        8192, all at once 130 us, and filters or larger vocabularies favour one by one; an accelerator would wait for
+        the host at every test.
         """
         return (self.decide_in_one_go if self.needs_all(scores) else self.decide)(tree, scores, coins)
 
     def decide_in_one_go(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The same on a chain with all target laws made at once and one transfer to the host for all tests."""
-        laws = scores.chain_p()  # [g+1, V]
-        p_x, q_x = scores.weights or chain_weights(tree, laws)
+        """The same on a chain with all target distributions made at once and one transfer to the host for all tests."""
+        distributions = scores.chain_p()  # [g+1, V]
+        p_x, q_x = scores.weights or chain_weights(tree, distributions)
         for i, (p, q) in enumerate(zip(p_x, q_x, strict=True)):
             if not coins.accept(p, q):
-                rest = rest_of(laws[i], tree.law(i + 1), tree.tokens[i + 1])
+                rest = rest_of(distributions[i], tree.distribution(i + 1), tree.tokens[i + 1])
                 return Verdict(tuple(range(1, i + 1)), coins.draw(rest), next_is_bonus=False)
-        return Verdict(tuple(range(1, len(tree))), coins.draw(laws[-1]), next_is_bonus=True)
+        return Verdict(tuple(range(1, len(tree))), coins.draw(distributions[-1]), next_is_bonus=True)

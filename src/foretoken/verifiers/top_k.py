@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier
-from foretoken.verifiers.longest import close, graded_law, longest_run
+from foretoken.verifiers.longest import close, graded_distribution, longest_run
 
 
 class TopKVerifier(Verifier):
     """Accept ``x`` if fewer than k tokens are more likely under the target, and it is possible at all.
 
-    The longest run over all paths stands.  Tokens are ranked by the law that the request samples from; at temperature
-    0 by the raw logits.  ``k=1`` at temperature 0 is exact greedy but for ties.
+    The longest run over all paths is accepted.  Tokens are ranked by the distribution that the request samples from; at
+    temperature 0 by the raw logits.  ``k=1`` at temperature 0 is exact greedy but for ties.
 
     Args:
         k: how many of the target's most likely tokens are good enough; at least 1.
@@ -34,9 +34,9 @@ class TopKVerifier(Verifier):
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """Keep the longest run of top-k tokens."""
 
-        def stands(node: int, p: Tensor, token: int) -> bool:
+        def accepts(node: int, p: Tensor, token: int) -> bool:
             weight = p[token]
             return float(weight) > 0.0 and int((p > weight).sum()) < self.k
 
-        path = longest_run(tree, lambda node: graded_law(scores, node), stands)
+        path = longest_run(tree, lambda node: graded_distribution(scores, node), accepts)
         return close(tree, scores, coins, path, self.sample_next)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from foretoken.types import Kind, Scores, TokenTree, Verdict
-from foretoken.verifiers.base import Coins, SiblingLaws, Verifier, is_nothing, leftover, scaled, verdict_at
+from foretoken.core import Kind, Scores, TokenTree, Verdict
+from foretoken.verifiers.base import Coins, SiblingDistributions, Verifier, is_nothing, leftover, scaled, verdict_at
 from foretoken.verifiers.block import BlockVerifier, all_at_once, pass_chance
 
 
@@ -13,17 +13,17 @@ class TraversalVerifier(Verifier):
     """Give every node a budget, the probability with which it must be kept, and try the deepest nodes first.
 
     A child of budget-b node v has budget min(1, b p_v(x) / q(x)).  When its whole subtree is rejected, v is left with
-    the law norm([b p_v - q]+) and the budget S / (S + 1 - b), S = sum [b p_v - q]+, for its next child; in the end v
-    itself stands with its budget.  The root's budget is 1.  On a chain this is ``block``.
+    the distribution norm([b p_v - q]+) and the budget S / (S + 1 - b), S = sum [b p_v - q]+, for its next child; in the
+    end v itself is accepted with its budget.  The root's budget is 1.  On a chain this is ``block``.
     """
 
     name = "traversal"
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
-        """The recursion; target laws are made only for nodes that it visits with a chance to stand."""
+        """The recursion; target distributions are made only for nodes that it visits with a chance to be accepted."""
         verdict = _visit(tree, scores, coins, node=0, budget=1.0)
         if verdict is None:
-            raise AssertionError("unreachable: the root always stands")
+            raise AssertionError("unreachable: the root is always accepted")
         return verdict
 
     def draws_last(self, tree: TokenTree) -> bool:
@@ -43,29 +43,29 @@ def _visit(tree: TokenTree, scores: Scores, coins: Coins, node: int, budget: flo
     """Verify the subtree of ``node``; ``None`` when all of it is rejected."""
     children = tree.children[node]
     if not children:
-        stands = node == 0 or coins.accept(budget)
-        return verdict_at(tree, tree.path(node)[1:], coins.draw(scores.p(node))) if stands else None
-    law, drawn = scores.p(node), SiblingLaws(tree)  # [V]
+        accepted = node == 0 or coins.accept(budget)
+        return verdict_at(tree, tree.path(node)[1:], coins.draw(scores.p(node))) if accepted else None
+    distribution, drawn = scores.p(node), SiblingDistributions(tree)  # [V]
     for child in children:
-        token, q = tree.tokens[child], drawn.law(child)
-        chance = scaled(budget, float(law[token]), 1.0 if q is None else float(q[token]))
+        token, q = tree.tokens[child], drawn.distribution(child)
+        chance = scaled(budget, float(distribution[token]), 1.0 if q is None else float(q[token]))
         if chance > 0.0 and (verdict := _visit(tree, scores, coins, child, chance)) is not None:
             return verdict
-        law, budget = _after_rejection(law, q, token, budget)
+        distribution, budget = _after_rejection(distribution, q, token, budget)
         if tree.kind is Kind.WITHOUT_REPLACEMENT:
             drawn.remove(child)
         if budget <= 0.0:
             break
     if node == 0 or coins.accept(budget):
-        return verdict_at(tree, tree.path(node)[1:], coins.draw(law))
+        return verdict_at(tree, tree.path(node)[1:], coins.draw(distribution))
     return None
 
 
-def _after_rejection(law: Tensor, q: Tensor | None, token: int, budget: float) -> tuple[Tensor, float]:
-    """Law [V] and budget of a node after the subtree of a child drawn from ``q`` was rejected."""
-    rest = leftover(law, q, token, budget)
+def _after_rejection(distribution: Tensor, q: Tensor | None, token: int, budget: float) -> tuple[Tensor, float]:
+    """Distribution [V] and budget of a node after the subtree of a child drawn from ``q`` was rejected."""
+    rest = leftover(distribution, q, token, budget)
     total = rest.sum()
     weight = float(total)
-    if is_nothing(weight, rest):  # at the root by rounding only: it keeps its law
-        return law, pass_chance(0.0, budget)
+    if is_nothing(weight, rest):  # at the root by rounding only: it keeps its distribution
+        return distribution, pass_chance(0.0, budget)
     return rest / total, pass_chance(weight, budget)

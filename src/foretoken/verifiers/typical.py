@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from foretoken.types import Scores, TokenTree, Verdict
+from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.verifiers.base import Coins, Verifier
 from foretoken.verifiers.longest import close, longest_run
 
@@ -15,7 +15,8 @@ from foretoken.verifiers.longest import close, longest_run
 class TypicalVerifier(Verifier):
     """Accept ``x`` if p(x) > min(eps, delta exp(-H(p))): the less certain the target, the lower the bar.
 
-    The longest run over all paths stands.  At temperature 0 the entropy is 0 and only the argmax passes: exact greedy.
+    The longest run over all paths is accepted.  At temperature 0 the entropy is 0 and only the argmax passes: exact
+    greedy.
 
     Args:
         eps: the bar for a target that is nearly certain, in (0, 1) (Medusa's ``posterior_threshold``).
@@ -37,16 +38,16 @@ class TypicalVerifier(Verifier):
         self.eps, self.delta, self.sample_next = eps, delta, sample_next
 
     def threshold(self, p: Tensor) -> float:
-        """The probability that a token must exceed under the law ``p`` [V]; the entropy is in nats."""
+        """The probability that a token must exceed under the distribution ``p`` [V]; the entropy is in nats."""
         return min(self.eps, self.delta * math.exp(-float(torch.special.entr(p).sum())))
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """Keep the longest typical run."""
         bars: dict[int, float] = {}
 
-        def stands(node: int, p: Tensor, token: int) -> bool:
+        def accepts(node: int, p: Tensor, token: int) -> bool:
             if node not in bars:
                 bars[node] = self.threshold(p)
             return float(p[token]) > bars[node]
 
-        return close(tree, scores, coins, longest_run(tree, scores.p, stands), self.sample_next)
+        return close(tree, scores, coins, longest_run(tree, scores.p, accepts), self.sample_next)

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foretoken.types import Kind, Scores, TokenTree, Verdict
-from foretoken.verifiers.base import Coins, SiblingLaws, Verifier, rest_of, walk_down
+from foretoken.core import Kind, Scores, TokenTree, Verdict
+from foretoken.verifiers.base import Coins, SiblingDistributions, Verifier, rest_of, walk_down
 
 
 class WithoutReplacementVerifier(Verifier):
-    """As ``multi_round``, but each child is tested against the law it was drawn from *given its earlier siblings*.
+    """As ``multi_round``, but each child is tested against the distribution it was drawn from *given its earlier
+    siblings*.
 
-    Children must come in sampling order.  Removing tried tokens from the draft law makes later trials fit the
+    Children must come in sampling order.  Removing tried tokens from the draft distribution makes later trials fit the
     residual better, so more is accepted than with independent draws.
     """
 
@@ -24,9 +25,9 @@ class WithoutReplacementVerifier(Verifier):
         """Walk down, one trial per child in sampling order."""
 
         def choose(node: int, children: Sequence[int]) -> int:
-            rest, drawn = scores.p(node), SiblingLaws(tree)
+            rest, drawn = scores.p(node), SiblingDistributions(tree)
             for child in children:
-                token, q = tree.tokens[child], drawn.law(child)  # q: [V]
+                token, q = tree.tokens[child], drawn.distribution(child)  # q: [V]
                 if coins.accept(float(rest[token]), 1.0 if q is None else float(q[token])):
                     return token
                 rest = rest_of(rest, q, token)

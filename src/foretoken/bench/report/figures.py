@@ -125,7 +125,7 @@ def overall(run: Run, setting: Setting, arm: str) -> Speedup | None:
 
 
 def positions(run: Run) -> Lines | None:
-    """Share of rounds in which the draft stood at least that far."""
+    """Share of rounds in which at least that many draft tokens were accepted."""
     series = []
     for arm, shares in run.part("positions").items():
         known = [number(share) for share in shares] if isinstance(shares, list) else []

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from foretoken.bench.report import sections
+from foretoken.bench.report import load_sections, sections
 from foretoken.bench.report.charts import DARK, LIGHT
 from foretoken.bench.report.markup import Markup, join, safe, tag
 from foretoken.bench.report.read import Run, read_run
@@ -24,12 +24,20 @@ SECTIONS = (
     ("all numbers", sections.table),
 )
 
+LOAD_SECTIONS = (
+    ("throughput", load_sections.throughput),
+    ("latency", load_sections.latency),
+    ("distribution", load_sections.distributions),
+    ("categories", load_sections.categories),
+    ("all numbers", load_sections.table),
+)
+
 
 def write_report(run_file: Path, out_file: Path) -> None:
     """Write the report of a benchmark.
 
     Args:
-        run_file: ``run.jsonl`` of ``foretoken bench``; an interrupted one will do.
+        run_file: ``run.jsonl`` of ``foretoken bench`` or ``foretoken bench serve``; an interrupted one will do.
         out_file: the HTML file, whole or not at all.
 
     Raises:
@@ -50,13 +58,14 @@ def write_report(run_file: Path, out_file: Path) -> None:
 
 def render(run: Run) -> str:
     """The page of a run."""
-    made = [(name, content) for name, make in SECTIONS if (content := make(run)) is not None]
+    header, parts = (load_sections.header, LOAD_SECTIONS) if run.is_load else (sections.header, SECTIONS)
+    made = [(name, content) for name, make in parts if (content := make(run)) is not None]
     links = [tag("a", name, href=f"#{_id(content)}") for name, content in made]
-    body = join(sections.header(run), tag("nav", *links, aria_label="sections"), *(content for _, content in made))
-    return Template(_resource("template.html")).substitute(
+    body = join(header(run), tag("nav", *links, aria_label="sections"), *(content for _, content in made))
+    return Template(resource("template.html")).substitute(
         title=safe(f"foretoken bench: {run.name}"),
-        css=palette() + _resource("report.css"),
-        js=_resource("report.js"),
+        css=palette() + resource("tree.css") + resource("report.css"),
+        js=resource("report.js"),
         body=body,
         data=embedded({"traces": run.traces}),
     )
@@ -66,7 +75,7 @@ def _id(content: Markup) -> str:
     return content.split('id="', 1)[1].split('"', 1)[0]
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
     return files("foretoken.bench.report").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.report import figures
+from foretoken.bench.report import figures, load_figures
 from foretoken.bench.report.charts import LIGHT, NEUTRAL, Bars, Chart, Lines, Stack, short
 from foretoken.bench.report.read import Run, read_run
 
@@ -60,6 +60,8 @@ def write_plots(run_file: Path, folder: Path, pdf: bool = False) -> list[Path]:
 def plots_of(run: Run) -> dict[str, Sequence[Chart]]:
     """File name -> the charts in it, for everything that the run has data for."""
     found: dict[str, Sequence[Chart]] = {}
+    if run.is_load:
+        return {name: charts for name, charts in load_figures.plots(run).items() if charts}
     for i, (temperature, batch) in enumerate(run.settings):
         found["speedup" if i == 0 else f"speedup_t{temperature:g}_b{batch}"] = figures.speedups(
             run, (temperature, batch)

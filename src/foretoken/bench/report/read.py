@@ -15,6 +15,9 @@ PLAIN = ("none", "plain")
 """Names of the arm that all others are compared with."""
 NOT_A_RUN = "write one with 'foretoken bench --out run.jsonl'"
 
+LOADS = ("rate", "concurrency")
+"""What requests of a load test follow."""
+
 Setting = tuple[float, int]
 """Temperature and batch size."""
 
@@ -39,10 +42,15 @@ class Run:
 
     @property
     def arms(self) -> list[str]:
-        """All arms, plain decoding first, else in the order of the run; an arm's place fixes its colour."""
-        named = [str(a.get("arm", a.get("name", "?")) if isinstance(a, Mapping) else a) for a in self._listed("arms")]
+        """All arms, plain decoding first (not in a load test), else in the order of the run, which fixes colours."""
+        named = [str(a.get("arm", a.get("name", "?")) if isinstance(a, Mapping) else a) for a in self.listed("arms")]
         seen = dict.fromkeys([*named, *(cell["arm"] for cell in self.cells)])
-        return sorted(seen, key=lambda arm: arm not in PLAIN)
+        return list(seen) if self.is_load else sorted(seen, key=lambda arm: arm not in PLAIN)
+
+    @property
+    def is_load(self) -> bool:
+        """Whether it is a load test of a server."""
+        return all("load" in cell for cell in self.cells)
 
     @property
     def rivals(self) -> list[str]:
@@ -70,15 +78,17 @@ class Run:
 
     def overall(self, setting: Setting, arm: str) -> Mapping[str, Any] | None:
         """An arm's cell of all categories together, where the summary has one."""
-        cells = [c for c in self._listed("overall") if isinstance(c, Mapping) and c.get("arm") == arm]
+        cells = [c for c in self.listed("overall") if isinstance(c, Mapping) and c.get("arm") == arm]
         return next((c for c in cells if (c.get("temperature"), c.get("batch")) == setting), None)
 
     @property
     def traces(self) -> list[dict[str, Any]]:
-        """Recorded generations, round by round."""
-        return [dict(t) for t in self._listed("traces") if isinstance(t, Mapping) and t.get("rounds")]
+        """Recorded generations, round by round; those with drafts first, since plain decoding has nothing to show."""
+        found = [dict(t) for t in self.listed("traces") if isinstance(t, Mapping) and t.get("rounds")]
+        return sorted(found, key=lambda trace: trace.get("arm") in PLAIN)
 
-    def _listed(self, name: str) -> Sequence[Any]:
+    def listed(self, name: str) -> Sequence[Any]:
+        """A list of the summary, empty when it is not there."""
         found = self.summary.get(name)
         return found if isinstance(found, list) else []
 
@@ -154,6 +164,8 @@ def _cell(found: Mapping[str, Any], place: int, file: Path) -> Mapping[str, Any]
         raise ValueError(f"line {place} of {file} is no bench cell, it lacks an arm: {NOT_A_RUN}")
     if number(cell["temperature"]) is None or number(cell["batch"]) is None:
         raise ValueError(f"line {place} of {file} is no bench cell, its temperature or batch is no number: {NOT_A_RUN}")
+    if "load" in cell and (cell["load"] not in LOADS or number(cell.get("level")) is None):
+        raise ValueError(f"line {place} of {file} is no cell of a load test, it lacks its level: {NOT_A_RUN}")
     return cell
 
 
@@ -176,6 +188,8 @@ def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> 
             f"This run was interrupted: it has {len(cells)} cells and no summary, so some charts may be missing and "
             "numbers may rest on few prompts."
         ]
+    if summary.get("interrupted"):
+        return ["This test was interrupted: it has the requests that had ended by then."]
     planned = number(summary.get("cells"))
     notes = [f"Left out: {reason}." for reason in summary.get("skipped") or ()]
     if planned is not None and planned != len(cells):

@@ -67,7 +67,7 @@
       node.label = visible(node.text);
       node.kept = node.status === "accepted" || Boolean(node.own);
     });
-    for (const node of nodes) node.children.sort((a, b) => nodes[b].kept - nodes[a].kept); // what stood lies on top
+    for (const node of nodes) node.children.sort((a, b) => nodes[b].kept - nodes[a].kept); // what was accepted lies on top
     return nodes;
   };
 

@@ -14,11 +14,11 @@ from foretoken.bench.report.svg import draw
 from foretoken.bench.report.verdict import setting_name, verdict
 
 LEGEND = {
-    "root": "root: the last token that stood",
+    "root": "root: the last token that were accepted",
     "accepted": "accepted draft token",
     "rejected": "rejected draft token",
     "recovered": "recovered: the target's own, where drafts failed",
-    "bonus": "bonus: the target's own, after drafts that all stood",
+    "bonus": "bonus: the target's own, after drafts that were all accepted",
     "plain": "plain: nothing was drafted",
     "probe": "probe: scored for the drafter only",
 }
@@ -155,7 +155,7 @@ def speedups(run: Run) -> Markup | None:
 def positions(run: Run) -> Markup | None:
     """Acceptance by position."""
     chart = figures.positions(run)
-    how = "Share of rounds in which the draft stood at least that far. Where a line nears 0, drafting further is waste."
+    how = "Share of rounds with at least so many accepted tokens. Where a line nears 0, drafting further is waste."
     return None if chart is None else section("positions", chart.title, how, alone(chart))
 
 
@@ -231,18 +231,24 @@ def _key(name: str, words: str) -> Markup:
 def table(run: Run) -> Markup:
     """Every cell of the run, and the file itself."""
     used = [column for column in COLUMNS if any(cell.get(column[0]) is not None for cell in run.cells)]
-    heads = [_head(name, "words") for name in ("arm", "category")]
-    heads += [_head(name, None) for _, name, _ in used]
-    heads.append(_head("output", "words"))
+    heads = [head(name, "words") for name in ("arm", "category")]
+    heads += [head(name, None) for _, name, _ in used]
+    heads.append(head("output", "words"))
     body = [_row(cell, used) for cell in run.cells]
     whole = tag("table", tag("thead", tag("tr", *heads)), tag("tbody", *body), class_="sortable")
+    how = "Every cell of the run; a click on a heading sorts, a second one turns the order round."
+    return section("table", "All numbers", how, tag("div", whole, class_="scroll", tabindex=0), download(run))
+
+
+def download(run: Run) -> Markup:
+    """The file itself."""
     coded = base64.b64encode(run.text.encode("utf-8")).decode("ascii")
     link = tag("a", f"Download {run.name}", href=f"data:application/x-ndjson;base64,{coded}", download=run.name)
-    how = "Every cell of the run; a click on a heading sorts, a second one turns the order round."
-    return section("table", "All numbers", how, tag("div", whole, class_="scroll", tabindex=0), tag("p", link))
+    return tag("p", link)
 
 
-def _head(name: str, class_: str | None) -> Markup:
+def head(name: str, class_: str | None) -> Markup:
+    """A heading that sorts."""
     return tag("th", tag("button", name, type="button"), scope="col", class_=class_)
 
 
@@ -254,12 +260,12 @@ def _row(cell: Mapping[str, Any], used: Sequence[tuple[str, str, int]]) -> Marku
         "tr",
         tag("td", arm, class_="words"),
         tag("td", cell["category"], class_="words"),
-        *(_number(cell.get(name), digits) for name, _, digits in used),
+        *(number_cell(cell.get(name), digits) for name, _, digits in used),
         tag("td", badge, class_=tone),
     )
 
 
-def _number(value: Any, digits: int) -> Markup:
+def number_cell(value: Any, digits: int) -> Markup:
     """A cell of the table; an interval sorts by its lower end, one of no width is none."""
     if isinstance(value, list):
         ends = [number(end) for end in value]

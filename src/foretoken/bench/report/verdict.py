@@ -104,15 +104,15 @@ def why(run: Run, setting: Setting, arm: str) -> str:
     length = _tokens_per_round(run, setting, arm)
     costs = sorted(extra_costs(run, setting, arm).items(), key=lambda pair: -pair[1])
     named = [f"{part} {cost:.2f}" for part, cost in costs if cost >= WORTH_NAMING]
-    price = f"{' and '.join(named)} of a plain round" if named else ""
+    cost = f"{' and '.join(named)} of a plain round" if named else ""
     if length is None:
-        return price
+        return cost
     gain = length - 1
     if gain < FEW:
         rate = _mean(run, setting, arm, "acceptance_rate")
         few = f"few drafts are accepted ({gain:.2f} tokens per round" + (f", {rate:.0%} of them)" if rate else ")")
-        return f"{few} while {price}" if price else few
-    return f"{price}, more than the {gain:.2f} further tokens per round bring" if price else ""
+        return f"{few} while {cost}" if cost else few
+    return f"{cost}, more than the {gain:.2f} further tokens per round bring" if cost else ""
 
 
 def extra_costs(run: Run, setting: Setting, arm: str) -> dict[str, float]:

@@ -39,7 +39,7 @@ class StopHeadConfig:
 
 
 class StopHead(nn.Module):
-    """``h <- h + silu(W h + b)``, ``blocks`` times, then one linear map to the log-odds that the token stands."""
+    """``h <- h + silu(W h + b)``, ``blocks`` times, then one linear map to the log-odds that the token is accepted."""
 
     def __init__(self, config: StopHeadConfig) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class StopHead(nn.Module):
         size = config.hidden_size
         self.blocks = nn.ModuleList(nn.Linear(size, size) for _ in range(config.blocks))
         self.out = nn.Linear(size, 1)
-        nn.init.zeros_(self.out.weight)  # every token is as likely to stand as any other at first
+        nn.init.zeros_(self.out.weight)  # every token is as likely to be accepted as any other at first
 
     def forward(self, states: Tensor) -> Tensor:
         """Log-odds [...] from the draft model's states [..., D] behind the tokens."""
@@ -62,7 +62,7 @@ def weighted_loss(log_odds: Tensor, chances: Tensor, mismatch: float) -> Tensor:
 
     Args:
         log_odds: [m] of the head.
-        chances: [m] how likely each token is to stand: ``min(1, p/q)``.
+        chances: [m] how likely each token is to be accepted: ``min(1, p/q)``.
         mismatch: weight of a rejection.
     """
     log_odds, rejected = log_odds.float(), mismatch * (1 - chances)

@@ -42,7 +42,7 @@ class Batch:
 
     @torch.no_grad()
     def teacher(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """The target's laws [m, V] after the tokens at (row, column), float32."""
+        """The target's distributions [m, V] after the tokens at (row, column), float32."""
         return torch.softmax(self.parts.logits(self.taps["last"][rows, columns]).float(), -1)
 
 
@@ -74,7 +74,8 @@ class Recipe(ABC):
 
     @property
     def taps(self) -> Sequence[str]:
-        """Hidden states that the loss needs; ``"last"`` must be among them when it asks for the teacher's law."""
+        """Hidden states that the loss needs; ``"last"`` must be among them when it asks for the teacher's
+        distribution."""
         return ("last",)
 
     @property
@@ -168,9 +169,9 @@ def check_rank(rank: int, trains_target: bool) -> None:
         raise ValueError(f"rank must be 0, or above 0 in a mode that trains the target, not {rank}")
 
 
-def soft_cross_entropy(logits: Tensor, law: Tensor) -> Tensor:
-    """-sum law log softmax(logits), mean over rows, float32; logits and law [m, V]."""
-    return -(law * torch.log_softmax(logits.float(), -1)).sum(-1).mean()
+def soft_cross_entropy(logits: Tensor, distribution: Tensor) -> Tensor:
+    """-sum distribution log softmax(logits), mean over rows, float32; logits and distribution [m, V]."""
+    return -(distribution * torch.log_softmax(logits.float(), -1)).sum(-1).mean()
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

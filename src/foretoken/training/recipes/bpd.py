@@ -23,7 +23,7 @@ class BpdSettings(BpdConfig):
     """The heads' shape and how they are trained.
 
     Attributes:
-        labels: what heads 2 to k learn: ``"target"`` (the target's own law, which is what they must guess) or
+        labels: what heads 2 to k learn: ``"target"`` (the target's own distribution, which is what they must guess) or
             ``"text"`` (the paper's labels).
         mode: ``"frozen"`` (the heads only) or ``"finetune"`` (the target too, whose own loss is that of head 1).
         rank: in the mode ``"finetune"``, 0 trains all weights of the target, more only a low-rank update of its linear

@@ -1,4 +1,5 @@
-"""EAGLE-1's training: regress the next feature, and agree with the target's law (arXiv 2401.15077, section 4.2)."""
+"""EAGLE-1's training: regress the next feature, and agree with the target's distribution (arXiv 2401.15077, section
+4.2)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class EagleSettings(EagleConfig):
 
     Attributes:
         regression: weight of the smooth L1 distance between features.
-        agreement: weight of the cross-entropy with the target's law.
+        agreement: weight of the cross-entropy with the target's distribution.
         noise: width of the uniform noise on input features, for texts of 512 tokens.
         unroll: steps on the head's own features (1: the paper's; more as in HASS, arXiv 2408.15766).
     """

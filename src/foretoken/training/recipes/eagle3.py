@@ -1,4 +1,5 @@
-"""EAGLE-3's training: drafting from places all over a text; only the target's law is learned (arXiv 2503.01840)."""
+"""EAGLE-3's training: drafting from places all over a text; only the target's distribution is learned (arXiv
+2503.01840)."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Eagle3Recipe(FeatureRecipe):
 
     @property
     def taps(self) -> Sequence[str]:
-        """The fused depths, and what the teacher's law is made of."""
+        """The fused depths, and what the teacher's distribution is made of."""
         return tuple(dict.fromkeys((*self.config.taps, "last")))
 
     def from_target(self) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class Eagle3Recipe(FeatureRecipe):
         self._start_head(self.net)
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Weighted mean over steps of the cross-entropy with the target's law over the draft vocabulary."""
+        """Weighted mean over steps of the cross-entropy with the target's distribution over the draft vocabulary."""
         config = self.config
         features = self.net.fuse([batch.taps[tap].float() for tap in config.taps])
         rows = some_rows(batch, config.unroll, generator)
@@ -111,12 +112,12 @@ class Eagle3Recipe(FeatureRecipe):
 
     def agreement(self, batch: Batch, output: Tensor, columns: Tensor) -> Tensor:
         """The same over the draft vocabulary; places whose likeliest token is outside it do not count."""
-        law = batch.teacher(texts_of(columns), columns.flatten())
-        counted = self.net.t2d[law.argmax(-1)]
-        law = law[:, self.net.vocabulary]
-        law = law / law.sum(-1, keepdim=True).clamp_min(torch.finfo(law.dtype).tiny)
+        distribution = batch.teacher(texts_of(columns), columns.flatten())
+        counted = self.net.t2d[distribution.argmax(-1)]
+        distribution = distribution[:, self.net.vocabulary]
+        distribution = distribution / distribution.sum(-1, keepdim=True).clamp_min(torch.finfo(distribution.dtype).tiny)
         logits = draft_logits(self.net, self.parts, self.net.head_state(output.flatten(0, 1)))
-        distances = -(law * torch.log_softmax(logits.float(), -1)).sum(-1)
+        distances = -(distribution * torch.log_softmax(logits.float(), -1)).sum(-1)
         return (distances * counted).sum() / counted.sum().clamp_min(1)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:

@@ -42,7 +42,7 @@ class EarlyExitSettings:
         scale: weight of the early exits: e_scale of the paper, or that of the one exit where the last layer's is 1.
         exits: ``"all"`` (the paper's) or ``"layer"`` (in every step the one that drafts, and no other).
         every: rotational curriculum: in one step one of ``every`` early exits is trained; not for the one exit.
-        labels: ``"text"`` (the paper's) or ``"target"`` (early exits learn the law of the last layer).
+        labels: ``"text"`` (the paper's) or ``"target"`` (early exits learn the distribution of the last layer).
         rank: 0 trains all weights; above 0 only a low-rank update of the decoder's linear layers is trained.
     """
 
@@ -124,10 +124,14 @@ class EarlyExitRecipe(Recipe):
         labels = batch.tokens[rows, columns + 1]
         weights = self.weights(exits)
         total = weights[last] * cross_entropy(logits, labels)
-        law = torch.softmax(logits.detach().float(), -1)
+        distribution = torch.softmax(logits.detach().float(), -1)
         for layer in exits:
             early = self.parts.logits(self.parts.normed(states[f"layer:{layer}"][rows, columns]))
-            part = cross_entropy(early, labels) if self.config.labels == "text" else soft_cross_entropy(early, law)
+            part = (
+                cross_entropy(early, labels)
+                if self.config.labels == "text"
+                else soft_cross_entropy(early, distribution)
+            )
             total = total + weights[layer] * part
         return total
 

@@ -16,7 +16,7 @@ from foretoken.models.features import FeatureModel
 from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy
 
 PLACES = 256
-"""Places per text that are drafted from, and whose laws are compared with the target's."""
+"""Places per text that are drafted from, and whose distributions are compared with the target's."""
 
 
 class FeatureRecipe(Recipe):
@@ -75,7 +75,8 @@ class FeatureRecipe(Recipe):
             yield output
 
     def agreement(self, batch: Batch, output: Tensor, columns: Tensor) -> Tensor:
-        """Cross-entropy of the laws of outputs [b, R, D] with the target's behind the tokens at ``columns`` [b, R]."""
+        """Cross-entropy of the distributions of outputs [b, R, D] with the target's behind the tokens at ``columns``
+        [b, R]."""
         logits = self.parts.logits(self.net.head_state(output.flatten(0, 1)))  # type: ignore[operator]
         return soft_cross_entropy(logits, batch.teacher(texts_of(columns), columns.flatten()))
 

@@ -34,8 +34,8 @@ def check_labels(labels: str, decay: float) -> None:
 class HeadsRecipe(Recipe):
     """Head i learns the token that the target says i + 1 places after its own.
 
-    The settings have ``heads``, ``labels`` (``"target"``: the target's own law, which is what the heads must guess, or
-    ``"text"``: the next tokens of the text) and ``decay`` (the weight of head i is ``decay ** i``).
+    The settings have ``heads``, ``labels`` (``"target"``: the target's own distribution, which is what the heads must
+    guess, or ``"text"``: the next tokens of the text) and ``decay`` (the weight of head i is ``decay ** i``).
     """
 
     net_config: ClassVar[type[Any]]

@@ -1,4 +1,5 @@
-"""Hydra's training: heads that read the text's own tokens learn the target's law (arXiv 2402.05109, section 4)."""
+"""Hydra's training: heads that read the text's own tokens learn the target's distribution (arXiv 2402.05109, section
+4)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class HydraSettings(HydraConfig):
     """The heads' shape and how they are trained.
 
     Attributes:
-        labels: ``"target"`` (the target's own law, as in the paper) or ``"text"``.
+        labels: ``"target"`` (the target's own distribution, as in the paper) or ``"text"``.
         decay: weight of head i is ``decay ** i``.
         dropout: share of a head's inputs that is left out in a step (the paper's long runs: 0.2).
     """

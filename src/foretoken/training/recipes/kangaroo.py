@@ -1,4 +1,4 @@
-"""Kangaroo's training: the adapter's law at every place is pulled to the whole model's (arXiv 2404.18911)."""
+"""Kangaroo's training: the adapter's distribution at every place is pulled to the whole model's (arXiv 2404.18911)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from foretoken.models.features import FeatureModel
 from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy, some_places
 
 PLACES = 256
-"""Places per text and step whose logits are compared with the target's law."""
+"""Places per text and step whose logits are compared with the target's distribution."""
 
 
 class KangarooRecipe(Recipe):
@@ -64,7 +64,7 @@ class KangarooRecipe(Recipe):
         return net
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Mean cross-entropy with the whole model's law at random places."""
+        """Mean cross-entropy with the whole model's distribution at random places."""
         states = batch.taps[self.taps[0]].float()
         output = self.net(None, states, torch.arange(batch.length, device=states.device).expand(len(states), -1))
         rows, columns = some_places(batch, PLACES * len(states), 0, generator)

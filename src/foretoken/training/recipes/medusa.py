@@ -21,7 +21,8 @@ class MedusaSettings(MedusaConfig):
     """The heads' shape and how they are trained.
 
     Attributes:
-        labels: ``"target"`` (the target's own law, which is what they must guess) or ``"text"`` (the paper's labels).
+        labels: ``"target"`` (the target's own distribution, which is what they must guess) or ``"text"`` (the paper's
+            labels).
         decay: weight of head i is ``decay ** i``.
         mode: ``"frozen"`` (Medusa-1) or ``"joint"`` (Medusa-2: the target is trained too).
         head_weight: in the joint mode, what the heads' loss weighs at the end beside the target's own; it rises from

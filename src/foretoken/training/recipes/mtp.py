@@ -35,7 +35,7 @@ class MtpSettings(MtpConfig):
 
 
 class MtpRecipe(FeatureRecipe):
-    """Teacher-forced tokens, own states fed back; every step learns the target's law at its place."""
+    """Teacher-forced tokens, own states fed back; every step learns the target's distribution at its place."""
 
     method = "mtp"
     config_class: ClassVar[type[Any]] = MtpSettings
@@ -57,7 +57,7 @@ class MtpRecipe(FeatureRecipe):
         return made
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
-        """Weighted mean over steps of the cross-entropy with the target's law."""
+        """Weighted mean over steps of the cross-entropy with the target's distribution."""
         features = batch.taps["last"].float()
         weights = [self.config.beta**step for step in range(self.config.unroll)]
         rows = some_rows(batch, self.config.unroll, generator)

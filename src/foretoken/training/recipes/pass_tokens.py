@@ -29,7 +29,8 @@ class PassTokensSettings(PassTokensConfig):
     """How many look-ahead tokens there are and how they are trained.
 
     Attributes:
-        labels: ``"target"`` (the target's own law, which is what they must guess) or ``"text"`` (the paper's labels).
+        labels: ``"target"`` (the target's own distribution, which is what they must guess) or ``"text"`` (the paper's
+            labels).
         decay: weight of look-ahead token i (from 0) is ``decay ** i``.
         noise: spread of the rows that training starts from, in parts of the spread of token embeddings.
     """

@@ -1,7 +1,8 @@
 """SpecDec++'s training: which of the draft model's guesses would the target take?  Arxiv 2405.19715.
 
 Some tokens of a text are replaced by guesses of the draft model ("token mixing").  The head reads the draft model's
-state behind every guess and learns how likely it is to stand, ``min(1, p/q)``, with p and q of the text as it then is.
+state behind every guess and learns how likely it is to be accepted, ``min(1, p/q)``, with p and q of the text as it
+then is.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from foretoken.models.parts import TargetParts
 from foretoken.training.recipes.base import Batch, Recipe
 
 CHUNK = 256
-"""Places whose laws are made at once."""
+"""Places whose distributions are made at once."""
 HELD_MIX, HELD_ROUNDS = 0.15, 6
 """Measured where most of the text is the text's, as it is when drafts are made; guesses are drawn a few times."""
 DEPTH = 8
@@ -128,11 +129,11 @@ class SpecdecPpRecipe(Recipe):
         return ModelDrafter(self.target, k=DEPTH, target=self.judge)
 
 
-def _draw(laws: Tensor, uniforms: Tensor) -> Tensor:
-    """A token [m] of every law [m, V]."""
-    cdf = laws.cumsum(-1)
+def _draw(distributions: Tensor, uniforms: Tensor) -> Tensor:
+    """A token [m] of every distribution [m, V]."""
+    cdf = distributions.cumsum(-1)
     found = torch.searchsorted(cdf, (uniforms * cdf[:, -1])[:, None], right=True)[:, 0]
-    return found.clamp(max=laws.shape[-1] - 1)
+    return found.clamp(max=distributions.shape[-1] - 1)
 
 
 def _calibration(predicted: Tensor, chances: Tensor) -> list[list[float]]:

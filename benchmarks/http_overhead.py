@@ -1,0 +1,115 @@
+"""Throughput through HTTP against ``llm.generate`` of the same prompts in one batch: what the server costs.
+
+``python benchmarks/http_overhead.py --batch 8,32``: a server in a process of its own and the library in this one take
+turns, wave by wave; a wave is a batch of prompts that begin together and have equal lengths.  Prints tokens per second
+of both and the median ratio, by the clock and by processor time (the client's not counted: it needs a core of its
+own), which a busy machine disturbs less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from time import perf_counter, process_time
+
+import psutil
+
+import foretoken as ft
+from foretoken.bench.load.run import Address, run_load
+from foretoken.bench.load.settings import Level, LoadSettings
+from foretoken.measure.prompts import BenchPrompt, load_prompts
+
+
+@contextlib.contextmanager
+def server(drafter: str, dtype: str, batch: int) -> Iterator[tuple[str, psutil.Process]]:
+    """The address of a server on a free port, once it is ready, and its process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "foretoken", "serve", "--port", str(port), "--drafter", drafter, "--dtype", dtype]
+    process = subprocess.Popen([*command, "--max-running", str(batch)], stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(240):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/ready", timeout=5):
+                break
+            time.sleep(0.5)
+        else:
+            raise SystemExit("the server did not start")
+        yield url, psutil.Process(process.pid)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
+
+
+def measure(
+    llm: ft.Llm, url: str, process: psutil.Process, prompts: list[BenchPrompt], new_tokens: int, waves: int
+) -> dict[str, object]:
+    """Ratios of one batch size."""
+    texts = [prompt.text for prompt in prompts]
+    settings = LoadSettings(
+        [Level("concurrency", len(texts))],
+        requests=len(texts),
+        warmup=0,
+        max_tokens=new_tokens,
+        ignore_eos=True,
+    )
+    direct, http, processor, equal = [], [], [], []
+    for wave in range(waves + 1):
+        began, began_cpu = perf_counter(), process_time()
+        outputs = llm.generate(texts, max_new_tokens=new_tokens, temperature=0, ignore_eos=True)
+        spent, spent_cpu = perf_counter() - began, process_time() - began_cpu
+        tokens = sum(len(output.token_ids) for output in outputs)
+        before = process.cpu_times()
+        result = run_load([Address("server", url)], {"all": prompts}, settings)
+        after = process.cpu_times()
+        (cell,) = result.cells
+        if cell["errors"]:
+            raise SystemExit(str(cell["errors"]))
+        if wave:  # the first wave warms both up
+            direct.append(tokens / spent)
+            http.append(cell["tokens_per_s"])
+            server_cpu = after.user + after.system - before.user - before.system
+            processor.append(spent_cpu / server_cpu)
+            equal.append(cell["new_tokens"] == tokens)
+    return {
+        "batch": len(texts),
+        "generate_tokens_per_s": statistics.median(direct),
+        "http_tokens_per_s": statistics.median(http),
+        "ratio": statistics.median(h / d for h, d in zip(http, direct, strict=True)),
+        "processor_ratio": statistics.median(processor),
+        "ratios": [round(h / d, 3) for h, d in zip(http, direct, strict=True)],
+        "same_number_of_tokens": all(equal),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", default="8,32")
+    parser.add_argument("--drafter", default="none")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--waves", type=int, default=5)
+    options = parser.parse_args()
+    drafter = None if options.drafter == "none" else options.drafter
+    prompts = load_prompts(None)
+    for batch in map(int, options.batch.split(",")):
+        llm = ft.load("builtin", drafter, dtype=options.dtype, known=True)
+        chosen = [prompts[i % len(prompts)] for i in range(batch)]
+        with server(options.drafter, options.dtype, batch) as (url, process):
+            found = measure(llm, url, process, chosen, options.new_tokens, options.waves)
+        print(json.dumps({"drafter": options.drafter, **found, "load": os.getloadavg()[0]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,302 @@
+"""Figures of a server under overload, disconnects, signals and huge input.
+
+    python benchmarks/reliability.py
+
+Starts ``foretoken serve builtin`` a few times and prints one JSON object a line: R3 overload, R4 disconnect, R5 drain,
+R9 health under load, R14 starts that must fail, R15 limits (as in the table of ``docs/serve.md``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+LONG = {"model": "builtin", "prompt": "x", "ignore_eos": True, "temperature": 1}
+
+
+@contextmanager
+def served(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A server that is ready."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--port", str(port), *flags]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(240):
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+                    break
+            time.sleep(0.5)
+        httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 8}, timeout=60)
+        yield process, url
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+def ms(values: list[float], share: float) -> float:
+    """A percentile in milliseconds."""
+    ordered = sorted(values)
+    return round(1e3 * ordered[min(len(ordered) - 1, int(len(ordered) * share))], 1) if ordered else 0.0
+
+
+def together(count: int, work: Callable[[int], None]) -> None:
+    """Run something in several threads, and wait."""
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def running(url: str) -> float:
+    """Requests that run or wait."""
+    state = httpx.get(f"{url}/v1/spec", timeout=30).json()["state"]
+    return float(state["running"] + state["waiting"])
+
+
+def r3_overload() -> dict[str, Any]:
+    """120 requests at once where 2 run and 4 wait."""
+    statuses: Counter[int] = Counter()
+    refused: list[float] = []
+    headers: set[str] = set()
+    with served("--max-running", "2", "--max-queued", "4") as (_, url):
+        clients = [httpx.Client(base_url=url, timeout=600) for _ in range(120)]
+        together(120, lambda i: clients[i].get("/health") and None)  # connections are open before
+        started = threading.Barrier(120)
+
+        def ask(index: int) -> None:
+            started.wait()
+            began = time.perf_counter()
+            answer = clients[index].post("/v1/completions", json={**LONG, "max_tokens": 60})
+            statuses[answer.status_code] += 1
+            if answer.status_code == 503:
+                refused.append(time.perf_counter() - began)
+                headers.add(answer.headers.get("retry-after", ""))
+
+        together(120, ask)
+        told = httpx.get(f"{url}/metrics").text
+    counted = sum(
+        float(x.rsplit(" ", 1)[1]) for x in told.splitlines() if x.startswith("foretoken:admission_rejections_total{")
+    )
+    shown = {str(status): count for status, count in sorted(statuses.items())}
+    retry = sorted(headers)
+    return {
+        "statuses": shown,
+        "refused_ms_p50": ms(refused, 0.5),
+        "refused_ms_p99": ms(refused, 0.99),
+        "retry_after": retry,
+        "counted": counted,
+    }
+
+
+def r4_disconnect() -> dict[str, Any]:
+    """Twenty clients that go away in the middle: how long until place and memory are free, beside a round's length."""
+    freed: list[float] = []
+    with served("--no-prefix-cache") as (_, url), httpx.Client(base_url=url, timeout=60) as watcher:
+        for _ in range(20):
+            client = httpx.Client(base_url=url, timeout=60)
+            with client.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 900, "stream": True}) as answer:
+                next(answer.iter_lines())
+                began = time.perf_counter()
+            client.close()
+            while True:
+                state = watcher.get("/v1/spec").json()["state"]
+                if not state["running"] and not state["kv_bytes"]:
+                    break
+            freed.append(time.perf_counter() - began)
+        whole = watcher.post("/v1/completions", json={**LONG, "max_tokens": 100}).json()["metrics"]
+    spec = whole["speculative_decoding"]
+    return {
+        "freed_ms_p50": ms(freed, 0.5),
+        "freed_ms_max": ms(freed, 1.0),
+        "round_ms": round(whole["generation_time_ms"] / spec["num_spec_steps"], 1),
+    }
+
+
+def r5_drain() -> dict[str, Any]:
+    """SIGTERM with one stream open."""
+    lines: list[str] = []
+    begun = threading.Event()
+    with served() as (process, url):
+        children = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+
+        def read(index: int) -> None:
+            body = {**LONG, "max_tokens": 300, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    begun.set()
+
+        reader = threading.Thread(target=read, args=(0,))
+        reader.start()
+        begun.wait(60)
+        process.send_signal(signal.SIGTERM)
+        began = time.perf_counter()
+        unready = None
+        with suppress(httpx.TransportError):
+            while unready is None and process.poll() is None:
+                if httpx.get(f"{url}/ready", timeout=5).status_code == 503:
+                    unready = time.perf_counter() - began
+        reader.join()
+        code = process.wait(60)
+        ended = time.perf_counter() - began
+        time.sleep(0.5)
+        left = [pid for pid in children if psutil.pid_exists(pid)]
+    return {
+        "unready_ms": None if unready is None else round(1e3 * unready, 1),
+        "stream_finished": "data: [DONE]" in lines,
+        "last_line": next((line for line in reversed(lines) if line), "")[-200:],
+        "exit_code": code,
+        "exit_s": round(ended, 2),
+        "children_left": left,
+    }
+
+
+def r9_health(seconds: float) -> dict[str, Any]:
+    """/health while sixteen streams run and large prompts come in."""
+    taken: list[float] = []
+    tokens = 0
+    with served() as (_, url):
+        end = time.monotonic() + seconds
+
+        def load(index: int) -> None:
+            nonlocal tokens
+            with httpx.Client(base_url=url, timeout=120) as client:
+                while time.monotonic() < end:
+                    prompt = "def f(x):\n    return x\n" * (40 if index % 4 == 0 else 1)
+                    answer = client.post("/v1/completions", json={**LONG, "prompt": prompt, "max_tokens": 64})
+                    tokens += answer.json()["usage"]["completion_tokens"]
+
+        thread = threading.Thread(target=together, args=(16, load))
+        thread.start()
+        time.sleep(1.0)
+        with httpx.Client(base_url=url, timeout=30) as client:
+            while time.monotonic() < end:
+                began = time.perf_counter()
+                client.get("/health")
+                taken.append(time.perf_counter() - began)
+                time.sleep(0.02)
+        thread.join()
+    figures = {f"p{int(100 * share)}": ms(taken, share) for share in (0.5, 0.99)}
+    return {
+        "samples": len(taken),
+        "health_ms": figures | {"max": ms(taken, 1.0)},
+        "tokens_per_s": round(tokens / seconds),
+    }
+
+
+def r14_starts() -> dict[str, Any]:
+    """What cannot start: one line, exit code 2, and how long that took."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        broken = Path(folder) / "broken"
+        zoo = Path(__file__).parents[1] / "src" / "foretoken" / "zoo" / "target"
+        broken.mkdir()
+        for file in zoo.iterdir():
+            data = file.read_bytes()
+            (broken / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+        for name, flags in {
+            "no such path": ["/nowhere/model"],
+            "half a checkpoint": [str(broken)],
+            "port in use": ["builtin", "--port", str(taken.getsockname()[1])],
+            "unknown drafter": ["builtin", "--port", "0", "--drafter", "telepathy"],
+            "public without a key": ["builtin", "--host", "0.0.0.0"],
+            "no memory": ["builtin", "--port", "0", "--kv-memory", "lots"],
+        }.items():
+            began = time.perf_counter()
+            command = [sys.executable, "-m", "foretoken", "serve", *flags]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+            found[name] = [
+                done.returncode,
+                round(time.perf_counter() - began, 1),
+                len(errors),
+                "Traceback" in done.stderr,
+            ]
+    return {"code_seconds_lines_traceback": found}
+
+
+def r15_limits() -> dict[str, Any]:
+    """Memory that hostile input takes."""
+    with served() as (process, url):
+        server = psutil.Process(process.pid)
+        before = server.memory_info().rss
+        found: dict[str, Any] = {}
+
+        def note(name: str, said: Any) -> None:
+            found[name] = [said, round((server.memory_info().rss - before) / 2**20)]
+
+        with httpx.Client(base_url=url, timeout=60) as client:
+            deep = b'{"model":"builtin","prompt":' + b"[" * 1000 + b"]" * 1000 + b"}"
+            note("1,000 levels", client.post("/v1/completions", content=deep).status_code)
+            wrong = json.dumps({"model": "builtin", "prompt": [1, *["a"] * 300_000]})
+            note("300,000 wrong elements", client.post("/v1/completions", content=wrong).status_code)
+
+        def endless() -> Iterator[bytes]:
+            for _ in range(100):
+                yield b"x" * 2**20
+
+        for name, sent in (("100 MB declared", b"x" * 100 * 2**20), ("100 MB in pieces", endless())):
+            try:
+                note(name, httpx.post(f"{url}/v1/completions", content=sent, timeout=60).status_code)
+            except httpx.TransportError as error:
+                note(name, type(error).__name__)
+        port = int(url.rsplit(":", 1)[1])
+        for name, text in {
+            "10,000 headers": b"GET /health HTTP/1.1\r\nHost: x\r\n"
+            + b"".join(b"h%d: x\r\n" % i for i in range(10_000)),
+        }.items():
+            with socket.create_connection(("127.0.0.1", port), timeout=60) as sock, suppress(OSError):
+                sock.sendall(text + b"\r\n")
+                note(name, sock.recv(100).split(b"\r\n")[0].decode())
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
+            began = time.perf_counter()
+            with suppress(OSError):
+                while time.perf_counter() - began < 40:
+                    sock.sendall(b"G")
+                    time.sleep(0.5)
+            note("a byte each half second", f"closed after {time.perf_counter() - began:.0f} s")
+    return {"status_and_rss_mb": found}
+
+
+TESTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "R3": r3_overload,
+    "R4": r4_disconnect,
+    "R5": r5_drain,
+    "R9": lambda: r9_health(20.0),
+    "R14": r14_starts,
+    "R15": r15_limits,
+}
+
+
+def main() -> None:
+    """Run them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=[], help=", ".join(TESTS))
+    args = parser.parse_args()
+    for name in args.names or TESTS:
+        print(json.dumps({"test": name, **TESTS[name]()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""What mkdocs does besides reading pages: reference pages made of the code, and the gallery's list of methods."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parent))
+import reference_pages
+
+
+def on_config(config: Any) -> Any:
+    """List every method under the gallery, in the registry's order."""
+    for item in config.nav:
+        if isinstance(item, dict) and "Gallery" in item:
+            item["Gallery"] += [
+                {title: [{name: f"methods/{name}.md"} for name in names]}
+                for title, names in reference_pages.methods_by_role()
+            ]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made of the code."""
+    for place, make in reference_pages.PAGES.items():
+        files.append(File.generated(config, place, content=make()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Put a method's picture behind its heading."""
+    place = Path(page.file.src_uri)
+    if place.parent.name != "methods":
+        return markdown
+    found = [f for f in files if Path(f.src_uri).match(f"figures/methods/*-{place.stem}.svg")]
+    pictures = "".join(f"![A round of {place.stem}](../{f.src_uri})\n\n" for f in found)
+    heading, end, rest = markdown.partition("\n")
+    return f"{heading}{end}\n{pictures}{rest}"
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Docstrings name things as ``:class:`~foretoken.llm.Llm```: show the name alone."""
+    if not page.file.src_uri.startswith("reference/"):
+        return html
+    html = re.sub(r":(?:class|func|meth|mod|data|attr):(?=<code>)", "", html)
+    return re.sub(r"<code>~[\w.]*\.(\w+)</code>", r"<code>\1</code>", html)

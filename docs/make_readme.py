@@ -1,0 +1,233 @@
+"""Makes the README's generated parts: pictures, the demo's output, the tables.
+
+    python docs/make_readme.py --runs run-a.jsonl run-b.jsonl   # pictures, demo, and figures of runs of foretoken bench
+    python docs/make_readme.py                                  # pictures and demo; figures as they were kept
+    python docs/make_readme.py --only speeds drafters           # some parts
+
+A part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``; the README decides which it has.  The figures
+of runs are kept in ``docs/figures/speeds.json``, so that the table can be written again without the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "docs" / "figures"
+SPEEDS = FIGURES / "speeds.json"
+DEMO = ("generate", "def read_lines(path):", "--drafter", "model,k=4", "--max-new-tokens", "64", "--compare")
+SHOWN = ("show", "def read_lines(path):", "--drafter", "model,tree=3x2x1", "--verifier", "without_replacement",
+         "--temperature", "1", "--seed", "3", "--max-new-tokens", "40")  # fmt: skip
+
+
+# -- parts -----------------------------------------------------------------------------------------------------------
+
+
+def picture() -> str:
+    """A real round: tree, accepted path, ribbon."""
+    foretoken(*SHOWN, "--out", str(FIGURES / "readme.svg"))
+    return "![A real round: what was guessed, accepted, and why the rest was rejected](docs/figures/readme.svg)"
+
+
+def demo() -> str:
+    """The demo's command with the figures that it printed below the two texts."""
+    printed = "...\n" + foretoken(*DEMO).rstrip().rpartition("─\n")[2]
+    command = " ".join(f'"{word}"' if " " in word else word for word in DEMO)
+    return f"```console\n$ foretoken {command}\n{printed.rstrip()}\n```"
+
+
+def recording() -> str:
+    """The coloured output of ``--explain`` as a picture of a terminal, which loads no font."""
+    from rich.console import Console
+    from rich.text import Text
+
+    arguments = ("generate", *DEMO[1:6], "--explain")
+    coloured = foretoken(*arguments, env={"FORCE_COLOR": "1", "COLUMNS": "100"})
+    console = Console(width=100, record=True, file=io.StringIO(), force_terminal=True)
+    command = " ".join(f'"{word}"' if " " in word else word for word in arguments)
+    console.print(Text(f"$ foretoken {command}", "bold"))
+    console.print(Text.from_ansi(coloured.rstrip()))
+    drawn = console.export_svg(title="foretoken generate --explain")
+    drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.S)
+    drawn = drawn.replace("Fira Code, monospace", "ui-monospace, monospace")
+    drawn = re.sub(r"<!-- Generated with Rich.*?-->", "", drawn)
+    (FIGURES / "terminal.svg").write_text(drawn, encoding="utf-8")
+    return "![Coloured tokens and the trees of the first rounds in a terminal](docs/figures/terminal.svg)"
+
+
+def drafters() -> str:
+    """The table "which drafter", which is the site's."""
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    found = re.search(r"^## Which drafter\?\n\n(\|.*?)\n\n", page, re.M | re.S)
+    if found is None:
+        raise ValueError("docs/index.md has no table under '## Which drafter?'")
+    return found[1]
+
+
+def speeds() -> str:
+    """Speed-ups over plain decoding, a column per run and category; below it what was run.
+
+    Raises:
+        ValueError: no figures are kept yet.
+    """
+    if not SPEEDS.is_file():
+        raise ValueError("no figures yet: give runs of foretoken bench with --runs")
+    return table(json.loads(SPEEDS.read_text(encoding="utf-8")))
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "picture": picture,
+    "demo": demo,
+    "recording": recording,
+    "drafters": drafters,
+    "speeds": speeds,
+}
+
+
+# -- figures of runs -------------------------------------------------------------------------------------------------
+
+
+def figures_of(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """What the table needs of runs of ``foretoken bench``.
+
+    Raises:
+        ValueError: an unfinished run, or an output that differs from plain decoding's.
+    """
+    from foretoken.bench.report.read import read_run
+
+    found = []
+    for file in files:
+        run = read_run(file)
+        if not run.summary:
+            raise ValueError(f"{file} is unfinished: go on with foretoken bench --resume")
+        cells = [c for c in run.cells if (c["temperature"], c["batch"]) == run.settings[0]]
+        wrong = [c["arm"] for c in cells if c.get("identical") is False and ":" not in c["arm"]]
+        if wrong:
+            raise ValueError(f"{file}: the output of {wrong[0]} differs from plain decoding's")
+        machine, settings = run.part("machine"), run.part("settings")
+        found.append(
+            {
+                "machine": cpu_of(machine),
+                "target": run.summary.get("inflation") or run.summary.get("target"),
+                "dtype": machine["dtype"],
+                "threads": machine["threads"]["torch_threads"],
+                "versions": machine["versions"],
+                "temperature": run.settings[0][0],
+                "prompts": settings["prompts"]["categories"],
+                "new_tokens": settings["max_new_tokens"],
+                "commit": commit(),
+                "speedups": {c["category"]: {} for c in cells},
+            }
+        )
+        for cell in cells:
+            interval = cell.get("speedup_ci95") or [None, None]
+            found[-1]["speedups"][cell["category"]][cell["arm"]] = [cell["speedup"], *interval]
+    return found
+
+
+def cpu_of(machine: Mapping[str, Any]) -> str:
+    """The processor with the matrix instructions that decide its speed."""
+    flags = machine["hardware"].get("cpu_flags", ())
+    best = next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags), "")
+    return f"{machine['hardware']['cpu']}, {machine['hardware']['cores']} cores{f', {best}' if best else ''}"
+
+
+def commit() -> str:
+    """The commit that is checked out."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """A row per arm, a column per run and category, and a footnote per run."""
+    columns = [(i, category) for i, run in enumerate(runs) for category in run["speedups"]]
+    arms = dict.fromkeys(arm for i, category in columns for arm in runs[i]["speedups"][category])
+    heads = [f"{category} [{i + 1}]" for i, category in columns]
+    lines = [f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(columns)}"]
+    lines += [f"| `{arm}` | {' | '.join(_cell(runs, arm, columns))} |" for arm in arms]
+    notes = [f"[{i + 1}] {_note(run)}" for i, run in enumerate(runs)]
+    return "\n".join([*lines, "", "  \n".join(notes)])
+
+
+def _cell(runs: Sequence[Mapping[str, Any]], arm: str, columns: Sequence[tuple[int, str]]) -> Iterator[str]:
+    for i, category in columns:
+        found = runs[i]["speedups"][category].get(arm)
+        if found is None:
+            yield ""
+            continue
+        value, low, high = found
+        yield f"{value:.2f}" if low is None or low == high else f"{value:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _note(run: Mapping[str, Any]) -> str:
+    prompts = ", ".join(f"{count} {name}" for name, count in run["prompts"].items())
+    sampling = "greedy" if not run["temperature"] else f"T = {run['temperature']:g}"
+    versions = " ".join(f"{name} {run['versions'][name]}" for name in ("torch", "transformers"))
+    return (
+        f"{run['machine']}, {run['threads']} threads; {run['target']}, {run['dtype']}, {sampling}; prompts: {prompts}; "
+        f"{run['new_tokens']} tokens each; {versions}; commit {run['commit']}. Ratio to plain decoding in the same "
+        "run, 95 % interval over prompts."
+    )
+
+
+# -- the README ------------------------------------------------------------------------------------------------------
+
+
+def foretoken(*arguments: str, env: Mapping[str, str] | None = None) -> str:
+    """What a command printed.
+
+    Raises:
+        RuntimeError: it failed; the message is its own.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "foretoken", *arguments], capture_output=True, text=True,
+        env={**os.environ, "COLUMNS": "100", **(env or {})},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip())
+    return done.stdout
+
+
+def filled(text: str, names: Sequence[str], parts: Mapping[str, Callable[[], str]]) -> str:
+    """The README with these parts made anew.
+
+    Raises:
+        ValueError: a mark with a name that no part has, or without its end.
+    """
+    marks = re.findall(r"<!-- begin: (\w+) -->", text)
+    unknown = [name for name in marks if name not in parts]
+    if unknown:
+        raise ValueError(f"the README names a part {unknown[0]!r}: choose one of {', '.join(parts)}")
+    for name in marks:
+        pattern = re.compile(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", re.S)
+        if not pattern.search(text):
+            raise ValueError(f"the part {name!r} has no end: write <!-- end: {name} -->")
+        if not names or name in names:
+            made = parts[name]()
+            text = pattern.sub(lambda match, made=made: f"{match[1]}{made}\n{match[2]}", text)
+    return text
+
+
+def main() -> None:
+    """Write the README's parts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", type=Path, help="files of foretoken bench, one a machine")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=[], help="make these parts only")
+    arguments = parser.parse_args()
+    if arguments.runs:
+        SPEEDS.write_text(json.dumps(figures_of(arguments.runs), indent=1) + "\n", encoding="utf-8")
+    readme = ROOT / "README.md"
+    readme.write_text(filled(readme.read_text(encoding="utf-8"), arguments.only, PARTS), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

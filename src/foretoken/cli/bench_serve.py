@@ -1,0 +1,257 @@
+"""``foretoken bench serve URL``: load on an OpenAI-compatible server, and what its clients see."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from foretoken.cli.output import json_only, progress_bar, screen
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foretoken.bench.load.run import LoadResult
+    from foretoken.bench.load.settings import Level
+
+Number = TypeVar("Number", int, float)
+_FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, text"
+
+
+def serve_command(
+    urls: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="URL...",
+            help="http://HOST:PORT or NAME=http://HOST:PORT; with several, the first is what others are compared with.",
+        ),
+    ],
+    concurrency: Annotated[
+        list[str] | None, typer.Option(help="Clients at a time, joined by commas or given several times [1,8].")
+    ] = None,
+    rate: Annotated[
+        list[str] | None, typer.Option(help="Requests per second, arriving by chance; joined or given several times.")
+    ] = None,
+    burst: Annotated[int, typer.Option(min=1, help="With --rate: requests that arrive together.")] = 1,
+    requests: Annotated[int, typer.Option(min=1, help="Requests per level, arm and pass.")] = 64,
+    repeat: Annotated[int | None, typer.Option(min=1, help="Passes of each level [1; 2 where arms compare].")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Plain decoding against speculation on one server, and equal texts.")
+    ] = False,
+    warmup: Annotated[int, typer.Option(min=1, help="Requests to each arm before anything is measured.")] = 4,
+    chat: Annotated[bool, typer.Option("--chat", help="Chat completions instead of completions.")] = False,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(help="File or folder of prompts, may be given several times; built-in prompts by default."),
+    ] = None,
+    format: Annotated[str, typer.Option(help=f"Format of the prompts: {_FORMATS}.")] = "auto",
+    category: Annotated[
+        list[str] | None, typer.Option(help="Only these categories; may be given several times.")
+    ] = None,
+    max_prompts: Annotated[int | None, typer.Option(min=1, help="Most prompts per category.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus; 1 is off.")] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the first request, counted up; also of the arrivals.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Ask for answers of full length (vLLM, SGLang, foretoken).")
+    ] = False,
+    extra_body: Annotated[str, typer.Option(help="JSON object that is added to every request.")] = "{}",
+    model: Annotated[
+        list[str] | None, typer.Option(help="What requests name, one for all servers or one for each [as listed].")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="OPENAI_API_KEY", help="One for all servers or one for each.", show_envvar=True),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds after which a request has failed.")] = 600.0,
+    out: Annotated[Path | None, typer.Option(help="File for the run (JSON lines), for foretoken bench report.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print cells and, as the last line, the summary; the rest goes to stderr.")
+    ] = False,
+) -> None:
+    """Send requests to a server and tell latency, throughput and acceptance as its clients see them.
+
+    Ctrl-C ends it early and tells what was measured.
+    """
+    passes = 2 if compare or len(urls) > 1 else 1
+    lines_out = as_json or (out is None and not sys.stdout.isatty())
+    with json_only(lines_out):
+        result = _measured(
+            urls, compare, api_key or [], model or [], _prompts(prompts, format, category, max_prompts), out,
+            levels=_levels(concurrency, rate, burst), requests=requests, passes=repeat or passes, warmup=warmup,
+            chat=chat, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed,
+            ignore_eos=ignore_eos, extra=_object(extra_body), timeout_s=timeout,
+        )  # fmt: skip
+        if not as_json:
+            show(screen(), result, out)
+    if lines_out:
+        sys.stdout.write("".join(line + "\n" for line in result.lines))
+        sys.stdout.flush()
+    if result.interrupted:
+        raise KeyboardInterrupt
+    if not any(cell["completed"] for cell in result.cells):
+        raise ValueError("no request was answered: " + "; ".join(result.summary["notes"]))
+
+
+def _levels(concurrency: Sequence[str] | None, rate: Sequence[str] | None, burst: int) -> list[Level]:
+    """Levels of concurrency, then of rates.
+
+    Raises:
+        ValueError: something that is no number above 0, or bursts without a rate.
+    """
+    from foretoken.bench.load.settings import Level
+
+    if burst > 1 and not rate:
+        raise ValueError("--burst says how many requests of a --rate arrive together: give --rate too")
+    if not concurrency and not rate:
+        concurrency = ["1,8"]
+    found = [Level("concurrency", value) for value in _numbers("concurrency", concurrency, int)]
+    return [*found, *(Level("rate", value, burst) for value in _numbers("rate", rate, float))]
+
+
+def _numbers(name: str, given: Sequence[str] | None, kind: Callable[[str], Number]) -> list[Number]:
+    parts = [part.strip() for text in given or () for part in text.split(",")]
+    try:
+        return list(dict.fromkeys(kind(part) for part in parts))
+    except ValueError:
+        word = "numbers" if kind is float else "whole numbers"
+        raise ValueError(f"--{name} takes {word} joined by commas, not {','.join(parts)!r}") from None
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--extra-body must be a JSON object: {error.msg} at character {error.pos}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--extra-body must be a JSON object, not {text[:40]}")
+    return found
+
+
+def _prompts(
+    files: Sequence[Path] | None, format: str, category: Sequence[str] | None, most: int | None
+) -> dict[str, Any]:
+    from foretoken.measure.prompts import load_prompts, select
+
+    loaded = [prompt for source in (files or [None]) for prompt in load_prompts(source, format)]  # type: ignore[list-item]
+    return select(loaded, category or (), most)
+
+
+def _measured(
+    urls: Sequence[str],
+    compare: bool,
+    keys: Sequence[str],
+    models: Sequence[str],
+    prompts: Mapping[str, Any],
+    out: Path | None,
+    **settings: Any,
+) -> LoadResult:
+    """Run it, and write its file."""
+    try:
+        from foretoken.bench.load.run import parse_addresses, run_load
+    except ModuleNotFoundError as error:
+        if error.name != "httpx":
+            raise
+        raise ValueError("a load test needs httpx: pip install 'foretoken[bench]'") from None
+    from foretoken.bench.load.settings import LoadSettings
+
+    if out is not None and not out.parent.is_dir():
+        raise ValueError(f"there is no folder {out.parent} for --out")
+    addresses = parse_addresses(urls, compare, keys, models)
+    with progress_bar() as tell:
+        result = run_load(addresses, prompts, LoadSettings(**settings), compare, tell)
+    if out is not None and result.cells:
+        result.write(out)
+    return result
+
+
+# -- for people ------------------------------------------------------------------------------------------------------
+
+
+def show(console: Console, result: LoadResult, out: Path | None) -> None:
+    """A table of all levels, whether texts are equal, and what one must know."""
+    console.print(_table(result))
+    for cell in result.cells:
+        if cell["errors"]:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in cell["errors"].items())
+            console.print(f"{cell['arm']}, {cell['load']} {cell['level']:g}: {kinds}", style="red", soft_wrap=True)
+    for found in result.summary["equality"]:
+        _show_equality(console, found)
+    for note in result.summary["notes"]:
+        console.print(note, style="dim", soft_wrap=True)
+    if result.interrupted:
+        console.print("interrupted: these are the requests that had ended by then", style="yellow", soft_wrap=True)
+    if out is not None and result.cells:
+        console.print(f"written to {out}: foretoken bench report {out} --out report.html", soft_wrap=True)
+
+
+def _table(result: LoadResult) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 0))
+    for name in ("load", "arm"):
+        table.add_column(name, overflow="fold")
+    heads = ["req/s", "tok/s", "TTFT", "TPOT", "latency", "tok/rd"]
+    ratios = any(cell["ratios"] for cell in result.cells)
+    for name in [*heads, *(["tok/s x", "TPOT x"] if ratios else [])]:
+        table.add_column(name, justify="right")
+    for cell in result.cells:
+        table.add_row(*_row(cell, ratios))
+    table.caption = (
+        "c: concurrency. TTFT, TPOT (time per output token), latency: ms, median|99th percentile. x: over the first"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _row(cell: Mapping[str, Any], ratios: bool) -> list[str]:
+    load = f"c={cell['level']:g}" if cell["load"] == "concurrency" else f"{cell['level']:g}/s"
+    row = [
+        load + (f" by {cell['burst']}" if cell["burst"] > 1 else ""),
+        cell["arm"],
+        f"{cell['requests_per_s']:.2f}",
+        f"{cell['tokens_per_s']:.1f}",
+        *(_spread(cell[name]) for name in ("ttft_ms", "tpot_ms", "e2e_ms")),
+        _or_empty(cell["mean_acceptance_length"], ".2f"),
+    ]
+    if ratios:
+        row += [_or_empty((cell["ratios"] or {}).get(name), ".2f") for name in ("tokens_per_s", "tpot")]
+    return row
+
+
+def _spread(found: Mapping[str, float] | None) -> str:
+    if found is None:
+        return ""
+    return "|".join(f"{found[name]:.{1 if found['p50'] < 100 else 0}f}" for name in ("p50", "p99"))
+
+
+def _or_empty(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _show_equality(console: Console, found: Mapping[str, Any]) -> None:
+    level = f"{found['arm']}, {found['load']} {found['level']:g}"
+    compared, different = found["compared"], found["different"]
+    if not different:
+        console.print(f"{level}: texts are equal, {compared} of {compared}", style="green", soft_wrap=True)
+        return
+    if different == found["ties"]:
+        words = f"{level}: {different} of {compared} texts differ, all by numerical ties (bfloat16 rounds by batch)"
+        console.print(words, soft_wrap=True)
+        return
+    first = found["examples"][0]
+    texts = " became ".join(map(repr, first["texts"]))
+    console.print(
+        f"{level}: {different} of {compared} texts differ, {found['ties']} of them by numerical ties; "
+        f"request {first['request']} from character {first['character']}: {texts}",
+        style="red",
+        soft_wrap=True,
+    )

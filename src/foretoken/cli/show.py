@@ -1,0 +1,92 @@
+"""``foretoken show``: a picture of a real run, in one file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.generate import read_prompt
+from foretoken.cli.options import Common, Json, with_common
+from foretoken.cli.output import json_only, print_json
+
+if TYPE_CHECKING:
+    from foretoken.llm import Llm, Output
+
+KINDS = (".html", ".svg")
+
+
+@with_common()
+def show_command(
+    prompt: Annotated[str | None, typer.Argument(help="Text to complete; - reads stdin.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with the text to complete.")] = None,
+    out: Annotated[Path, typer.Option(help="File to write: .html has every round, .svg one of them.")] = Path(
+        "show.html"
+    ),
+    number: Annotated[
+        int | None, typer.Option("--round", help="Round that an .svg draws, from 1; the most telling one by default.")
+    ] = None,
+    as_json: Json = False,
+    *,
+    common: Common,
+) -> None:
+    """Complete a prompt and draw what happened: rounds, token trees, and why drafts were rejected."""
+    common.check()
+    kind = out.suffix.lower()
+    if kind not in KINDS:
+        raise ValueError(f"--out {out} must end in {' or '.join(KINDS)}")
+    text = read_prompt(prompt, prompt_file)
+    with json_only(as_json):
+        llm = common.load()
+        output = llm.generate(text, **common.sampling, explain=True)
+        page, rounds = _drawn(llm, output, text, kind, number, common)
+    _write(out, page)
+    if as_json:
+        print_json({"out": str(out), "rounds": rounds, "stats": output.stats.as_dict()})
+    else:
+        print(f"{rounds} rounds, {len(output.token_ids)} tokens -> {out}", file=sys.stderr)
+
+
+def _drawn(llm: Llm, output: Output, text: str, kind: str, number: int | None, common: Common) -> tuple[str, int]:
+    from foretoken.show import page, picture
+    from foretoken.show.run import shown
+
+    run = shown(output, llm.tokenizer, text, facts(llm, output, common.target, common.temperature))
+    if kind == ".html":
+        return page.render(run), len(run.rounds)
+    return picture.render(run, run.best() if number is None else number - 1), len(run.rounds)
+
+
+def facts(llm: Llm, output: Output, target: Any, temperature: float) -> list[tuple[str, str]]:
+    """What made the run, for its heading."""
+    stats = output.stats
+    rules = sorted({trace.verifier for trace in output.rounds})
+    sampling = "greedy" if not temperature else f"T = {temperature:g}"
+    if output.seed is not None:
+        sampling += f", seed {output.seed}"
+    return [
+        ("target", str(target)),
+        ("drafter", "none" if llm.drafter is None else llm.drafter.name),
+        ("verifier", ", ".join(rules)),
+        ("sampling", sampling),
+        (
+            "result",
+            f"{len(output.token_ids)} tokens in {stats.num_drafts} rounds: {stats.mean_acceptance_length:.2f} a round",
+        ),
+    ]
+
+
+def _write(out: Path, page: str) -> None:
+    """The file, whole or not at all.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    draft = out.with_name(f".{out.name}.tmp")
+    try:
+        draft.write_text(page, encoding="utf-8")
+        draft.replace(out)
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error.strerror}") from None

@@ -1,0 +1,77 @@
+"""One request as drafters and controllers see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Rng:
+    """The randomness of one request: a stream of uniforms in [0, 1), each handed out once.
+
+    Drawn from a ``torch.Generator`` in float64 blocks, so that a uniform costs nanoseconds and no device sync.
+
+    Attributes:
+        tests: every acceptance test that was made with them, as (u, chance), for a trace; ``None``: they are not kept.
+    """
+
+    BLOCK = 256
+
+    def __init__(self, seed: int) -> None:
+        self.tests: list[tuple[float, float]] | None = None
+        self.generator = torch.Generator().manual_seed(seed)
+        self._block: list[float] = []
+
+    def uniform(self) -> float:
+        """A fresh uniform in [0, 1)."""
+        if not self._block:
+            self._block = torch.rand(self.BLOCK, generator=self.generator, dtype=torch.float64).tolist()
+        return self._block.pop()
+
+    def uniforms(self, count: int) -> list[float]:
+        """``count`` fresh uniforms in [0, 1)."""
+        return [self.uniform() for _ in range(count)]
+
+
+@dataclass
+class Context:
+    """What a drafter and a controller know of one request.
+
+    Attributes:
+        request_id: unique within the engine.
+        tokens: prompt and output so far, the root last.
+        prompt_length: how many of them are the prompt.
+        max_length: tokens that there may be in the end, the prompt included (0: unknown).
+        maker: the request's sampling pipeline, so that a draft distribution can be made by the same function.
+        rng: the request's randomness.
+        hidden: target hidden states of the last round's committed nodes (root first), by tap name, each [n, D]; the
+            row of position t is ``hidden[name][t - hidden_start]``.
+        prediction: tokens that the caller expects in the answer.
+        sequence: the target's own sequence, for drafters that draft with the target (a ``SequenceState``).
+        state: one slot per owner (a drafter or a controller keeps its own per-request state here).
+        salt: drafts may be learned from other requests' texts only where this is the same.
+        forced: tokens that must follow given output tokens, where the request has a constraint.
+    """
+
+    request_id: int
+    tokens: list[int]
+    prompt_length: int
+    maker: Any
+    rng: Rng
+    hidden: dict[str, Tensor] = field(default_factory=dict)
+    hidden_start: int = 0
+    prediction: Sequence[int] | None = None
+    sequence: Any = None
+    state: dict[Any, Any] = field(default_factory=dict)
+    max_length: int = 0
+    salt: str = ""
+    forced: Callable[[Sequence[int]], list[int]] | None = None
+
+    @property
+    def root(self) -> int:
+        """The last committed token."""
+        return self.tokens[-1]

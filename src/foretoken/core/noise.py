@@ -1,0 +1,127 @@
+"""Noise that belongs to a seed and a position: what makes a sampled text a function of its seed.
+
+Every output position t has its own numbers E_t(v) ~ Exp(1), one per token, all independent.  The target takes the
+token that wins the race ``argmin E_t(v) / p(v)``, which has probability p(v); a drafter's candidates are the first in
+the race ``E_t(v) / q(v)`` on the *same* numbers.  So the target's token never depends on what was drafted (Daliri,
+Musco, Suresh 2024, https://arxiv.org/abs/2408.07978).
+
+The numbers come from a counter-based generator: asking in another order, or twice, gives the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SEEDS = 2**64
+"""Seeds are integers from 0 to one below this."""
+KEPT_NUMBERS, KEPT_POSITIONS = 2**18, 16
+"""Most that is kept per request: 2 MiB, or 16 positions if that is more: a round verifies with what it drafted with."""
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse what is no seed.
+
+    Raises:
+        ValueError: not an integer, negative, or of more than 64 bits.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS:
+        raise ValueError(f"a seed must be an integer from 0 to 2**64 - 1, not {seed!r}")
+
+
+def seeds_of(seed: Any, count: int) -> Sequence[int | None]:
+    """One seed per prompt: as given, or the one that was given for each.
+
+    Raises:
+        ValueError: another number of seeds than prompts, or what is no seed.
+    """
+    if not isinstance(seed, list | tuple):
+        seed = [seed] * count
+    if len(seed) != count:
+        raise ValueError(f"{len(seed)} seeds for {count} prompts: give one seed, or one per prompt")
+    for one in seed:
+        if one is not None:
+            check_seed(one)
+    return seed
+
+
+def samples_of(seed: int | None, count: int) -> list[int | None]:
+    """The seeds of ``count`` samples of one prompt: counted up from its own, so that each can be asked for alone."""
+    return [seed if seed is None else (seed + i) % SEEDS for i in range(count)]
+
+
+def random_seed() -> int:
+    """A seed from torch's own generator, so that ``torch.manual_seed`` fixes what was asked for without a seed."""
+    return int(torch.randint(2**63 - 1, ()))
+
+
+@contextmanager
+def unseeded_from(seed: int) -> Iterator[None]:
+    """Nested, requests without a seed of their own are the same in every run: what measures them can be repeated.
+
+    torch's own generator is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+class Noise:
+    """The noise of one request.
+
+    Args:
+        seed: from 0 to 2**64 - 1.
+
+    Raises:
+        ValueError: no such seed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        check_seed(seed)
+        self.seed = seed
+        self._kept: dict[tuple[int, int, torch.device], Tensor] = {}
+
+    def exponentials(self, position: int, size: int) -> Tensor:
+        """[size] float64, independent Exp(1) numbers of an output position (0 is the first new token).
+
+        Finite and positive.  A function of the seed, the position and the token alone.
+        """
+        # The position goes into the generator's counter, far above the words that count the numbers drawn.
+        source = np.random.Philox(key=self.seed, counter=[0, 0, position, 0])
+        bits = source.random_raw(size)
+        # 52 random bits k as the fraction of a double give 1 + k / 2**52, so u = (k + 1/2) / 2**52 lies inside (0, 1).
+        bits >>= np.uint64(12)
+        bits |= np.uint64(0x3FF0000000000000)
+        u = bits.view(np.float64)
+        u -= 1.0 - 2.0**-53
+        np.log(u, out=u)
+        return torch.from_numpy(np.negative(u, out=u))
+
+    def gumbels(self, position: int, size: int, device: torch.device) -> Tensor:
+        """[size] ``-log E``, what is added to log-probabilities before the largest is taken; float64 (float32 on mps).
+
+        One vector serves the draft and every node of a depth, so they are kept: until :meth:`forget`, or until there
+        are too many.
+        """
+        key = (position, size, device)
+        found = self._kept.get(key)
+        if found is None:
+            numbers = self.exponentials(position, size).numpy()
+            np.log(numbers, out=numbers)  # NumPy's is faster than torch's on one thread
+            found = torch.from_numpy(np.negative(numbers, out=numbers))
+            if device.type != "cpu":
+                found = found.to(device, torch.float32 if device.type == "mps" else torch.float64)
+            while len(self._kept) >= max(KEPT_POSITIONS, KEPT_NUMBERS // size):
+                del self._kept[min(self._kept, key=lambda kept: kept[0])]  # text by now
+            self._kept[key] = found
+        return found
+
+    def forget(self, position: int) -> None:
+        """Positions before this one are text now: their noise is not asked for again."""
+        for key in [kept for kept in self._kept if kept[0] < position]:
+            del self._kept[key]

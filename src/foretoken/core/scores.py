@@ -1,0 +1,153 @@
+"""The target's view of a tree, and the pipeline from logits to distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.core.noise import Noise
+from foretoken.core.tree import TokenTree
+
+NON_FINITE = "the model's logits are NaN or all -inf: check the checkpoint, or load it with dtype=float32"
+
+LARGE = 32768
+"""Vocabulary from which on, on a CPU, an operation on a row of it takes so long that calls should see few rows."""
+
+
+def is_large(logits: Tensor) -> bool:
+    """Whether an operation on logits [.., V] takes so long that as few rows as possible should see it."""
+    return logits.device.type == "cpu" and logits.shape[-1] > LARGE
+
+
+class NonFiniteLogitsError(ValueError):
+    """The model produced NaN or only -inf: there is no distribution to draw from."""
+
+
+class SamplingPipeline(Protocol):
+    """Turns logits into the distribution that a token is drawn from (:mod:`foretoken.sampling`)."""
+
+    greedy: bool
+    fixed: bool
+    noise: Noise | None
+    prompt_length: int
+
+    def distribution(self, logits: Tensor, prefix: Sequence[int]) -> Tensor:
+        """[V] distribution at the end of ``prefix`` from logits [V]."""
+
+    def distributions(self, logits: Tensor, prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+        """[N, V] distributions from logits [N, V]."""
+
+    def ranking(self, logits: Tensor, lengths: Sequence[int], prefixes: Sequence[Sequence[int]] | None) -> Tensor:
+        """[N, V] what the token that follows is the largest of, where it is ``fixed``."""
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """[N, V] log-probabilities, up to a constant per row, where they depend on the logits alone."""
+
+    def noise_rows(self, lengths: Sequence[int], like: Tensor) -> list[Tensor]:
+        """The noise [V] of the tokens that follow texts of such lengths."""
+
+    @property
+    def context_free(self) -> bool:
+        """Whether the distribution depends on the logits alone, not on the prefix."""
+
+    @property
+    def recipe(self) -> Hashable:
+        """What makes the distribution, besides the logits: equal recipes make equal distributions.  ``None`` where the
+        prefix counts."""
+
+
+def argmaxes(logits: Tensor) -> tuple[list[int], bool]:
+    """Row-wise argmax (lowest index on ties) of logits [N, V], and whether every maximum is finite."""
+    if logits.device.type == "cpu":
+        # NumPy's argmax is several times faster than torch's on CPU, and it stops at the first NaN.
+        rows = (logits if logits.dtype == torch.float64 else logits.float()).numpy()
+        indices = rows.argmax(-1)
+        return indices.tolist(), bool(np.isfinite(np.take_along_axis(rows, indices[:, None], -1)).all())
+    best, choices = logits.max(-1)
+    return choices.tolist(), bool(torch.isfinite(best).all())
+
+
+@dataclass
+class Scores:
+    """The target's view of a tree.  Distributions are made only for the nodes that are asked for.
+
+    Attributes:
+        logits: [N, V] raw target logits, one row per node.
+        tree: the tree that was scored.
+        prefix: committed tokens up to and including the root.
+        maker: the sampling pipeline of the request.
+        taps: hidden states that the drafter asked for, by name, each [N, D].
+        made: [n, V] target distributions of the first n nodes, where they were made for the whole batch
+            (:mod:`foretoken.verifiers.batched`).
+        weights: p(x) and q(x) of all drafts of a chain, where they were read for the whole batch.
+        chosen: the token after every node, where they were looked up for the whole batch.
+    """
+
+    logits: Tensor
+    tree: TokenTree
+    prefix: Sequence[int]
+    maker: SamplingPipeline
+    taps: dict[str, Tensor] = field(default_factory=dict)
+    made: Tensor | None = None
+    weights: tuple[list[float], list[float]] | None = None
+    chosen: list[int] | None = None
+    _distributions: dict[int, Tensor] = field(default_factory=dict, repr=False)
+
+    def node_prefix(self, node: int) -> Sequence[int]:
+        """Committed tokens plus the tokens on the path to ``node``."""
+        if node == 0:
+            return self.prefix
+        return [*self.prefix, *(self.tree.tokens[i] for i in self.tree.path(node)[1:])]
+
+    def p(self, node: int) -> Tensor:
+        """[V] target distribution after ``node``: the whole sampling pipeline run on that node's own prefix."""
+        if self.made is not None and node < len(self.made):
+            return self.made[node]
+        distribution = self._distributions.get(node)
+        if distribution is None:
+            prefix = () if self.maker.context_free else self.node_prefix(node)
+            distribution = self._distributions[node] = self.maker.distribution(self.logits[node], prefix)
+        return distribution
+
+    def chain_p(self) -> Tensor:
+        """[N, V] target distributions of all nodes at once (for rules that need every position of a chain)."""
+        if self.made is not None and len(self.made) == len(self.tree):
+            return self.made
+        if self.maker.context_free:
+            return self.maker.distributions(self.logits, None)
+        return torch.stack([self.p(node) for node in range(len(self.tree))])
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens before the one that follows each node: the position in the text of that token."""
+        return [len(self.prefix) + depth for depth in self.tree.depths]
+
+    @property
+    def races_at_once(self) -> bool:
+        """Whether looking up the tokens after all nodes is cheaper than after each that the walk reaches: for a chain,
+        unless rows are long.  Of a branching tree most nodes are never reached."""
+        return self.tree.is_chain and not is_large(self.logits)
+
+    def ranking(self, node: int) -> Tensor:
+        """[V] what the token after ``node`` is the largest of, on that node's own prefix, if the request is fixed."""
+        prefixes = None if self.maker.context_free else [self.node_prefix(node)]
+        return self.maker.ranking(self.logits[node : node + 1], self.lengths[node : node + 1], prefixes)[0]
+
+    def choice(self, node: int) -> int:
+        """The token that a fixed request takes after ``node``: the argmax at temperature 0, else the race's winner."""
+        if self.chosen is None and self.maker.context_free and (self.maker.greedy or self.races_at_once):
+            ranking = self.logits if self.maker.greedy else self.maker.ranking(self.logits, self.lengths, None)
+            self.chosen, finite = argmaxes(ranking)
+            if not finite:
+                raise NonFiniteLogitsError(NON_FINITE)
+        return argmaxes(self.ranking(node)[None])[0][0] if self.chosen is None else self.chosen[node]
+
+    def argmax(self, node: int) -> int:
+        """The most likely token after ``node`` (lowest index on ties)."""
+        return self.choice(node) if self.maker.greedy else int(self.p(node).argmax())

@@ -1,0 +1,121 @@
+"""The token tree: a speculation, and how its siblings were drawn."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+
+class Kind(enum.StrEnum):
+    """How the siblings of a tree were drawn; decides which verifiers are lossless for it."""
+
+    POINT = "point"
+    """Deterministic: each token is a point mass given the context (top-k, n-grams, guesses)."""
+    IID = "iid"
+    """Independent draws, with replacement, each from its recorded distribution; duplicates stay separate nodes."""
+    WITHOUT_REPLACEMENT = "without_replacement"
+    """Sequential draws from one distribution per parent with earlier siblings removed; sibling order is sampling
+    order."""
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A speculation.  Node 0 is the root: the last committed token, whose KV is not yet in the target's cache.
+
+    Attributes:
+        tokens: N token ids.
+        parents: N parent indices, parents before children, ``-1`` for the root only.
+        kind: how siblings were drawn.
+        q: [R, V] draft distributions, after temperature, filters and vocabulary maps: what tokens were *really* drawn
+            from.
+            ``None`` for ``POINT`` trees.
+        q_rows: per node the row of ``q`` that it was drawn from (siblings of one drafter share a row), ``-1`` for a
+            node that is a point mass.  Empty means all ``-1``.
+        probes: per node, whether it is a probe: scored for the drafter, never walked by a verifier.  Empty means none.
+        drafters: per node, the index of the drafter that guessed it (ensembles); empty means one drafter.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    kind: Kind = Kind.POINT
+    q: Tensor | None = None
+    q_rows: Sequence[int] = ()
+    probes: Sequence[bool] = ()
+    drafters: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.parents) or not self.tokens or self.parents[0] != -1:
+            raise ValueError("a token tree needs a root (parent -1) first and one parent per token")
+        for node, parent in enumerate(self.parents):
+            if node and not 0 <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}: parents come before their children")
+        if self.kind is not Kind.POINT and len(self.tokens) > 1 and (self.q is None or not self.q_rows):
+            raise ValueError(
+                f"a {self.kind} tree must carry the distributions q that its tokens were drawn from, and q_rows"
+            )
+
+    @classmethod
+    def root_only(cls, token: int) -> TokenTree:
+        """The empty draft: plain decoding."""
+        return cls((token,), (-1,))
+
+    @classmethod
+    def chain(cls, root: int, drafts: Sequence[int], q: Tensor | None = None) -> TokenTree:
+        """A chain of draft tokens; ``q`` [len(drafts), V] when they were sampled, ``None`` when deterministic."""
+        n = len(drafts)
+        if q is None or n == 0:
+            return cls((root, *drafts), tuple(range(-1, n)))
+        return cls((root, *drafts), tuple(range(-1, n)), Kind.IID, q, tuple(range(-1, n)))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_drafts(self) -> int:
+        """Draft tokens: nodes that are neither the root nor probes."""
+        return len(self.tokens) - 1 - sum(self.probes)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Distance of every node from the root (= its position minus the root's)."""
+        depths = [0] * len(self.parents)
+        for node in range(1, len(self.parents)):
+            depths[node] = depths[self.parents[node]] + 1
+        return tuple(depths)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children of every node in sibling (= sampling) order, probes left out."""
+        rows: list[list[int]] = [[] for _ in self.parents]
+        for node in range(1, len(self.parents)):
+            if not (self.probes and self.probes[node]):
+                rows[self.parents[node]].append(node)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node hangs from the one before it and none is a probe."""
+        return not any(self.probes) and all(p == i - 1 for i, p in enumerate(self.parents))
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root (included) to ``node``."""
+        nodes = [node]
+        while (node := self.parents[node]) >= 0:
+            nodes.append(node)
+        return nodes[::-1]
+
+    def guessed_by(self, drafter: int) -> TokenTree:
+        """The same tree with the index of the drafter at every node but the root."""
+        named = object.__new__(TokenTree)
+        # All that was checked and worked out stays true: this runs for every request in every round.
+        named.__dict__.update(self.__dict__, drafters=(-1, *[drafter] * (len(self.tokens) - 1)))
+        return named
+
+    def distribution(self, node: int) -> Tensor | None:
+        """[V] distribution that ``node`` was drawn from, ``None`` when it is a point mass."""
+        row = self.q_rows[node] if self.q_rows else -1
+        return None if row < 0 or self.q is None else self.q[row]

@@ -1,0 +1,1 @@
+"""Learning while serving: what a draft model is taught, and how."""

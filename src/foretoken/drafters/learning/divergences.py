@@ -1,0 +1,67 @@
+"""How far a draft model's distribution q is from the target's distribution p, per token: what alignment makes small.
+
+DistillSpec, Zhou et al. 2023 (https://arxiv.org/abs/2310.08461), table of divergences.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+LOSSES = ("fkl", "rkl", "jsd", "tvd")
+FLOOR = -1e4
+"""Log-probability of an impossible token: finite, so that 0 * log 0 is 0; in float32 its exponential is exactly 0."""
+
+
+def log_distribution(logits: Tensor) -> Tensor:
+    """Float32 log-probabilities [..., V] of logits [..., V], none below :data:`FLOOR`."""
+    return torch.log_softmax(logits.float(), -1).clamp(min=FLOOR)
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) = sum p log(p / q) [...] in nats: q must be where p is."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(q || p) = sum q log(q / p) [...] in nats: q must not be where p is not."""
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float = 0.5) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m) [...] in nats, with m = beta p + (1 - beta) q."""
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    p_side, q_side = log_p.exp() * (log_p - log_m), log_q.exp() * (log_q - log_m)
+    return (beta * p_side + (1 - beta) * q_side).sum(-1)
+
+
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """sum |p - q| / 2 = 1 - sum min(p, q) [...]: the probability that a draft token of distribution q is rejected."""
+    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+
+
+def check_loss(name: str, beta: float) -> None:
+    """Look at the options of :func:`divergence`.
+
+    Raises:
+        ValueError: an unknown name, or ``beta`` outside (0, 1).
+    """
+    if name not in LOSSES:
+        raise ValueError(f"unknown loss {name!r}: choose one of {', '.join(LOSSES)}")
+    if not 0 < beta < 1:
+        raise ValueError(f"beta must be between 0 and 1 (both excluded: use fkl or rkl there), not {beta}")
+
+
+def divergence(name: str, target: Tensor, draft: Tensor, beta: float = 0.5) -> Tensor:
+    """The divergence ``name`` per row [n] of two logits [n, V]; gradients flow into both.
+
+    Raises:
+        ValueError: as :func:`check_loss`.
+    """
+    check_loss(name, beta)
+    log_p, log_q = log_distribution(target), log_distribution(draft)
+    if name == "jsd":
+        return jensen_shannon(log_p, log_q, beta)
+    return {"fkl": forward_kl, "rkl": reverse_kl, "tvd": total_variation}[name](log_p, log_q)

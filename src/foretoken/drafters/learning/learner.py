@@ -1,0 +1,286 @@
+"""Learning while serving: a draft model is corrected where the target rejected it.
+
+Online speculative decoding, Liu et al. 2023 (arXiv 2310.07177).
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.drafters.learning.divergences import check_loss, divergence
+from foretoken.drafters.learning.lessons import Lesson, Mistake, stored_distribution
+from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.packing import PackedLinear
+
+
+@dataclass(frozen=True)
+class LearnConfig:
+    """How a draft model learns.
+
+    Attributes:
+        every: finished requests between two updates.
+        lr: learning rate of AdamW, constant.
+        loss: the divergence between the target's distribution and the draft model's: ``fkl``, ``rkl``, ``jsd`` or
+            ``tvd``.
+        beta: the target's share of the mixture of ``jsd``.
+        budget: largest share of the serving time that learning may take; 1 sets no limit.
+        keep: requests that wait for an update; older ones fall out.
+        window: tokens that the draft model reads before the first rejection of a request when it learns from it.
+        top: tokens of a distribution that are stored, the most likely ones; 0 stores the whole distribution.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    every: int = 8
+    lr: float = 1e-4
+    loss: str = "fkl"
+    beta: float = 0.5
+    budget: float = 0.1
+    keep: int = 64
+    window: int = 128
+    top: int = 256
+
+    def __post_init__(self) -> None:
+        for name, least in (("every", 1), ("keep", 1), ("window", 1), ("top", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"online needs {name} >= {least}, not {getattr(self, name)}")
+        if not self.lr > 0:
+            raise ValueError(f"online needs lr > 0, not {self.lr}")
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"online needs a budget in (0, 1], not {self.budget}")
+        check_loss(self.loss, self.beta)
+
+
+@dataclass
+class Report:
+    """What was learnt so far.
+
+    Attributes:
+        requests: finished requests.
+        mistakes: rejected positions that were stored.
+        updates: updates that are being served.
+        dropped: updates that were thrown away because they were not finite.
+        postponed: times that an update was due but would have cost more than the budget.
+        positions: rejected positions that the updates learnt from.
+        loss: mean divergence at the positions of the last update, before it.
+        learning_s: seconds spent on storing, updating and saving.
+        serving_s: seconds in which there was a request, learning included.
+    """
+
+    requests: int = 0
+    mistakes: int = 0
+    updates: int = 0
+    dropped: int = 0
+    postponed: int = 0
+    positions: int = 0
+    loss: float = float("nan")
+    learning_s: float = 0.0
+    serving_s: float = 0.0
+
+
+class Learner:
+    """A trainable copy of a draft model, and the served model that takes over its weights.
+
+    Args:
+        model: the draft model; it is not changed.
+        config: how it learns.
+        save: folder that every update is written to; empty for none.
+        tokenizer: saved beside the weights.
+        clock: seconds, for the budget.
+
+    Attributes:
+        served: the model to draft with.
+        student: the copy that is trained, in float32.
+        lessons: what the next update will be made of.
+
+    Raises:
+        CapabilityError: the model is no network whose weights can be learnt.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: LearnConfig,
+        save: str | Path = "",
+        tokenizer: Any | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if not isinstance(model, HuggingFaceModel) or any(isinstance(m, PackedLinear) for m in model.model.modules()):
+            raise CapabilityError("online learns a draft model's weights: give a Transformers model, not packed")
+        self.config, self.folder, self.tokenizer, self.clock = config, save, tokenizer, clock
+        served = copy.deepcopy(model.model).requires_grad_(False)
+        self.served = HuggingFaceModel(served, exact=model.exact, lean=model.is_lean)
+        self.student = copy.deepcopy(model.model).float().requires_grad_(True)
+        self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=config.lr, weight_decay=0.0)
+        self.lessons: deque[Lesson] = deque(maxlen=config.keep)
+        self._report = Report()
+        self._since = 0  # requests since the last update
+        self._last_s = 0.0  # what the last update cost
+        self._active = 0  # requests that are being served
+        self._began = 0.0
+
+    # -- the clock ---------------------------------------------------------------------------------------------------
+
+    def joined(self) -> None:
+        """A request begins: time runs while there is one."""
+        if self._active == 0:
+            self._began = self.clock()
+        self._active += 1
+
+    def left(self) -> None:
+        """A request has ended."""
+        self._active -= 1
+        if self._active == 0:
+            self._report.serving_s += self.clock() - self._began
+
+    @property
+    def serving_s(self) -> float:
+        """Seconds in which there was a request."""
+        return self._report.serving_s + (self.clock() - self._began if self._active else 0.0)
+
+    def report(self) -> dict[str, Any]:
+        """Counts and seconds so far, see :class:`Report`."""
+        return {**asdict(self._report), "serving_s": self.serving_s}
+
+    # -- collecting --------------------------------------------------------------------------------------------------
+
+    def mistake(self, position: int, logits: Tensor) -> Mistake:
+        """The target's own distribution from its logits [V]: temperature 1, no filters, whatever the request draws
+        with."""
+        began = self.clock()
+        distribution = torch.softmax(logits[: self.served.vocab_size].float(), -1)
+        best = distribution.topk(min(self.config.top or len(distribution), len(distribution)))
+        found = Mistake(position, len(distribution), best.indices.int(), best.values.half())
+        self._report.mistakes += 1
+        self._report.learning_s += self.clock() - began
+        return found
+
+    def finished(self, tokens: Sequence[int], mistakes: Sequence[Mistake]) -> None:
+        """A request ended: keep what it teaches; learn when an update is due and affordable."""
+        self._report.requests += 1
+        self._since += 1
+        if mistakes:
+            self.lessons.append(Lesson(tokens[: mistakes[-1].position], mistakes))
+        if self._since < self.config.every or not self.lessons:
+            return
+        if not self._affordable():
+            self._report.postponed += 1
+            return
+        began = self.clock()
+        self.update()
+        self._last_s = self.clock() - began
+        self._report.learning_s += self._last_s
+
+    def _affordable(self) -> bool:
+        """Whether another update like the last one keeps to the budget."""
+        expected_s = self._report.learning_s + self._last_s
+        return self.config.budget == 1 or expected_s <= self.config.budget * self.serving_s
+
+    # -- learning ----------------------------------------------------------------------------------------------------
+
+    def update(self) -> bool:
+        """One step on all lessons, which are then forgotten; true when its result is served from now on.
+
+        Nothing that is served changes before the whole update is known to be finite.
+        """
+        lessons, self._since = list(self.lessons), 0
+        self.lessons.clear()
+        # The engine runs in inference mode, in which nothing can be differentiated.
+        with torch.inference_mode(False), torch.enable_grad():
+            loss = self._backward(lessons)
+            norm = torch.nn.utils.clip_grad_norm_(self.student.parameters(), 1.0)
+            good = bool(torch.isfinite(norm)) and loss < float("inf")
+            if good:
+                self.optimizer.step()
+                good = all(bool(torch.isfinite(weight).all()) for weight in self.student.parameters())
+                if not good:
+                    self._restore()
+            self.optimizer.zero_grad(set_to_none=True)
+        if not good:
+            self._report.dropped += 1
+            return False
+        self.served.take_weights(self.student)
+        self._report.updates += 1
+        self._report.positions += sum(len(lesson.mistakes) for lesson in lessons)
+        self._report.loss = loss
+        if self.folder:
+            self._save()
+        return True
+
+    def _backward(self, lessons: Sequence[Lesson]) -> float:
+        """Gradients of the mean divergence over all positions; returns that mean."""
+        count = sum(len(lesson.mistakes) for lesson in lessons)
+        total = 0.0
+        for lesson in lessons:
+            loss = self.losses(lesson).sum() / count
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    def losses(self, lesson: Lesson) -> Tensor:
+        """The divergence at every mistake of a request, [n].
+
+        The token at index t is predicted by the position before it: the student's logits there are compared with the
+        distribution that the target had there.
+        """
+        rows = [mistake.position - 1 for mistake in lesson.mistakes]
+        first = max(0, rows[0] - self.config.window)
+        text = lesson.tokens[first : rows[-1] + 1]
+        own = self.served.vocab_size
+        device = self.served.device
+        ids = torch.tensor([[token if token < own else 0 for token in text]], device=device)
+        logits = self.student(
+            input_ids=ids,
+            position_ids=torch.arange(first, first + len(text), device=device)[None],
+            logits_to_keep=torch.tensor([row - first for row in rows], device=device),
+            use_cache=False,
+        ).logits[0]
+        wanted = torch.stack([stored_distribution(mistake).log() for mistake in lesson.mistakes])
+        return divergence(self.config.loss, wanted, logits[:, : wanted.shape[-1]], self.config.beta)
+
+    def _restore(self) -> None:
+        """Back to what is served, with a fresh optimizer."""
+        with torch.no_grad():
+            for mine, good in zip(self.student.parameters(), self.served.model.parameters(), strict=True):
+                mine.copy_(good)
+        self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=self.config.lr, weight_decay=0.0)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        try:
+            self.save(self.folder)
+        except OSError as error:  # a full disk must not stop the serving
+            warnings.warn(f"the learnt draft model was not saved: {error}", stacklevel=2)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the draft model as it is served: a model folder, every file of which appears whole or not at all.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        out = Path(folder).expanduser()
+        out.mkdir(parents=True, exist_ok=True)
+        tmp = out / ".tmp-online"
+        shutil.rmtree(tmp, ignore_errors=True)
+        try:
+            self.served.model.save_pretrained(tmp)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(tmp)
+            for file in sorted(tmp.iterdir()):
+                file.replace(out / file.name)
+        finally:
+            shutil.rmtree(tmp, ignore_errors=True)

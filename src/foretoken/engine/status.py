@@ -1,0 +1,33 @@
+"""What a server shows of its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What a server shows of its engine.
+
+    Attributes:
+        running: requests that take part in rounds or have their prompts read.
+        waiting: requests in the queue.
+        kv_bytes: memory of running texts' keys and values.
+        kv_budget_bytes: the most that they may take; ``None`` for no limit.
+        heartbeat_age_s: seconds since the engine's thread last showed that it lives.
+        dead: why it does not live any more.
+        draining: whether new requests are refused.
+        rounds: rounds so far.
+        controller: what the controller says of itself; as of the last rounds.
+    """
+
+    running: int
+    waiting: int
+    kv_bytes: int
+    kv_budget_bytes: int | None
+    heartbeat_age_s: float
+    dead: str | None
+    draining: bool
+    rounds: int
+    controller: dict[str, Any] = field(default_factory=dict)

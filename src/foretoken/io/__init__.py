@@ -1,0 +1,1 @@
+"""Files: text documents in folders."""

@@ -1,0 +1,48 @@
+"""Spec strings -> controllers, and the trained networks that they need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from foretoken.controllers.base import Controller
+from foretoken.drafters.nets.specdec_pp import StopHead, StopHeadConfig
+from foretoken.drafters.nets.store import load_weights, read_stored
+from foretoken.loading.checkpoints import ZOO
+from foretoken.registry import make
+
+METHOD = "specdec_pp"
+TRAIN = f"foretoken train {METHOD}"
+
+
+class ControllerContext:
+    """Loads what controllers ask for."""
+
+    def stop_head(self, path: str | None) -> tuple[nn.Module, Any]:
+        """The head in a folder, or the built-in draft model's; and the fingerprint of the model that it reads.
+
+        Raises:
+            ValueError: no trained head there, or a damaged one.
+        """
+        folder = ZOO / METHOD if path is None else Path(path).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is not a folder with a trained stop head: make one with `{TRAIN}`")
+        found, draft = read_stored(folder, METHOD, "stop head")
+        try:
+            net = StopHead(StopHeadConfig(**found["config"]))
+        except (KeyError, TypeError):
+            raise ValueError(f"{folder} describes no stop head: train it again with `{TRAIN}`") from None
+        load_weights(folder, net)
+        return net.eval(), draft
+
+
+def build_controller(spec: str) -> Controller:
+    """A controller from its spec string.
+
+    Raises:
+        ValueError: an unknown name or option, or no trained network where it needs one.
+    """
+    built: Controller = make("controller", spec, ControllerContext())
+    return built

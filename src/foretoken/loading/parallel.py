@@ -1,0 +1,241 @@
+"""A target over several processes of this machine: starting them, and refusing what cannot be split."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import distributed
+
+from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, resolve
+from foretoken.loading.gguf import is_gguf
+from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.parallel import ParallelModel
+
+JOIN_S = 120.0
+"""Seconds in which all processes must have found each other."""
+END_S = 3.0
+"""Seconds in which a process must have ended after its pipe was closed."""
+
+
+@dataclass
+class Part:
+    """A process that holds a part of the model (:class:`foretoken.models.parallel.Follower`).
+
+    Attributes:
+        rank: its number; 0 is the leader.
+        process: what runs :mod:`foretoken.loading.follower`.
+        errors: what it writes when something goes wrong.
+    """
+
+    rank: int
+    process: subprocess.Popen[str]
+    errors: IO[bytes]
+    _how: str | None = field(default=None, init=False)
+
+    def ended(self) -> str | None:
+        """How it has ended; ``None`` as long as it lives."""
+        if self._how is None and self.process.poll() is not None:
+            code = self.process.returncode
+            how = f"signal {-code}" if code < 0 else f"exit code {code}: {self._last_words()}"
+            self._how = f"process {self.rank} of the split model has ended ({how})"
+        return self._how
+
+    def _last_words(self) -> str:
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip() if lines else "it said nothing"
+
+    def send(self, line: str) -> None:
+        """Write to its standard input."""
+        if self.process.stdin is None:
+            raise ValueError("the process has no standard input")
+        self.process.stdin.write(line)
+        self.process.stdin.flush()
+
+    def heard(self) -> dict[str, Any]:
+        """The next thing that it says while it starts.
+
+        Raises:
+            LoadError: it has ended, or could not load its part.
+        """
+        line = self.process.stdout.readline() if self.process.stdout is not None else ""
+        if not line:
+            self.process.wait(END_S)
+            raise LoadError(self.ended() or f"process {self.rank} of the split model says nothing")
+        found: dict[str, Any] = json.loads(line)
+        if "error" in found:
+            raise LoadError(str(found["error"]))
+        return found
+
+    def end(self) -> None:
+        """Close its pipe, which ends it, and wait."""
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            with suppress(OSError):  # it has gone already, with something unread
+                self.process.stdin.close()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def load_parallel(source: Any, count: int, *, dtype: Any, device: Any, exact: str, **others: Any) -> LanguageModel:
+    """A target over ``count`` processes.
+
+    Args:
+        source: a path, a hub id or ``"builtin"``.
+        count: processes; on CUDA each has a device of its own.
+        dtype: as for :func:`foretoken.loading.models.load_model`.
+        device: ``"cpu"``, ``"cuda"``, or ``"auto"`` (and ``None``) for what there is.
+        exact: as for :func:`foretoken.loading.models.load_model`.
+        others: options that a split model does not take; they must not be set.
+
+    Raises:
+        ValueError: the model cannot be split so, an option that a split model does not take, or too few devices.
+        LoadError: a process could not load its part.
+    """
+    from foretoken.loading.models import load_network, parse_dtype
+
+    kind = _kind(device, count)
+    path = _check_source(source, count, others)
+    wanted = parse_dtype(dtype)
+    parts: list[Part] = []
+    with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
+        store = str(Path(folder, "store"))
+        told = {
+            "world": count,
+            "store": store,
+            "path": path,
+            "exact": exact,
+            "kind": kind,
+            "threads": _threads(kind, count),
+        }
+        told["dtype"] = None if wanted is None else str(wanted).removeprefix("torch.")
+        try:
+            parts.extend(_started(rank, told) for rank in range(1, count))
+            for part in parts:
+                part.heard()  # it has imported what it needs
+            join(0, told)
+            network = load_network(path, wanted, count)
+            for part in parts:
+                part.heard()  # it has loaded its part
+            return ParallelModel(HuggingFaceModel(network, exact=exact, lean=False), parts)
+        except BaseException:
+            for part in parts:
+                part.end()
+            if distributed.is_initialized():
+                distributed.destroy_process_group()
+            raise
+
+
+def _kind(device: Any, count: int) -> str:
+    """``cpu`` or ``cuda``."""
+    if distributed.is_initialized():
+        raise ValueError("this process has a split model already: close it first (llm.target.close())")
+    name, cuda = str(device or "auto"), torch.cuda.is_available()
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"tensor_parallel takes the devices 0 to {count - 1}: device must be cuda, cpu or auto")
+    kind = "cuda" if cuda else "cpu"
+    if name not in ("auto", kind):
+        hint = "hide the GPUs with CUDA_VISIBLE_DEVICES=''" if cuda else "there is no GPU"
+        raise ValueError(f"a model cannot be split over {name} here: {hint}")
+    if cuda and torch.cuda.device_count() < count:
+        raise ValueError(f"tensor_parallel={count} needs {count} GPUs, and there are {torch.cuda.device_count()}")
+    return kind
+
+
+def _check_source(source: Any, count: int, others: dict[str, Any]) -> str:
+    """Where the checkpoint is, which can be split."""
+    if not isinstance(source, str | Path):
+        raise ValueError("tensor_parallel needs the path or name of a model: every process loads its own part")
+    for name, value in others.items():
+        if value not in (None, False, "auto"):
+            raise ValueError(f"tensor_parallel and {name} cannot be combined: leave one of them out")
+    if is_gguf(source):
+        raise ValueError("a GGUF file cannot be split: give a Transformers checkpoint for tensor_parallel")
+    if importlib.util.find_spec("accelerate") is None:
+        raise ValueError("tensor_parallel needs accelerate: pip install accelerate")
+    path = resolve(source, "target")
+    local = Path(path).expanduser()
+    if is_adapter(local):
+        raise ValueError(f"{source} is an update of another model: merge it before it is split")
+    if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
+        check_folder(local)
+        path = str(local)
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise LoadError(f"cannot read the configuration of {path}: {str(error).splitlines()[0]}") from None
+    check_split(config.get_text_config(), count)
+    return path
+
+
+def check_split(config: Any, count: int) -> None:
+    """Whether a model's plan exists and its heads can be shared out.
+
+    Raises:
+        ValueError: no.
+    """
+    if count < 2:
+        raise ValueError(f"tensor_parallel must be at least 2, not {count}")
+    if not getattr(config, "base_model_tp_plan", None):
+        raise CapabilityError(f"Transformers has no plan for splitting {config.model_type}: leave tensor_parallel out")
+    heads = config.num_attention_heads
+    for name, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
+        number = getattr(config, name, None) or heads
+        if number % count:
+            fitting = [n for n in range(2, number + 1) if number % n == 0 and heads % n == 0]
+            hint = f"choose {' or '.join(map(str, fitting))}" if fitting else "this model cannot be split"
+            raise ValueError(f"tensor_parallel={count} does not divide the {number} {what} of this model: {hint}")
+
+
+def _threads(kind: str, count: int) -> int:
+    """Threads of each process: together they have as many as one would have."""
+    return max(1, torch.get_num_threads() // count) if kind == "cpu" else torch.get_num_threads()
+
+
+def _started(rank: int, told: dict[str, Any]) -> Part:
+    errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+    found = subprocess.Popen(
+        [sys.executable, "-m", "foretoken.loading.follower", json.dumps({**told, "rank": rank})],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env={**os.environ, "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        start_new_session=True,  # Ctrl-C is the leader's business
+    )
+    return Part(rank, found, errors)
+
+
+def join(rank: int, told: dict[str, Any]) -> None:
+    """Meet the other processes, over the loopback interface."""
+    if sys.platform == "linux":
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+    torch.set_num_threads(told["threads"])
+    cuda = told["kind"] == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+    distributed.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=distributed.FileStore(told["store"], told["world"]),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=told["world"],
+        timeout=timedelta(seconds=JOIN_S),
+        device_id=torch.device("cuda", rank) if cuda else None,
+    )

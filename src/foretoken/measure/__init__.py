@@ -1,0 +1,1 @@
+"""Measurements: what calls, drafts and machines cost here."""

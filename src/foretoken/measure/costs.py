@@ -1,0 +1,212 @@
+"""Measured costs: v(n) of a target, the rest of a round, and what a drafter costs and promises.
+
+Made for the cost model in :mod:`foretoken.controllers.costs`; section 8 of the specification.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from foretoken.controllers.costs import DrafterCost, TargetCost
+from foretoken.engine.loop import Engine
+from foretoken.engine.request import Request
+from foretoken.engine.stats import SpecStats
+from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.clock import now
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Node counts that a target is measured at by default."""
+
+
+@dataclass(frozen=True)
+class DraftRound:
+    """What one round drafted and what that took.
+
+    Attributes:
+        nodes: nodes that the target scored, roots included, summed over the batch.
+        depth: levels of the deepest draft; 0 when nothing was guessed.
+        draft_s: seconds in the drafter.
+    """
+
+    nodes: int
+    depth: int
+    draft_s: float
+
+
+# -- the target ------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def measure_target(
+    target: LanguageModel,
+    text_ids: Sequence[int],
+    counts: Sequence[int] = COUNTS,
+    repeats: int = 5,
+    batch: int = 1,
+    on_call: Callable[[], None] = lambda: None,
+) -> TargetCost:
+    """Median seconds of target calls by node count, behind ``text_ids``; the counts take turns.
+
+    Measured is what :class:`~foretoken.engine.stats.SpecStats` calls ``target_s``: the network alone.
+
+    Args:
+        target: the model; one that cannot be rolled back is measured with one node per request only.
+        text_ids: committed text, cut to half of the context where it is longer.
+        counts: node counts, summed over the batch; those below ``batch`` or past the context are left out.
+        repeats: calls per count after one that warms up.
+        batch: requests that share the nodes.
+        on_call: told after every call.
+
+    Raises:
+        ValueError: an empty text, no usable count, or ``repeats`` or ``batch`` below 1.
+    """
+    if not text_ids or repeats < 1 or batch < 1:
+        raise ValueError("measuring a target needs a text, and repeats and batch of at least 1")
+    text = list(text_ids[: max(1, target.context_length // 2)])
+    rollback = target.capabilities.rollback
+    most = batch * (target.context_length - len(text)) if rollback else batch
+    usable = sorted({n for n in (batch, *counts) if batch <= n <= most})
+    if not usable:
+        raise ValueError(f"no room to measure {batch} node(s) behind {len(text)} tokens of text")
+    times: dict[int, list[float]] = {count: [] for count in usable}
+    with _prefilled(target, text, batch) as sequences:
+        for turn in range(repeats + 1):
+            if not rollback and len(sequences[0].tokens) >= target.context_length:
+                break
+            for count in usable:
+                spent = _call_s(target, sequences, text, count)
+                for sequence in sequences:  # without rollback the one token stays
+                    target.commit(sequence, [] if rollback else [0])
+                if turn:
+                    times[count].append(spent)
+                on_call()
+    measured = {count: max(statistics.median(found), 1e-9) for count, found in times.items() if found}
+    return TargetCost(measured)
+
+
+@contextmanager
+def _prefilled(target: LanguageModel, text: Sequence[int], batch: int) -> Iterator[list[SequenceState]]:
+    sequences: list[SequenceState] = []
+    try:
+        for _ in range(batch):
+            sequences.append(target.open())
+            target.prefill(sequences[-1], text)
+        yield sequences
+    finally:
+        for sequence in sequences:
+            target.release(sequence)
+
+
+def _call_s(target: LanguageModel, sequences: Sequence[SequenceState], text: Sequence[int], count: int) -> float:
+    """Seconds of one call with ``count`` nodes, spread evenly over the sequences as chains."""
+    feeds = []
+    for i, sequence in enumerate(sequences):
+        share = count // len(sequences) + (i < count % len(sequences))
+        feeds.append(Feed(sequence, [text[j % len(text)] for j in range(share)]))
+    device = getattr(target, "device", None)
+    before, began = target.run_s, now(device)
+    target.forward(feeds)
+    return (target.run_s - before) or (now(device) - began)
+
+
+# -- the rest of a round ---------------------------------------------------------------------------------------------
+
+
+def measure_rest(target: LanguageModel, text_ids: Sequence[int], tokens: int = 32, repeats: int = 3) -> float:
+    """Median seconds of a plain round that are not the target call: masks, walk, commit, bookkeeping.
+
+    Raises:
+        ValueError: an empty text.
+    """
+    text = list(text_ids[: max(1, target.context_length // 2)])
+    room = min(tokens, target.context_length - len(text))
+    found = []
+    for turn in range(repeats + 1):
+        engine = Engine(target)
+        engine.add(Request(text, max_new_tokens=room, ignore_eos=True))
+        while engine.busy:
+            ((run, emission),) = engine.step()
+            if emission.error is not None:
+                raise emission.error
+        if turn:
+            found.append(rest_of(run.stats))
+    return statistics.median(found)
+
+
+def rest_of(stats: SpecStats) -> float:
+    """Seconds per round that are neither drafting nor the target call."""
+    return max(0.0, (stats.verify_s + stats.overhead_s) / max(1, stats.num_drafts))
+
+
+# -- drafters --------------------------------------------------------------------------------------------------------
+
+
+def drafter_cost(stats: SpecStats, depth: int, rounds: Sequence[DraftRound] = (), batch: int = 1) -> DrafterCost:
+    """What a drafter costs and how far it is believed, from runs of one request after another.
+
+    Args:
+        stats: merged statistics of the runs.
+        depth: draft length that was asked for.
+        rounds: what each round drafted; tells the cost of a call from that of a step, where drafts differ in length.
+        batch: requests that were served together in ``rounds``.
+    """
+    survival = [n / max(1, stats.num_drafts) for n in stats.num_accepted_tokens_per_pos]
+    drafting = [r for r in rounds if r.depth > 0]
+    if not drafting:
+        asked = max(1, stats.num_drafts)
+        nodes = stats.num_draft_tokens / asked / max(1, depth)
+        return DrafterCost(0.0, stats.draft_s / asked / max(1, depth), survival, 1.0, nodes)
+    call_s, step_s = _line(rounds)
+    levels = sum(r.depth for r in drafting)
+    per_depth = sum(max(0, r.nodes - batch) for r in drafting) / batch / levels
+    return DrafterCost(call_s, step_s, survival, len(drafting) / len(rounds), per_depth)
+
+
+def _line(rounds: Sequence[DraftRound]) -> tuple[float, float]:
+    """Seconds per call and per level: least squares over the depths' medians, weighted by how often they occurred."""
+    by_depth: dict[int, list[float]] = defaultdict(list)
+    for found in rounds:
+        by_depth[found.depth].append(found.draft_s)
+    points = [(depth, statistics.median(times), len(times)) for depth, times in by_depth.items()]
+    total = sum(weight for _, _, weight in points)
+    mean_depth = sum(depth * weight for depth, _, weight in points) / total
+    mean_s = sum(seconds * weight for _, seconds, weight in points) / total
+    spread = sum(weight * (depth - mean_depth) ** 2 for depth, _, weight in points)
+    if spread == 0:  # one length only: a call cannot be told from its steps
+        return 0.0, mean_s / mean_depth
+    slope = sum(weight * (depth - mean_depth) * (seconds - mean_s) for depth, seconds, weight in points) / spread
+    slope = min(max(slope, 0.0), mean_s / mean_depth)  # neither a call nor a step costs less than nothing
+    return mean_s - slope * mean_depth, slope
+
+
+def draft_seconds(rounds: Sequence[DraftRound]) -> dict[int, float]:
+    """Depth -> mean seconds of drafting that deep."""
+    by_depth: dict[int, list[float]] = defaultdict(list)
+    for found in rounds:
+        by_depth[found.depth].append(found.draft_s)
+    return {depth: statistics.fmean(times) for depth, times in sorted(by_depth.items())}
+
+
+def predicted_speedup(
+    target: TargetCost, rest_s: float, draft_s: dict[int, float], rounds: Sequence[DraftRound], tokens: int, batch: int
+) -> float:
+    """Tokens per second over plain decoding's, by the cost model.
+
+    Every round costs v(its nodes), drafting its depth, and the rest; a plain round gives every request one token.
+
+    Args:
+        target: measured cost of target calls.
+        rest_s: measured rest of a plain round.
+        draft_s: measured seconds by depth of the draft.
+        rounds: the rounds that were needed.
+        tokens: tokens that they gave, summed over the batch.
+        batch: requests in the batch.
+    """
+    spent = sum(target.of(r.nodes) + draft_s[r.depth] + rest_s for r in rounds)
+    return tokens * (target.of(batch) + rest_s) / batch / spent if spent > 0 else 0.0

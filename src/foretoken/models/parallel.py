@@ -1,0 +1,323 @@
+"""Tensor parallelism: one model over several processes of one machine, each with a part of every weight.
+
+Transformers cuts the weights (its own plan for the model's family) and joins the parts inside the forward.  What is
+left is that all processes run the same forwards over the same caches.  Process 0, the leader, has the engine; every
+call that changes a cache or runs the network is told to the others before the leader makes it itself, as one line of
+JSON: token ids, parents, which path is kept.  Masks and positions follow from these; each process makes its own, and
+all stay in lock step.
+
+The lines go through the followers' standard input.  When the leader dies, however it dies, the pipe closes and they
+end; when one of them dies, or fails where the leader did not, the model is of no use any more and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.tensor import DTensor
+
+from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
+from foretoken.models.huggingface import PREFILL_CHUNK, HuggingFaceModel
+
+DYING_S = 1.0
+"""Seconds that a process may take to be gone after its connections are."""
+UNSPLIT = ("taps", "layer_windows")
+"""What a split model does not offer: drafters that use it want the weights of the target in one piece."""
+
+
+class PartLost(RuntimeError):
+    """A process that holds a part of the model is gone: nothing can be computed any more."""
+
+
+class Follower(Protocol):
+    """A process that holds a part of the model and runs :func:`follow`."""
+
+    def ended(self) -> str | None:
+        """How it has ended, in words; ``None`` as long as it lives."""
+
+    def send(self, line: str) -> None:
+        """Let it make a call.
+
+        Raises:
+            OSError, ValueError: it does not listen any more.
+        """
+
+    def end(self) -> None:
+        """End it, and wait until it has."""
+
+
+@dataclass(frozen=True)
+class PartSnapshot(Snapshot):
+    """The leader's part of a text that was kept.
+
+    Attributes:
+        key: under which the others keep theirs.
+    """
+
+    key: int = 0
+
+
+class ParallelModel(LanguageModel):
+    """The leader's side.  Offers trees, rollback and kept texts; no hidden states and no parts of the network.
+
+    Args:
+        inner: the leader's part.
+        followers: the other processes.
+    """
+
+    def __init__(self, inner: HuggingFaceModel, followers: Sequence[Follower]) -> None:
+        self.inner, self.followers = inner, tuple(followers)
+        self.vocab_size, self.context_length = inner.vocab_size, inner.context_length
+        self.eos_token_ids, self.device, self.dtype = inner.eos_token_ids, inner.device, inner.dtype
+        reason = f"the model is split over {len(followers) + 1} processes"
+        self.capabilities = replace(
+            inner.capabilities,
+            taps=False,
+            layer_windows=False,
+            missing={**inner.capabilities.missing, **dict.fromkeys(UNSPLIT, reason)},
+        )
+        self._numbers: dict[int, int] = {}
+        self._next = 0
+        self._forgotten: list[int] = []
+        self._lost = ""
+        self._end = weakref.finalize(self, _end, self.followers)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing can be computed any more."""
+        if not self._lost:
+            for follower in self.followers:
+                how = follower.ended()
+                if how is not None:
+                    self._lose(how)
+                    break
+        return self._lost or None
+
+    def close(self) -> None:
+        """End the other processes."""
+        self._lose("the model was closed")
+
+    def _lose(self, why: str) -> PartLost:
+        self._lost = self._lost or why
+        self._end()
+        return PartLost(self._lost)
+
+    def _tell(self, name: str, **what: Any) -> None:
+        """Let all others make a call.
+
+        Raises:
+            PartLost: one of them is gone.
+        """
+        if self.trouble is not None:
+            raise PartLost(self._lost)
+        forgotten = self._forgotten[:]
+        del self._forgotten[: len(forgotten)]  # in place: kept texts that are dropped put their keys here
+        line = json.dumps({"call": name, "forget": forgotten, **what}) + "\n"
+        for follower in self.followers:
+            try:
+                follower.send(line)
+            except (OSError, ValueError):
+                raise self._lose(follower.ended() or "a process of the split model does not listen") from None
+
+    def _together(self, work: Callable[[], Any]) -> Any:
+        """A call that the others make as well: if it fails here, they wait for something that does not come."""
+        try:
+            return work()
+        except BaseException as error:
+            gone = self._first_end()
+            lost = self._lose(gone or f"the split model is out of step: {type(error).__name__}: {error}")
+            if isinstance(error, Exception):
+                raise lost from error
+            raise
+
+    def _first_end(self) -> str | None:
+        """How one of the others has ended; a broken connection is often seen before the process is gone."""
+        end = time.monotonic() + DYING_S
+        while True:
+            how = next(filter(None, (follower.ended() for follower in self.followers)), None)
+            if how is not None or time.monotonic() > end:
+                return how
+            time.sleep(0.02)
+
+    # -- memory and time ---------------------------------------------------------------------------------------------
+
+    @property
+    def run_s(self) -> float:  # type: ignore[override]
+        """Seconds spent in the leader's part, waiting for the others included."""
+        return self.inner.run_s
+
+    @property
+    def run_rows(self) -> int:  # type: ignore[override]
+        """Rows of hidden states that were computed in this time."""
+        return self.inner.run_rows
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the leader's keys and values; the others have as much each."""
+        return self.inner.kv_bytes
+
+    @property
+    def kv_peak_bytes(self) -> int:
+        """The most that they have taken."""
+        return self.inner.kv_peak_bytes
+
+    @cached_property
+    def kv_bytes_per_token(self) -> int:
+        """What they take per token in each process, as one token shows."""
+        sequence = self.open()
+        try:
+            self.prefill(sequence, [0])
+            return int(sequence.cache.slot_bytes)
+        finally:
+            self.release(sequence)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the leader's part of the weights."""
+        parts = (p.to_local() if isinstance(p, DTensor) else p for p in self.inner.model.parameters())
+        return sum(part.nbytes for part in parts)
+
+    # -- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> SequenceState:
+        """A new, empty sequence in every process."""
+        self._next += 1
+        self._tell("open", text=self._next)
+        sequence: SequenceState = self._together(self.inner.open)
+        self._numbers[id(sequence)] = self._next
+        return sequence
+
+    def _number(self, sequence: SequenceState) -> int:
+        return self._numbers[id(sequence)]
+
+    def release(self, sequence: SequenceState) -> None:
+        """Free a sequence everywhere."""
+        number = self._numbers.pop(id(sequence))
+        if self.trouble is None:  # what is left of a lost model is given back as well
+            self._tell("release", text=number)
+        self.inner.release(sequence)
+
+    def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
+        """Keep one scratch path, drop the rest."""
+        kept = list(path)
+        self._tell("commit", text=self._number(sequence), path=kept)
+        self._together(lambda: self.inner.commit(sequence, kept))
+
+    def rewind(self, sequence: SequenceState, length: int) -> None:
+        """Keep the first ``length`` committed tokens."""
+        self._tell("rewind", text=self._number(sequence), length=length)
+        self._together(lambda: self.inner.rewind(sequence, length))
+
+    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
+        """A copy of the leader's part of a text; each of the others keeps its own until this one is dropped."""
+        self._next += 1
+        self._tell("snapshot", text=self._number(sequence), length=length, key=self._next)
+        found: Snapshot | None = self._together(lambda: self.inner.snapshot(sequence, length))
+        if found is None:
+            return None
+        kept = PartSnapshot(found.tokens, found.layers, found.divisible, self._next)
+        weakref.finalize(kept, self._forgotten.append, kept.key)
+        return kept
+
+    def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
+        """Commit the first ``length`` tokens of a snapshot to an empty sequence."""
+        if not isinstance(snapshot, PartSnapshot):
+            raise ValueError("this text was kept by another model")
+        self._tell("restore", text=self._number(sequence), key=snapshot.key, length=length)
+        self._together(lambda: self.inner.restore(sequence, snapshot, length))
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        """Append nodes in every process and score them together.
+
+        Raises:
+            ValueError: feeds that the model cannot take; nothing was run.
+            PartLost: one of the processes is gone.
+        """
+        self._check(feeds, taps)
+        told = [
+            (self._number(feed.sequence), list(feed.tokens), _listed(feed.parents), feed.wanted, feed.after)
+            for feed in feeds
+        ]
+        self._tell("forward", feeds=told)
+        rows: list[Rows] = self._together(lambda: self.inner.forward(feeds))
+        return rows
+
+    def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
+        """What would fail in the middle is refused before anybody begins."""
+        if taps:
+            raise ValueError(f"{self.capabilities.missing['taps']}, which hands out no hidden states")
+        if len({id(feed.sequence) for feed in feeds}) < len(feeds):
+            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        wrong = [token for feed in feeds for token in feed.tokens if not 0 <= token < self.vocab_size]
+        if wrong:
+            raise ValueError(f"token {wrong[0]} is outside the vocabulary of {self.vocab_size}")
+
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Commit ``tokens`` in chunks, without logits."""
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            super().prefill(sequence, tokens[start : start + PREFILL_CHUNK], taps)
+        return {}
+
+
+def _listed(parents: Sequence[int] | None) -> list[int] | None:
+    return None if parents is None else list(parents)
+
+
+def _end(followers: Sequence[Follower]) -> None:
+    """End the other processes and leave the group."""
+    for follower in followers:
+        follower.end()
+    with suppress(Exception):  # at the end of the interpreter there may be none any more
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+@torch.inference_mode()
+def follow(inner: HuggingFaceModel, lines: Iterable[str]) -> None:
+    """Make the leader's calls on another part of the model, until there are no more.
+
+    Args:
+        inner: this process's part.
+        lines: the calls.
+
+    Raises:
+        Exception: a call fails; the caller must end, since the leader waits for it.
+    """
+    texts: dict[int, SequenceState] = {}
+    kept: dict[int, Snapshot | None] = {}
+    for line in lines:
+        told = json.loads(line)
+        for key in told["forget"]:
+            kept.pop(key, None)
+        call = told["call"]
+        if call == "forward":
+            inner.forward([Feed(texts[text], *rest) for text, *rest in told["feeds"]])
+        elif call == "commit":
+            inner.commit(texts[told["text"]], told["path"])
+        elif call == "open":
+            texts[told["text"]] = inner.open()
+        elif call == "release":
+            inner.release(texts.pop(told["text"]))
+        elif call == "rewind":
+            inner.rewind(texts[told["text"]], told["length"])
+        elif call == "snapshot":
+            kept[told["key"]] = inner.snapshot(texts[told["text"]], told["length"])
+        elif call == "restore":
+            snapshot = kept[told["key"]]
+            if snapshot is not None:
+                inner.restore(texts[told["text"]], snapshot, told["length"])
+        else:
+            raise ValueError(f"unknown call {call!r}")

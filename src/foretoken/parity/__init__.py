@@ -1,0 +1,1 @@
+"""Speculative against plain decoding on a given target: equal texts, equal distributions."""

@@ -1,0 +1,74 @@
+"""Counters of many replicas as one text: every sample says whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class FleetMetrics:
+    """What a gateway counts itself, and how it shows what its replicas count.
+
+    Attributes:
+        retried: requests that were given to another replica.
+        broken: streams that ended with an error because their replica was lost.
+
+    Args:
+        prefixes: what the names begin with.
+        model: the label of all of them.
+    """
+
+    def __init__(self, prefixes: Sequence[str], model: str) -> None:
+        self._prefixes, self._model = prefixes, model
+        self.retried = self.broken = 0
+
+    def text(self, replicas: Mapping[str, str], ready: int, open_: int) -> str:
+        """What Prometheus reads.
+
+        Args:
+            replicas: the texts of replicas, by name.
+            ready: replicas that can serve.
+            open_: requests that have not ended.
+        """
+        own = (
+            ("replicas_ready", "gauge", "Replicas that can serve.", ready),
+            ("gateway_requests_open", "gauge", "Requests that have not ended.", open_),
+            ("replica_retries_total", "counter", "Requests that another replica served.", self.retried),
+            ("broken_streams_total", "counter", "Streams whose replica was lost.", self.broken),
+        )
+        lines: list[str] = []
+        for prefix in self._prefixes:
+            for name, kind, what, value in own:
+                full = f"{prefix}:{name}"
+                lines += [f"# HELP {full} {what}", f"# TYPE {full} {kind}"]
+                lines.append(f'{full}{{model_name="{_escaped(self._model)}"}} {value}')
+        return "\n".join([*lines, *labelled(replicas)]) + "\n"
+
+
+def labelled(texts: Mapping[str, str]) -> list[str]:
+    """Lines of several expositions as one: a family once, each sample with the label ``replica``."""
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for name, text in texts.items():
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("# "):
+                family = line.split(" ", 3)[2]
+                known = heads.setdefault(family, [])
+                if line not in known:
+                    known.append(line)
+            elif line:
+                samples.setdefault(family, []).append(_with_label(line, name))
+    return [line for family, head in heads.items() for line in (*head, *samples.get(family, ()))]
+
+
+def _with_label(line: str, replica: str) -> str:
+    label = f'replica="{_escaped(replica)}"'
+    name, brace, rest = line.partition("{")
+    if brace:
+        return f"{name}{{{label},{rest}"
+    name, _, value = line.partition(" ")
+    return f"{name}{{{label}}} {value}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

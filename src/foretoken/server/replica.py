@@ -1,0 +1,110 @@
+"""One replica: the application, called with a request's scope and body instead of over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from foretoken.server.config import Settings
+
+GONE_S = 5.0
+"""Seconds in which the application must end a request whose client has left."""
+
+
+class Replica:
+    """One model, one engine, one application.
+
+    Args:
+        settings: of the server.  Keys are the gateway's business: they do not travel.
+        name: told to clients in the header ``X-Replica``.
+        make: makes the state; loads the model by default.
+    """
+
+    def __init__(self, settings: Settings, name: str, make: Callable[[Settings], Any] | None = None) -> None:
+        from foretoken.server import logs
+        from foretoken.server.app import create_app
+        from foretoken.server.serving import Serving
+
+        logs.install()
+        self.name = name
+        self.settings = replace(settings, api_keys=(), insecure=True, root_path="")
+        self.serving = (make or Serving)(self.settings)
+        self.app: ASGIApp = create_app(self.settings, self.serving)
+
+    async def start(self) -> None:
+        """Load the model; nobody is sent here before that.
+
+        Raises:
+            Exception: it cannot be loaded.
+        """
+        await self.serving.start()
+        if self.serving.failed is not None:
+            raise self.serving.failed
+
+    async def stop(self) -> None:
+        """Finish what runs, and end the engine."""
+        await self.serving.stop(self.settings.shutdown_timeout)
+
+    def check(self) -> None:
+        """Whether this replica should go on living.
+
+        Raises:
+            RuntimeError: the engine is dead or hangs.
+        """
+        if self.serving.trouble is not None:
+            raise RuntimeError(self.serving.trouble)
+
+    def metrics(self) -> str:
+        """Its counters, as Prometheus reads them."""
+        return str(self.serving.metrics.text().decode())
+
+    async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message], None]:
+        """The ASGI messages of an answer: in each piece those that are there, so that a burst travels at once.
+
+        Who stops listening ends the request.
+        """
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        gone = asyncio.Event()
+        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            if waiting:
+                return waiting.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"x-replica", self.name.encode())]}
+            messages.put_nowait(message)
+
+        async def run() -> None:
+            try:
+                await self.app({**scope, "extensions": {}, "state": {}}, receive, send)
+            except Exception:  # the application has answered with 500 already
+                logging.getLogger("foretoken.server").exception("a request failed")
+            finally:
+                messages.put_nowait(None)
+
+        task = asyncio.create_task(run())
+        try:
+            while (first := await messages.get()) is not None:
+                piece = [first]
+                last = False
+                while not messages.empty():
+                    found = messages.get_nowait()
+                    last = last or found is None
+                    piece += [found] if found is not None else []
+                yield piece
+                if last:
+                    return
+        finally:
+            gone.set()
+            with suppress(asyncio.CancelledError, TimeoutError):
+                await asyncio.wait_for(task, GONE_S)

@@ -1,0 +1,1 @@
+"""Formulas: what speculation promises from acceptance and cost. Pure, no model."""

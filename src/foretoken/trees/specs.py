@@ -1,0 +1,25 @@
+"""Trees from their spec strings, for the options of drafters that take one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foretoken.registry import make, parse_spec, rows
+from foretoken.trees.base import Shape
+
+
+def static_trees() -> list[str]:
+    """Names of the trees of fixed shape."""
+    return [row.name for row in rows("tree") if issubclass(row.load(), Shape)]
+
+
+def build_tree(spec: str, sort: type[Any]) -> Any:
+    """A tree from its spec, of the sort ``Shape`` (fixed) or ``Growth`` (by the draft's confidence).
+
+    Raises:
+        ValueError: an unknown name or option, or a tree of the other sort; the message lists the choices.
+    """
+    able = [row.name for row in rows("tree") if issubclass(row.load(), sort)]
+    if parse_spec(spec).name not in able:
+        raise ValueError(f"the tree cannot be {spec!r}: choose one of {', '.join(able)}")
+    return make("tree", spec)

@@ -1,0 +1,1 @@
+"""Searches: which drafter, length, tree and layers pay for a target on this machine."""

@@ -1,0 +1,162 @@
+"""``foretoken batch``: every line is answered once, whatever kills the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foretoken as ft
+from foretoken.jobs import finished_ids, output_file, read_jobs
+
+PROMPTS = [f"for item in {word}" for word in ("range(3):", "list:", "self.items:", "x", "names", "(1, 2)")]
+
+
+def write_lines(file: Path, lines: list[Any]) -> Path:
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def answers(file: Path) -> dict[str, dict[str, Any]]:
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({one["id"] for one in found}) == len(found), "an id was answered twice"
+    return {one["id"]: one for one in found}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "in.jsonl", [{"id": f"job-{i}", "prompt": p} for i, p in enumerate(PROMPTS)])
+
+
+def test_every_line_is_answered_as_the_library_answers(run: Any, target: str, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    result = run("batch", str(source), str(out), "--target", target, "--max-new-tokens", "12", "--max-running", "4",
+                 "--json")  # fmt: skip
+    assert result.code == 0, result.err
+    assert (result.json["jobs"], result.json["skipped"], result.json["answered"]) == (6, 0, 6)
+    found = answers(out)
+    plain = ft.load(target, drafter=None)
+    for i, prompt in enumerate(PROMPTS):
+        wanted = plain.generate(prompt, max_new_tokens=12)
+        assert found[f"job-{i}"]["text"] == wanted.text
+        assert found[f"job-{i}"]["finish_reason"] == wanted.finish_reason
+
+
+def test_lines_have_options_of_their_own_and_seeds_by_number(run: Any, target: str, tmp_path: Path) -> None:
+    lines = [
+        {"prompt": PROMPTS[0]},
+        {"prompt": PROMPTS[0], "max_new_tokens": 3},
+        {"prompt": [5, 6, 7], "temperature": 0.0},
+        {"prompt": PROMPTS[0], "seed": 70},
+    ]
+    out = tmp_path / "out.jsonl"
+    source = write_lines(tmp_path / "in.jsonl", lines)
+    command = ("--target", target, "--max-new-tokens", "12", "--temperature", "1", "--seed", "70")
+    assert run("batch", str(source), str(out), *command).code == 0
+    found = answers(out)
+    assert set(found) == {"1", "2", "3", "4"}
+    assert found["1"]["text"] == found["4"]["text"] and found["1"]["seed"] == 70
+    assert (found["2"]["num_new_tokens"], found["2"]["seed"]) == (3, 71)
+    assert "seed" not in found["3"]
+
+
+def test_a_line_that_fails_says_why_and_the_others_go_on(run: Any, target: str, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    lines = [{"prompt": ""}, {"prompt": PROMPTS[0]}, {"prompt": "x", "temperature": -1}, {"messages": chat}]
+    out = tmp_path / "out.jsonl"
+    result = run("batch", str(write_lines(tmp_path / "in.jsonl", lines)), str(out), "--target", target,
+                 "--max-new-tokens", "4")  # fmt: skip
+    assert result.code == 1
+    assert "1 answered, 3 failed" in result.err
+    found = answers(out)
+    assert "prompt is empty" in found["1"]["error"]
+    assert found["2"]["text"]
+    assert "temperature" in found["3"]["error"]
+    assert "chat template" in found["4"]["error"]
+
+
+def test_what_is_there_is_not_asked_again_and_half_a_line_is(
+    run: Any, target: str, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"id": "job-1", "text": "kept"}\n{"id": "job-2", "te')
+    result = run("batch", str(source), str(out), "--target", target, "--max-new-tokens", "4", "--json")
+    assert (result.json["skipped"], result.json["answered"]) == (1, 5)
+    found = answers(out)
+    assert len(found) == 6 and found["job-1"] == {"id": "job-1", "text": "kept"}
+    assert "num_new_tokens" in found["job-2"]
+    again = run("batch", str(source), str(out), "--target", "/no/such/model", "--json")
+    assert again.json["skipped"] == 6  # nothing to do: no model is loaded
+
+
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
+def test_a_killed_run_goes_on(target: str, source: Path, tmp_path: Path, kill: signal.Signals) -> None:
+    """Killed after two answers; the file then has whole lines, and the second run adds the others."""
+    out, prompts = tmp_path / "out.jsonl", [f"{prompt} {i}" for i, prompt in enumerate(PROMPTS * 12)]
+    write_lines(source, [{"id": f"job-{i}", "prompt": prompt} for i, prompt in enumerate(prompts)])
+    command = [sys.executable, "-m", "foretoken", "batch", str(source), str(out), "--target", target,
+               "--max-running", "1", "--temperature", "1", "--seed", "3", "--max-new-tokens", "48"]  # fmt: skip
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    busy = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not (out.exists() and out.read_bytes().count(b"\n") >= 2):
+        assert busy.poll() is None and time.monotonic() < until, busy.stderr and busy.stderr.read()
+        time.sleep(0.002)
+    busy.send_signal(kill)
+    assert busy.wait(timeout=60) == (-signal.SIGKILL if kill == signal.SIGKILL else 130)
+    before = out.read_bytes().rpartition(b"\n")[0]
+    first = [json.loads(line) for line in before.splitlines()]
+    assert 2 <= len(first) < len(prompts)
+    assert subprocess.run(command, env=env, timeout=120, capture_output=True).returncode == 0
+    assert out.read_bytes().startswith(before)
+    found = answers(out)
+    assert set(found) == {f"job-{i}" for i in range(len(prompts))}
+    llm = ft.load(target)
+    for i, prompt in enumerate(prompts):  # the seed is the line's, so a restart changes nothing
+        wanted = llm.generate(prompt, max_new_tokens=48, temperature=1.0, seed=3 + i)
+        assert found[f"job-{i}"]["text"] == wanted.text
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("[1]", "line 2: not an object"),
+        ("{", "line 2: "),
+        ('{"prompt": "x", "temprature": 1}', "line 2: unknown field 'temprature': known are id, prompt"),
+        ('{"id": "a"}', "line 2: give prompt or messages"),
+        ('{"prompt": 5}', "line 2: prompt is neither"),
+        ('{"id": "a", "prompt": "x"}', "line 2: the id 'a' comes twice"),
+    ],
+)
+def test_bad_lines_are_found_before_any_work(run: Any, tmp_path: Path, line: str, words: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"id": "a", "prompt": "x"}\n' + line + "\n")
+    result = run("batch", str(source), str(tmp_path / "out.jsonl"), "--target", "/no/such/model")
+    assert result.code == 2 and words in result.err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_files_that_cannot_be_used(run: Any, source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("my notes\n")
+    result = run("batch", str(source), str(other))
+    assert result.code == 2 and "not an answer of this command" in result.err
+    assert other.read_text() == "my notes\n"
+    assert "No such file" in run("batch", str(tmp_path / "none"), str(tmp_path / "out")).err
+    with output_file(tmp_path / "busy.jsonl"):
+        assert "another run writes" in run("batch", str(source), str(tmp_path / "busy.jsonl")).err
+
+
+def test_readers(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "a"}, {"id": 7, "prompt": "b"}])
+    source.write_text(source.read_text() + "\n")
+    assert [job.id for job in read_jobs(source, {"seed": None, "temperature": 0.5})] == ["1", "7"]
+    assert read_jobs(source, {"seed": None})[0].options == {}
+    assert finished_ids(tmp_path / "none") == set()

@@ -1,0 +1,166 @@
+"""``foretoken bench serve``: its lines, its table, its report, its errors, and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
+pytest.importorskip("httpx", reason="the extra 'bench' is not installed")
+
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+from load_servers import Scripted, running
+
+CELL = {
+    "load", "level", "burst", "arm", "category", "temperature", "batch", "requests", "completed", "errors", "seconds",
+    "requests_per_s", "tokens_per_s", "new_tokens", "prompt_tokens", "ttft_ms", "tpot_ms", "e2e_ms", "acceptance_rate",
+    "mean_acceptance_length", "draft_tokens", "ratios", "identical", "lag_ms",
+}  # fmt: skip
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Scripted, str]]:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    found = Scripted()
+    with running(found.app) as url:
+        yield found, url
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"category": c, "prompt": p}) + "\n" for c, p in (("a", "x"), ("b", "full"))))
+    return str(file)
+
+
+def bench(run: Any, *arguments: str) -> Any:
+    return run("bench", "serve", *arguments, "--requests", "4", "--warmup", "2", "--timeout", "10")
+
+
+def test_the_file_the_table_and_the_page(run: Any, server: Any, prompts: str, tmp_path: Path) -> None:
+    out, page = tmp_path / "run.jsonl", tmp_path / "report.html"
+    result = bench(
+        run, server[1], "--compare", "--concurrency", "1,2", "--rate", "50", "--prompts", prompts, "--out", str(out)
+    )
+    assert result.code == 0, result.err
+    *cells, summary = map(json.loads, out.read_text().splitlines())
+    assert len(cells) == 3 * 2 == summary["cells"] and all(set(cell) == CELL for cell in cells)
+    assert [(c["load"], c["level"], c["arm"]) for c in cells[::2]] == [
+        ("concurrency", 1, "plain"), ("concurrency", 2, "plain"), ("rate", 50.0, "plain")
+    ]  # fmt: skip
+    assert all(c["requests"] == 8 and c["errors"] == {"http_503": 4} for c in cells)  # two passes
+    assert cells[1]["ratios"]["tokens_per_s"] > 0 and cells[1]["identical"] is True
+    for words in ("c=2", "50/s", "speculative", "4 http_503", "texts are equal, 4 of 4", "no room", str(out)):
+        assert words in result.out, words
+    reported = run("bench", "report", str(out), "--out", str(page), "--plots", str(tmp_path / "plots"))
+    assert reported.code == 0, reported.err
+    text = page.read_text()
+    for words in ("Load test of a server", "Throughput", "Distribution of latencies", "4 http_503", "All 12 compared"):
+        assert words in text, words
+    names = {file.name for file in (tmp_path / "plots").iterdir()}
+    assert {"latency_rate.png", "throughput_concurrency.png", "distribution_concurrency_2.png"} <= names
+
+
+def test_json_is_the_last_line_and_all_of_stdout(run: Any, server: Any) -> None:
+    result = bench(run, server[1], "--concurrency", "2", "--json", "--seed", "1")
+    *cells, summary = map(json.loads, result.out.splitlines())
+    assert result.code == 0 and len(cells) == 1 and summary["summary"] and summary["kind"] == "load"
+    assert summary["settings"]["seed"] == 1 and summary["arms"] == ["server"] and not summary["interrupted"]
+
+
+def test_two_servers_are_compared(run: Any, server: Any) -> None:
+    result = bench(run, f"one={server[1]}", f"two={server[1]}/v1", "--concurrency", "1", "--json")
+    cells = list(map(json.loads, result.out.splitlines()))[:-1]
+    assert [(cell["arm"], cell["requests"], cell["identical"]) for cell in cells] == [
+        ("one", 8, None),
+        ("two", 8, True),
+    ]
+
+
+def test_a_key_of_the_environment_and_one_of_the_command(
+    run: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server[0].key = "secret"
+    refused = bench(run, server[1])
+    assert refused.code == 2 and "--api-key" in refused.err and refused.err.count("\n") == 1
+    assert bench(run, server[1], "--api-key", "secret", "--concurrency", "1").code == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    result = bench(run, server[1], "--concurrency", "1", "--json")
+    assert result.code == 0 and "secret" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--concurrency", "two"], "--concurrency takes whole numbers joined by commas, not 'two'"),
+        (["--concurrency", "0"], "--concurrency must be above 0"),
+        (["--rate", "nan"], "--rate must be above 0"),
+        (["--rate", "inf"], "--rate must be above 0"),
+        (["--burst", "2"], "give --rate too"),
+        (["--extra-body", "[1]"], "--extra-body must be a JSON object"),
+        (["--extra-body", "{"], "--extra-body must be a JSON object"),
+        (["--category", "nosuch"], "no prompts of category 'nosuch'"),
+        (["--prompts", "/no/such/file"], "No such file"),
+        (["--out", "/no/such/folder/run.jsonl"], "there is no folder /no/such/folder"),
+        (["--model", "a", "--model", "b"], "--model was given 2 times for 1 servers"),
+        (["http://127.0.0.1:9", "--compare"], "give one URL"),
+        (["--temperature", "3"], "--temperature"),
+    ],
+)
+def test_bad_input_is_one_line(run: Any, options: list[str], words: str) -> None:
+    result = bench(run, "http://127.0.0.1:9", *options)
+    assert result.code == 2 and result.out == "" and result.err.count("\n") == 1
+    assert words in result.err, result.err
+
+
+def test_nobody_there_and_nothing_answered(run: Any, server: Any, prompts: str) -> None:
+    assert "nothing answers at http://127.0.0.1:9" in bench(run, "http://127.0.0.1:9").err
+    result = bench(run, server[1], "--prompts", prompts, "--category", "b")
+    assert result.code == 2 and "answers no request (http_503): no room" in result.err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are caught on Unix only")
+def test_ctrl_c_tells_what_was_measured(run: Any, server: Any, tmp_path: Path) -> None:
+    scripted, url = server
+    scripted.pause_s = 0.03
+    out = tmp_path / "run.jsonl"
+
+    def interrupt() -> None:
+        end = time.monotonic() + 20
+        while len(scripted.seen) < 2 + 6 and time.monotonic() < end:  # behind the warm-up
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    result = run("bench", "serve", url, "--concurrency", "2", "--requests", "500", "--warmup", "2", "--out", str(out))
+    thread.join()
+    assert result.code == 130 and "interrupted" in result.out and result.err.endswith("interrupted\n")
+    cell, summary = map(json.loads, out.read_text().splitlines())
+    assert 1 <= cell["completed"] == cell["requests"] < 500 and cell["errors"] == {} and summary["interrupted"]
+    page = tmp_path / "report.html"
+    assert run("bench", "report", str(out), "--out", str(page)).code == 0
+    assert "This test was interrupted" in page.read_text()
+    time.sleep(0.2)
+    assert scripted.open == 0  # requests that ran were closed, not left running
+
+
+def test_help_needs_neither_pytorch_nor_httpx() -> None:
+    import subprocess
+
+    code = (
+        "import sys; from foretoken.cli.main import main; main(['bench', 'serve', '--help']);"
+        "print(sorted({'torch', 'httpx', 'transformers'} & set(sys.modules)), file=sys.stderr)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0 and found.stderr.splitlines()[-1] == "[]"
+    assert "--compare" in found.stdout and "--rate" in found.stdout

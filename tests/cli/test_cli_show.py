@@ -1,0 +1,52 @@
+"""``foretoken show`` and the trees of ``generate --explain``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+PROMPT = "for item in"
+
+
+def command(target: str, draft: str, *more: str) -> list[str]:
+    return ["show", PROMPT, "--target", target, "--drafter", f"model:{draft},k=3", "--max-new-tokens", "12", *more]
+
+
+def test_a_page(run: Any, target: str, draft: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.html"
+    result = run(*command(target, draft, "--out", str(file), "--json"))
+    assert result.code == 0, result.err
+    assert result.json["out"] == str(file)
+    assert file.read_text().count("<section") == result.json["rounds"] == result.json["stats"]["num_drafts"]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "auto"])
+def test_a_picture(run: Any, target: str, draft: str, tmp_path: Path, rule: str) -> None:
+    file = tmp_path / "run.svg"
+    result = run(*command(target, draft, "--out", str(file), "--temperature", "1", "--verifier", rule))
+    assert result.code == 0, result.err
+    assert "rounds, 12 tokens ->" in result.err
+    ElementTree.fromstring(file.read_text())
+
+
+def test_mistakes_are_one_line(run: Any, target: str, draft: str, tmp_path: Path) -> None:
+    for more, words in (
+        (["--out", "run.png"], "must end in .html or .svg"),
+        (["--out", str(tmp_path / "a.svg"), "--round", "99"], "there is no round 99: the run has"),
+        (["--out", str(tmp_path / "no" / "a.svg")], "cannot be written: No such file or directory"),
+    ):
+        result = run(*command(target, draft, *more))
+        assert result.code == 2 and words in result.err and result.err.count("error: ") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_explain_prints_trees(run: Any, target: str, draft: str) -> None:
+    result = run("generate", *command(target, draft)[1:], "--explain")
+    assert "round 1: model: " in result.out
+    assert "└─ " in result.out
+    rounds = result.out.count("\nround ")
+    assert rounds == 3 or "more rounds: foretoken show" not in result.out

@@ -1,0 +1,73 @@
+"""A target, a draft model and a drafter in its plainest form, for the tests of parity."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core import Budget, Context, Kind, Rng, TokenTree
+from foretoken.drafters.base import Drafter
+from foretoken.models.base import LanguageModel
+from foretoken.parity.report import Report, Settings
+from foretoken.parity.run import run_parity
+from foretoken.verifiers.base import draw
+from toys import MarkovTable, next_logits, tables
+
+PROMPTS = [[0, 1, 2, 3, 0, 1], [2], [3, 3, 1]]
+SURE = 1e-6
+"""False-alarm rate of these tests."""
+
+
+def models(**more: Any) -> tuple[MarkovTable, MarkovTable]:
+    """A target and a draft model that is mostly something else, so that errors weigh much."""
+    return tables(closeness=0.1, seed=3, **more)
+
+
+def parity(drafter: Drafter, target: LanguageModel | None = None, **more: Any) -> Report:
+    """A report on one drafter, which drafts in every round unless another controller is named."""
+    settings = {"max_new_tokens": 12, "samples": 600, "false_alarm": SURE, "controller": "constant", **more}
+    return run_parity(target or models()[0], None, [drafter], PROMPTS, Settings(**settings))
+
+
+def found(report: Report) -> dict[str, int]:
+    """Differences by mode."""
+    return {check.mode: check.differences for check in report.checks}
+
+
+class Planted(Drafter):
+    """A chain of draws in its plainest form; subclasses plant errors in it."""
+
+    name = "model"
+    max_depth = 3
+
+    def __init__(self) -> None:
+        self.model = models()[1]
+
+    @property
+    def kind(self) -> Kind:
+        """Independent draws."""
+        return Kind.IID
+
+    def choose(self, distribution: Tensor, rng: Rng) -> int:
+        """A draft token."""
+        return draw(distribution, rng.uniform())
+
+    def keeps(self, distribution: Tensor, token: int) -> bool:
+        """Whether a drawn token stays in the draft."""
+        return True
+
+    def propose(self, context: Context, budget: Budget) -> TokenTree:
+        """The chain with the distributions that its tokens were drawn from."""
+        drafts: list[int] = []
+        distributions: list[Tensor] = []
+        for _ in range(min(self.max_depth, budget.max_depth)):
+            prefix = [*context.tokens, *drafts]
+            distributions.append(context.maker.distribution(next_logits(self.model, prefix), prefix))
+            token = self.choose(distributions[-1], context.rng)
+            if not self.keeps(distributions[-1], token):
+                distributions.pop()
+                break
+            drafts.append(token)
+        return TokenTree.chain(context.root, drafts, torch.stack(distributions) if distributions else None)
