@@ -55,7 +55,8 @@ def test_it_runs_on_the_public_forward_and_drafts_change_nothing(name: str) -> N
     network = ready_made(name)
     llm = ft.load(network, "ngram,n=1,k=4", controller="constant")
     assert isinstance(llm.target, HuggingFaceModel) and not llm.target.is_lean
-    for options in ({}, {"temperature": 1.0, "seed": 3}):
+    choices: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}]
+    for options in choices:
         out = llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True, **options)
         plain = llm.plain.generate(PROMPT, max_new_tokens=24, ignore_eos=True, **options)
         assert out.token_ids == plain.token_ids and out.stats.num_draft_tokens
