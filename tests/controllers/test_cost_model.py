@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from foretoken.controllers.cost_model import SAMPLES, SURE, CostModel, Curve, bucket, fit
@@ -188,3 +189,14 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
     assert drafter.seconds(0) == 0.0 and drafter.seconds(3) == pytest.approx(0.7)
     with pytest.raises(ValueError, match="positive seconds"):
         TargetCost({1: 0.0})
+
+
+def test_a_draft_that_took_no_time_has_a_cost() -> None:
+    """A profile says 0 seconds of a drafter that looks something up; a coarse clock says it of any round."""
+    costs = RoundCosts(TargetCost({1: 1e-3, 4: 1e-3}), {"copy": DrafterCost(0.0, 0.0, (0.5, 0.2))})
+    model = CostModel((Limits("copy", 4, 4, relative_cost=0.0),), costs)
+    assert 0.0 < model.draft_s(0, 2, 1) < 1e-6
+    for seconds in (0.0, 1e-6, 0.0):
+        model.observe(StepRecord(0, 3, 2, 1, 1, seconds, 1e-3, 0.0, 1e-3 + seconds), 0, 2, 1, 0)
+        model.observe_mixed(seconds, {(0, 2): 1})
+    assert np.isfinite(model.factors[0]) and np.isfinite(model.draft_s(0, 2, 1))

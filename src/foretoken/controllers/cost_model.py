@@ -59,7 +59,7 @@ class Curve:
         return len(self.samples.get(point, ())) >= SURE
 
     def at(self, x: int, y: int) -> float:
-        """The cost at a point, seen or not."""
+        """The cost at a point, seen or not; never nothing, though a profile may say that a look-up takes no time."""
         if self._line is None:
             medians = {point: (median(seen), len(seen)) for point, seen in self.samples.items()}
             self._line = fit(medians, self.shape)
@@ -67,7 +67,7 @@ class Curve:
                 point: (value / self._on_line(*point)) ** (seen / (seen + LINE_WEIGHT))
                 for point, (value, seen) in medians.items()
             }
-        return self._on_line(x, y) * self._known.get((bucket(x), bucket(y)), 1.0)
+        return max(self._on_line(x, y) * self._known.get((bucket(x), bucket(y)), 1.0), 1e-9)
 
     def _on_line(self, x: int, y: int) -> float:
         a, b, c = self._line or self.shape
