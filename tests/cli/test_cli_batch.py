@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +100,14 @@ def test_what_is_there_is_not_asked_again_and_half_a_line_is(
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
 def test_a_killed_run_goes_on(target: str, source: Path, tmp_path: Path, kill: signal.Signals) -> None:
     """Killed after two answers; the file then has whole lines, and the second run adds the others."""
-    out, prompts = tmp_path / "out.jsonl", [f"{prompt} {i}" for i, prompt in enumerate(PROMPTS * 12)]
+    out, prompts = tmp_path / "out.jsonl", [f"{prompt} {i}" for i, prompt in enumerate(PROMPTS * 4)]
     write_lines(source, [{"id": f"job-{i}", "prompt": prompt} for i, prompt in enumerate(prompts)])
     command = [sys.executable, "-m", "foretoken", "batch", str(source), str(out), "--target", target,
                "--max-running", "1", "--temperature", "1", "--seed", "3", "--max-new-tokens", "48"]  # fmt: skip
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    busy = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    # A test run in the background ignores Ctrl-C, and so would what it starts.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    busy = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     until = time.monotonic() + 120
     while not (out.exists() and out.read_bytes().count(b"\n") >= 2):
         assert busy.poll() is None and time.monotonic() < until, busy.stderr and busy.stderr.read()
