@@ -179,7 +179,8 @@ def test_a_body_that_is_too_large(server: Running) -> None:
         for _ in range(100):
             yield b"x" * 2**20
 
-    with suppress(httpx.WriteError):  # the server has answered and closed before all was sent
+    # The server answers and closes before all was sent: the reset may reach the client before the answer does.
+    with suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
         error_of(server.client.post("/v1/completions", content=endless()), 413)
     assert server.complete(max_tokens=1)
 
