@@ -1,4 +1,4 @@
-"""What stands before the routes: identity of a request, keys, sizes and times."""
+"""What comes before the routes: identity of a request, keys, sizes and times."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import re
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -23,6 +24,8 @@ OPEN = ("/health", "/ready")
 """Routes that need no key: probes of orchestrators have none."""
 DEEPEST = 64
 """Levels of a JSON document."""
+DISCARD_S = 1.0
+"""Seconds for the rest of a body that is too large."""
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -98,6 +101,7 @@ class Gate:
             return receive
         declared = headers.get("content-length", "")
         if declared.isdigit() and int(declared) > self.max_body:
+            await self._discard(receive)
             raise self._too_large()
         try:
             body = await asyncio.wait_for(self._read(receive), self.body_timeout)
@@ -111,6 +115,17 @@ class Gate:
             return waiting.pop() if waiting else await receive()
 
         return again
+
+    async def _discard(self, receive: Receive) -> None:
+        """Let a body of up to twice the limit arrive: a client that is still sending would see a reset, not the answer."""
+        size = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DISCARD_S):
+                while size < 2 * self.max_body:
+                    message = await receive()
+                    size += len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
 
     async def _read(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
