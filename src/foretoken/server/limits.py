@@ -117,7 +117,7 @@ class Gate:
         return again
 
     async def _discard(self, receive: Receive) -> None:
-        """Let a body of up to twice the limit arrive: a client that is still sending would see a reset, not the answer."""
+        """Let up to twice the limit arrive: a client that is still sending would see a reset, not the answer."""
         size = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(DISCARD_S):
