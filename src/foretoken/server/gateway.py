@@ -78,7 +78,10 @@ class Fleet:
         failed: why they could not be started.
         draining: whether new requests are refused.
         num_open: requests that have not ended.
+        end_s: seconds in which the replicas and Ray must have ended.
     """
+
+    end_s = 60.0
 
     def __init__(self, settings: Settings, replicas: Replicas) -> None:
         self.settings, self.replicas = settings, replicas

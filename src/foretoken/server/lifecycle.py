@@ -70,7 +70,8 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
 
     Args:
         app: the ASGI application.
-        serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``settings`` and ``drain()``.
+        serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``end_s``, ``settings`` and
+            ``drain()``.
         sock: where it listens.
     """
     import uvicorn
@@ -109,7 +110,7 @@ async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
     code = await _watched(serving, asked, task)
     server.should_exit = True
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(task), 5.0)
+        await asyncio.wait_for(asyncio.shield(task), serving.end_s)
     server.force_exit = True
     await asyncio.wait({task}, timeout=2.0)
     if code:

@@ -64,6 +64,7 @@ class Serving:
         metrics: its counters.
         started_s: when the model was ready, in seconds since 1970.
         failed: why the model could not be loaded.
+        end_s: seconds in which it must have ended after it was told to.
     """
 
     settings: Settings
@@ -72,6 +73,7 @@ class Serving:
     started_s: int = 0
     failed: Exception | None = None
     draining: bool = False
+    end_s: float = 5.0
     unknown: set[str] = field(default_factory=set)
     _engine: AsyncLlm | None = None
 
