@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GPTJForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GPTJForCausalLM
 from transformers.utils import logging as hf_logging
 
 from foretoken.loading import load_model
@@ -104,8 +104,12 @@ if getattr(GPTJForCausalLM, "_supports_attention_backend", False):  # not before
         {"n_embd": 48, "n_layer": 3, "n_head": 4, "rotary_dim": 8, "n_positions": CONTEXT},
     )
 
+for _name in ("afmoe", "doge"):  # one views what attention gives it, the other has a mask for every head
+    if _name in CONFIG_MAPPING:
+        ARCHITECTURES[_name] = (_name, {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8})
 
-FLOAT32_ONLY = ("deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss")
+
+FLOAT32_ONLY = ("afmoe", "deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss")
 """Transformers' grouped matrix product of experts knows no float64."""
 
 

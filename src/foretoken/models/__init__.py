@@ -12,10 +12,23 @@ def wrap(model: Any, *, exact: str = "distribution", lean: bool = True, in_place
 
     Models that cannot take trees get :class:`~foretoken.models.sequential.SequentialModel`, or
     :class:`~foretoken.models.stateful.StatefulModel` where they have recurrent layers whose state survives a trial.
+    Models whose logits depend on how many tokens are read at once are decoded token by token.
     ``in_place`` lets linear layers be packed (see :class:`~foretoken.models.huggingface.HuggingFaceModel`).
+
+    Raises:
+        CapabilityError: the model is not causal, or cannot be run through a cache.
     """
     if isinstance(model, LanguageModel):
         return model
+    from foretoken.models.cache_trial import cache_fault
+    from foretoken.models.sequential import SequentialModel
+
+    wrapped = _wrapped(model, exact, lean, in_place)
+    fault = cache_fault(model, wrapped)
+    return wrapped if fault is None else SequentialModel(model, fault)
+
+
+def _wrapped(model: Any, exact: str, lean: bool, in_place: bool) -> LanguageModel:
     from foretoken.models.base import CapabilityError
     from foretoken.models.capabilities import detect
     from foretoken.models.huggingface import HuggingFaceModel

@@ -55,8 +55,8 @@ def folded_attention(
 ) -> tuple[Tensor, None]:
     """Attention of query [b, Hq, n, D] over key/value [b, Hkv, S, D*]; returns [b, n, Hq, Dv].
 
-    ``attention_mask`` [b, 1, n, S] is additive, ``softcap`` and ``s_aux`` (attention sinks [Hq]) as in the models that
-    use them.
+    ``attention_mask`` [b, 1, n, S] is additive ([b, Hq, n, S] in models whose heads have masks of their own),
+    ``softcap`` and ``s_aux`` (attention sinks [Hq]) as in the models that use them.
     """
     _note(module, query)
     if softcap is not None or s_aux is not None:
@@ -66,10 +66,12 @@ def folded_attention(
     groups = heads // kv_heads
     if groups > 1:
         query = query.reshape(b, kv_heads, groups * n, dim)
-        if attention_mask is not None and n > 1:
+        if attention_mask is not None and attention_mask.shape[1] == heads:
+            attention_mask = attention_mask.reshape(b, kv_heads, groups * n, -1)
+        elif attention_mask is not None and n > 1:
             attention_mask = attention_mask.repeat(1, 1, groups, 1)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.reshape(b, heads, n, value.shape[-1]).transpose(1, 2), None
+    return out.reshape(b, heads, n, value.shape[-1]).transpose(1, 2).contiguous(), None  # some models view it
 
 
 def exact_attention(
@@ -109,14 +111,14 @@ def _explicit(
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.view(b, kv_heads, groups, n, -1)
     if mask is not None:
-        scores = scores + mask[:, :, None]
+        scores = scores + (mask.view(b, kv_heads, groups, n, -1) if mask.shape[1] == heads else mask[:, :, None])
     if sinks is not None:
         column = sinks.to(wide).view(1, kv_heads, groups, 1, 1).expand(b, -1, -1, n, 1)
         weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
     else:
         weights = torch.softmax(scores, -1)
     out = weights.view(b, kv_heads, groups * n, -1) @ value.to(wide)
-    return out.view(b, heads, n, -1).transpose(1, 2).to(query.dtype)
+    return out.view(b, heads, n, -1).transpose(1, 2).to(query.dtype).contiguous()
 
 
 ALL_ATTENTION_FUNCTIONS.register(FOLDED, folded_attention)

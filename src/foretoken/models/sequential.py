@@ -7,14 +7,13 @@ cache (it keeps its state to itself) reads the whole text again for every token:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
 from foretoken.models.taps import check_taps, decoder_layers, recording
@@ -34,11 +33,10 @@ class SequentialModel(LanguageModel):
         self.config = model.config.get_text_config()
         self.capabilities = detect(model)
         if no_rollback is not None:
-            missing = {
-                **self.capabilities.missing,
-                "rollback": f"{self.capabilities.missing['tree_mask']}; {no_rollback}",
-            }
-            self.capabilities = replace(self.capabilities, rollback=False, missing=missing)
+            known = self.capabilities.missing.get("tree_mask")
+            reason = f"{known}; {no_rollback}" if known else f"{self.config.model_type}: {no_rollback}"
+            missing = {"tree_mask": reason, "keep_path": reason, **self.capabilities.missing, "rollback": reason}
+            self.capabilities = Capabilities(False, False, False, True, False, missing)
         self.vocab_size = int(self.config.vocab_size)
         self.context_length = int(getattr(self.config, "max_position_embeddings", 0) or 2**20)
         self.eos_token_ids = eos_ids(model)

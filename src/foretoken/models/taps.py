@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from foretoken.models.base import CapabilityError
+
 
 def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
     """The module that runs the decoder layers of a Transformers causal LM and ends with the final norm, and the layers.
@@ -21,7 +23,8 @@ def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len(child) == wanted and wanted:
                 return module, child
-    raise ValueError(f"cannot find the {wanted} decoder layers of {type(model).__name__}")
+    family = model.config.get_text_config().model_type
+    raise CapabilityError(f"{family}: cannot find the {wanted} decoder layers of {type(model).__name__}")
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

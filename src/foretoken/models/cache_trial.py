@@ -1,0 +1,109 @@
+"""Whether a model is causal, and reads through its cache what it reads without one, tried out on a few tokens.
+
+Speculative decoding, as any decoding with a cache, takes both for granted.  A language model that looks at later tokens
+(a BERT that is no decoder, XLM), whose attention takes masks in a way of its own, or whose tokens see other states of
+the tokens that are read with them than of those read before (looped layers that share a cache) would otherwise answer
+wrongly without a word.  The trial costs three forwards of at most six rows, once per model object.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.models.self_test import relative
+
+ROWS, KEPT = 6, 3
+"""Tokens of the trial, and how many of them are read first."""
+HALF = (torch.bfloat16, torch.float16)
+LIMIT, HALF_LIMIT = 1e-3, 0.5
+"""Relative differences that no rounding makes, in float32 (at most 1e-6 in random models) and in 16 bits, where it can
+send a token to another expert; logits that have nothing to do with each other make 1.4."""
+
+_TRIED: WeakKeyDictionary[Any, set[tuple[Any, ...]]] = WeakKeyDictionary()
+"""Forms in which models have passed: ``custom_generate`` wraps the same model anew in every call."""
+
+
+@torch.inference_mode()
+def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
+    """How logits of ``wrapped`` differ from those of the model's own forward; ``None``: they do not.
+
+    Raises:
+        CapabilityError: the model is not causal, its forward fails, or it gives other rows than it was asked for.
+    """
+    key, rollback = _form(model, wrapped), wrapped.capabilities.rollback
+    if key in _TRIED.setdefault(model, set()) or wrapped.context_length < ROWS:
+        return None
+    limit = HALF_LIMIT if model.dtype in HALF or getattr(wrapped, "exact", "") == "approximate" else LIMIT
+    wanted = _without_cache(model, wrapped.vocab_size, limit)
+    tokens = _text(wrapped.vocab_size)
+    last = ROWS if rollback else KEPT + 1  # others are read token by token
+    sequence = wrapped.open()
+    try:
+        wrapped.prefill(sequence, tokens[:KEPT])
+        found = wrapped.forward([Feed(sequence, tokens[KEPT:last])])[0].logits
+    except Exception as error:
+        raise _refusal(model, error) from error
+    finally:
+        wrapped.release(sequence)
+    if found.shape != wanted[KEPT:last].shape:
+        raise CapabilityError(f"{_name(model)} cannot be decoded here: it reads other tokens than it is given")
+    difference = relative(found.float(), wanted[KEPT:last].to(found.device))
+    if rollback and not difference <= limit:
+        return f"its logits of several tokens differ from those without a cache by {difference:.2g} of their size"
+    _TRIED[model].add(key)
+    return None
+
+
+def _without_cache(model: Any, vocab_size: int, limit: float) -> Tensor:
+    """Float32 logits [6, V] of the model's own forward.
+
+    Raises:
+        CapabilityError: they depend on later tokens, or the forward fails.
+    """
+    tokens = _text(vocab_size)
+    other = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
+    try:
+        found, changed = (_forward(model, ids) for ids in (tokens, other))
+    except Exception as error:
+        raise _refusal(model, error) from error
+    difference = relative(changed[:KEPT], found[:KEPT])
+    if not difference <= limit:
+        raise CapabilityError(
+            f"{_name(model)} is no causal language model: what it says of a token depends on later ones "
+            "(a BERT-like model needs is_decoder=True in its configuration)"
+        )
+    return found
+
+
+def _forward(model: Any, tokens: list[int]) -> Tensor:
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    ids = torch.tensor([tokens], device=model.device)
+    given: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    if "position_ids" in parameters:  # as generate gives them
+        given["position_ids"] = torch.arange(len(tokens), device=model.device)[None]
+    logits: Tensor = model(input_ids=ids, **given).logits
+    return logits[0].float()
+
+
+def _form(model: Any, wrapped: LanguageModel) -> tuple[Any, ...]:
+    exact, lean = getattr(wrapped, "exact", None), getattr(wrapped, "is_lean", None)
+    return model.dtype, model.device, exact, lean
+
+
+def _text(vocab_size: int) -> list[int]:
+    return [(7 * i + 3) % vocab_size for i in range(ROWS)]
+
+
+def _name(model: Any) -> str:
+    return str(model.config.get_text_config().model_type)
+
+
+def _refusal(model: Any, error: Exception) -> CapabilityError:
+    lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+    return CapabilityError(f"{_name(model)} cannot be decoded here: {': '.join(lines)}")
