@@ -26,15 +26,35 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    _remove(draft)
     try:
         yield draft
-        if draft.is_dir() and path.exists():
-            shutil.rmtree(path)  # a folder is not replaced by another one
-        draft.replace(path)
+        _put(draft, path)
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from None
     finally:
-        shutil.rmtree(draft) if draft.is_dir() else draft.unlink(missing_ok=True)
+        _remove(draft)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _put(draft: Path, path: Path) -> None:
+    """Rename; an old folder, which no other one can replace, is set aside first and comes back when that fails."""
+    aside = draft.with_name(f"{draft.name}-old")
+    if draft.is_dir() and path.exists():
+        path.rename(aside)
+    try:
+        draft.replace(path)
+    except BaseException:
+        if aside.exists():
+            aside.rename(path)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_text(path: str | Path, text: str) -> Path:
@@ -65,10 +85,11 @@ def save_model(network: Any, tokenizer: Any | None, folder: Path) -> None:
     """
     from transformers.utils import logging as hf_logging
 
+    shown = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # of one file, in the middle of ours
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / ".tmp-model"
-    shutil.rmtree(draft, ignore_errors=True)
+    _remove(draft)
     try:
         network.save_pretrained(draft)
         if tokenizer is not None:
@@ -76,7 +97,24 @@ def save_model(network: Any, tokenizer: Any | None, folder: Path) -> None:
         for file in sorted(draft.iterdir()):
             file.replace(folder / file.name)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        _remove(draft)
+        if shown:
+            hf_logging.enable_progress_bar()
+
+
+def save_described(folder: Path, weights: tuple[str, dict[str, Any]], described: tuple[str, Any]) -> None:
+    """Write tensors and the JSON file beside them, each under its name; both appear whole or not at all.
+
+    Raises:
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    from safetensors.torch import save_file
+
+    (name, tensors), (card, content) = weights, described
+    with replacing(folder / card) as text, replacing(folder / name) as draft:  # which takes its place first
+        save_file(tensors, draft, {"format": "pt"})
+        text.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        shutil.copymode(text, draft)  # safetensors lets only the owner read
 
 
 def checksum(data: bytes | str, size: int = 8) -> str:

@@ -5,7 +5,6 @@ Medusa, Cai et al. 2024 (arXiv 2401.10774), section 2.3.3, with the size chosen 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from foretoken.core.noise import unseeded_from
 from foretoken.drafters.heads import HeadsDrafter
 from foretoken.drafters.model import ModelDrafter
+from foretoken.io.files import write_json
 from foretoken.llm import assemble
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.parts import TargetParts
@@ -101,10 +101,7 @@ class Outcome:
 
     def save(self, file: Path) -> None:
         """Write the file that ``tree=FILE`` reads, whole or not at all."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        tmp = file.with_name(f".tmp-{file.name}")
-        tmp.write_text(json.dumps(self.public(), indent=1), encoding="utf-8")
-        tmp.replace(file)
+        write_json(file, self.public())
 
 
 def tune(work: Workload, on_progress: Callable[[str], None] = lambda _: None) -> Outcome:

@@ -14,7 +14,8 @@ from typing import Any
 
 from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.drafters.base import Drafter
-from foretoken.measure.profile import measured_target, write_json
+from foretoken.io.files import write_json
+from foretoken.measure.profile import measured_target
 from foretoken.registry import find, parse_spec, rows
 from foretoken.tune.choices import (
     copies_text,
