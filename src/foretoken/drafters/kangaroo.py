@@ -67,7 +67,7 @@ class KangarooDrafter(OwnLayersDrafter):
             raise ValueError(f"kangaroo needs eta in [0, 1], not {eta}")
         super().__init__(target, LayerPlan(stop=layer), k, tree, draw)
         self.adapter, self.layer = adapter, layer
-        self.eta = (0.0 if self.draws_trees else ETA) if eta is None else eta
+        self.eta = (0.0 if self.traits.draws_trees else ETA) if eta is None else eta
         self.taps = (f"layer:{layer}",)
 
     @classmethod

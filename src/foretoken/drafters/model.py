@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
-from foretoken.drafters.base import BuildContext, Drafter
+from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import best, draw_each, draw_iid, draw_without_replacement, ranked
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.parts import Fingerprint, TargetParts
@@ -62,6 +62,10 @@ class _Growing:
         return len(self.context.tokens) + len(self.path_of[node])
 
 
+KINDS = {"iid": Kind.IID, "without_replacement": Kind.WITHOUT_REPLACEMENT, "greedy": Kind.POINT}
+"""How siblings are drawn when the request samples, by the option ``draw``."""
+
+
 class ModelDrafter(Drafter):
     """Drafts with a :class:`LanguageModel`.
 
@@ -85,7 +89,7 @@ class ModelDrafter(Drafter):
     """
 
     name = "model"
-    rewinds = True
+    traits = Traits(rewinds=True)
 
     def __init__(
         self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "", target: LanguageModel | None = None
@@ -95,16 +99,16 @@ class ModelDrafter(Drafter):
         self.places = places_of(tree, self.name) if tree else Levels((1,) * k)
         is_tree = self.places.branches
         draw = draw or ("without_replacement" if is_tree else "iid")
-        if draw not in ("iid", "without_replacement", "greedy"):
+        if draw not in KINDS:
             raise ValueError(f"draw must be iid, without_replacement or greedy, not {draw!r}")
         check_growth(model, is_tree)
         self.model = model
         self.vocab_size = model.vocab_size if target is None else target.vocab_size
-        self.draw = draw
-        self._take(self.places)
+        self._take(self.places, draw)
 
-    def _take(self, places: Places) -> None:
-        self.places, self.max_depth = places, places.max_depth
+    def _take(self, places: Places, draw: str) -> None:
+        self.places, self.max_depth, self.draw = places, places.max_depth, draw
+        self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=places.branches)
         if isinstance(places, Ranks):
             self.max_nodes = len(places.choices)
 
@@ -118,9 +122,7 @@ class ModelDrafter(Drafter):
         places = Ranks(choices)
         check_growth(self.model, places.branches)
         found = copy.copy(self)
-        found._take(places)
-        if places.branches and found.draw == "iid":
-            found.draw = "without_replacement"
+        found._take(places, "without_replacement" if places.branches and self.draw == "iid" else self.draw)
         return found
 
     @classmethod
@@ -136,13 +138,6 @@ class ModelDrafter(Drafter):
         draft = context.draft_model(cls.name, path, quantize=quantize or None)
         return cls(draft, target=context.target, **options)
 
-    @property
-    def kind(self) -> Kind:
-        """How siblings are drawn when the request samples."""
-        if self.draw == "greedy":
-            return Kind.POINT
-        return Kind.IID if self.draw == "iid" else Kind.WITHOUT_REPLACEMENT
-
     @cached_property
     def states(self) -> Fingerprint | None:
         """Fingerprint of the draft model; ``None`` when it has no hidden states."""
@@ -150,11 +145,6 @@ class ModelDrafter(Drafter):
             return TargetParts(self.model).fingerprint()
         except CapabilityError:
             return None
-
-    @property
-    def draws_trees(self) -> bool:
-        """Whether any node has several children."""
-        return self.places.branches
 
     def start(self, context: Context) -> None:
         """Prefill the draft model's own cache."""
@@ -341,7 +331,7 @@ class ModelDrafter(Drafter):
         if len(tree.tokens) == 1 or not tree.draws:
             return TokenTree(tuple(tree.tokens), tuple(tree.parents))
         distributions = torch.stack(tree.distributions) if len(tree.distributions) > 1 else tree.distributions[0][None]
-        return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.kind, distributions, tuple(tree.q_rows))
+        return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.traits.kind, distributions, tuple(tree.q_rows))
 
 
 _ONE_BY_ONE = ("_expand", "_add_children", "_candidates")

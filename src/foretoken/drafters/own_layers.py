@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from foretoken.core import Context
@@ -33,7 +34,7 @@ class OwnLayersDrafter(ModelDrafter):
     its whole forward then states anew.
     """
 
-    runs_target = True
+    traits = replace(ModelDrafter.traits, runs_target=True)
 
     def __init__(self, target: LanguageModel, plan: LayerPlan, k: int, tree: str, draw: str) -> None:
         plan.check(num_layers_of(target))

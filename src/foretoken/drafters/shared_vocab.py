@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class SharedVocabDrafter(ModelDrafter):
     """
 
     name = "shared_vocab"
-    rewinds = False
+    traits = replace(ModelDrafter.traits, rewinds=False)
 
     def __init__(
         self,

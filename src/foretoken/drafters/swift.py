@@ -6,6 +6,7 @@ SWIFT, Xia et al. 2024 (arXiv 2410.06916).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -55,7 +56,7 @@ class SwiftDrafter(OwnLayersDrafter):
     """
 
     name = "swift"
-    prefers_noise = True
+    traits = replace(OwnLayersDrafter.traits, prefers_noise=True)
 
     def __init__(
         self,
@@ -92,12 +93,7 @@ class SwiftDrafter(OwnLayersDrafter):
         self.tenants = Tenants(self._new_search)
         super().__init__(target, self._shared.best.plan, k, "", "greedy")
         self.threshold, self.max_nodes, self.window, self.every = threshold, nodes, window, every
-        self.shares_state = share
-
-    @property
-    def draws_trees(self) -> bool:
-        """Siblings branch off the chain."""
-        return True
+        self.traits = replace(self.traits, draws_trees=True, shares_state=share)  # siblings branch off the chain
 
     @property
     def _shared(self) -> SkipSearch:
@@ -105,7 +101,7 @@ class SwiftDrafter(OwnLayersDrafter):
 
     def search(self, context: Context) -> SkipSearch:
         """The search that a request takes part in."""
-        if self.shares_state:
+        if self.traits.shares_state:
             return self.tenants.of(context.salt)
         own: SkipSearch = context.state[self, "search"]
         return own
@@ -113,7 +109,7 @@ class SwiftDrafter(OwnLayersDrafter):
     def start(self, context: Context) -> None:
         """Begin a search of the request's own, unless one is shared."""
         super().start(context)
-        if not self.shares_state:
+        if not self.traits.shares_state:
             context.state[self, "search"] = self._new_search()
 
     def finish(self, context: Context) -> None:

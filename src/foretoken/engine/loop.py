@@ -98,7 +98,7 @@ class Engine(Requests):
         if drafter is None:
             check_pair(min(verifier.kinds), False, verifier, "none", self.allow_lossy, greedy)
         else:
-            check_proposals(drafter.proposals, verifier, drafter.name, self.allow_lossy, greedy)
+            check_proposals(drafter.traits.proposals, verifier, drafter.name, self.allow_lossy, greedy)
 
     def _check_drafter(self, name: str | None) -> None:
         if name is not None and name not in self._members:
@@ -108,11 +108,11 @@ class Engine(Requests):
     def _check_target(self, drafter: Drafter) -> None:
         offered = self.target.capabilities
         needed = ["rollback"]
-        if drafter.draws_trees:
+        if drafter.traits.draws_trees:
             needed += ["tree_mask", "keep_path"]
         if drafter.taps:
             needed.append("taps")
-        if drafter.runs_target:
+        if drafter.traits.runs_target:
             needed.append("layer_windows")
         for name in needed:
             if not getattr(offered, name):

@@ -272,7 +272,7 @@ class _Tuning:
     def _drafter(self, spec: str) -> Drafter:
         """A drafter for one pass; only one that learns across requests is built anew."""
         drafter = self.built.get(spec) or self.job.build(spec)
-        if not drafter.shares_state:
+        if not drafter.traits.shares_state:
             self.built[spec] = drafter
         return drafter
 
