@@ -17,10 +17,12 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_file_is_written_where_no_folder_was_yet(tmp_path: Path) -> None:
-    assert write_text(tmp_path / "a/b/c.txt", "é").read_text(encoding="utf-8") == "é"
+def test_files_are_written(tmp_path: Path) -> None:
+    assert write_text(tmp_path / "c.txt", "é").read_text(encoding="utf-8") == "é"
     assert json.loads(write_json(tmp_path / "a/d.json", {"x": [1]}).read_text()) == {"x": [1]}
-    assert names(tmp_path / "a") == {"b", "d.json"}
+    assert names(tmp_path) == {"a", "c.txt"} and names(tmp_path / "a") == {"d.json"}
+    with pytest.raises(FileNotFoundError):
+        write_text(tmp_path / "none/c.txt", "a wrong path is said, not made")
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), OSError(28, "No space left on device")])

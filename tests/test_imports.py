@@ -14,7 +14,7 @@ import foretoken
 ROOT = Path(foretoken.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-BASE = {"core", "sampling"}
+BASE = {"core", "sampling", "costs"}
 AXES = {*BASE, "registry", "trees", "verifiers", "models", "drafters", "controllers"}
 LIBRARY = {
     *AXES,
@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": LIBRARY,
     "core": set(),
     "specs": set(),
+    "costs": set(),
     "registry": {"specs"},
     "config": {"registry"},
     "sampling": {"core"},
@@ -58,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hub": {*AXES, "engine", "loading", "llm", "hub_params"},
     "hub_params": {"sampling"},
     "training": {*BASE, "trees", "models", "drafters", "loading", "registry", "io"},
-    "theory": {"controllers", "io"},
+    "theory": {"costs", "io"},
     "measure": {*AXES, "engine", "loading", "options"},
     "tune": LIBRARY - {"hub", "bench", "parity"},
     "parity": LIBRARY - {"hub", "bench", "tune"},

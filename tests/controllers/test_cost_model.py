@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from foretoken.controllers.cost_model import SAMPLES, SURE, CostModel, Curve, bucket, fit
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core import Limits, StepRecord
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 
 MEMBERS = (Limits("model", 8, 8, relative_cost=0.2), Limits("ngram", 10, 10, relative_cost=0.0))
 SHAPE = (0.8, 0.1, 0.1)

@@ -16,8 +16,8 @@ import pytest
 from foretoken import load
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core import StepRecord
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter

@@ -17,8 +17,8 @@ from statistics import median
 
 import numpy as np
 
-from foretoken.controllers.costs import RoundCosts
 from foretoken.core import Limits, StepRecord
+from foretoken.costs import RoundCosts
 
 SAMPLES, SURE = 20, 3
 """Rounds that a point is calibrated by, and from which on it tells of drift."""

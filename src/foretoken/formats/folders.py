@@ -38,6 +38,7 @@ def new_folder(out: Path, force: bool = False, inputs: Sequence[Path] = ()) -> I
     """
     out = out.expanduser().resolve()
     _check_free(out, force, [path.expanduser().resolve() for path in inputs])
+    out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as draft:
         draft.mkdir()
         yield draft

@@ -21,10 +21,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
     The block writes a file or a folder there.  Two processes may write the same path: the later one wins.
 
     Raises:
-        OSError: it cannot be written, or the disk is full.
+        OSError: it cannot be written, the disk is full, or there is no folder for it.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     _remove(draft)
     try:
@@ -61,7 +60,7 @@ def write_text(path: str | Path, text: str) -> Path:
     """Write a file, whole or not at all.
 
     Raises:
-        OSError: it cannot be written, or the disk is full.
+        OSError: as :func:`replacing`.
     """
     with replacing(path) as draft:
         draft.write_text(text, encoding="utf-8")
@@ -69,11 +68,12 @@ def write_text(path: str | Path, text: str) -> Path:
 
 
 def write_json(path: str | Path, content: Any) -> Path:
-    """Write indented JSON, whole or not at all.
+    """Write indented JSON, whole or not at all; makes the folder that it is in.
 
     Raises:
         OSError: as :func:`write_text`.
     """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     return write_text(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -111,6 +111,7 @@ def save_described(folder: Path, weights: tuple[str, dict[str, Any]], described:
     from safetensors.torch import save_file
 
     (name, tensors), (card, content) = weights, described
+    folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / card) as text, replacing(folder / name) as draft:  # which takes its place first
         save_file(tensors, draft, {"format": "pt"})
         text.write_text(json.dumps(content, indent=1), encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from foretoken.controllers.costs import RoundCosts, TargetCost
+from foretoken.costs import RoundCosts, TargetCost
 from foretoken.measure.costs import measure_target
 from foretoken.measure.machine import hardware, threads, versions
 from foretoken.models.base import CapabilityError, LanguageModel

@@ -94,5 +94,7 @@ class FeatureStore:
             for step in range(number * STEPS, (number + 1) * STEPS)
         ]
         for tap in taps:
-            with replacing(self._file(tap, number)) as draft:
+            file = self._file(tap, number)
+            file.parent.mkdir(exist_ok=True)
+            with replacing(file) as draft:
                 save_file({"states": torch.stack([step[tap].cpu() for step in steps])}, draft)

@@ -26,6 +26,7 @@ def save_checkpoint(
         OSError: the disk is full or not writable.
     """
     final = folder / f"step-{step:07d}"
+    folder.mkdir(parents=True, exist_ok=True)
     with replacing(final) as draft:
         draft.mkdir()
         tensors = {f"model.{k}": v.detach().clone() for k, v in model.named_parameters() if v.requires_grad}

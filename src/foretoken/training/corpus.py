@@ -44,6 +44,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, out: Path) -> Non
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
+    out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out) as draft:
         fast.save_pretrained(draft)
 
@@ -77,6 +78,7 @@ def build_corpus(paths: Sequence[str | Path], tokenizer: Any, out: Path, held_fr
     if found is not None:
         return found
     card, wanted = out / "corpus.json", _identity(paths, tokenizer, held_fraction)
+    out.mkdir(parents=True, exist_ok=True)
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     splits: dict[str, dict[str, int]] = {s: {"documents": 0, "bytes": 0, "tokens": 0} for s in ("train", "held")}
     with ExitStack() as stack:

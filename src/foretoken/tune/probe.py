@@ -13,9 +13,9 @@ from typing import Any
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core import Budget, Context, StepRecord
 from foretoken.core.noise import unseeded_from
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.drafters.base import Drafter
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import Llm, assemble

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from foretoken.controllers.costs import RoundCosts
+from foretoken.costs import RoundCosts
 from foretoken.drafters.base import Drafter
 from foretoken.io.files import checksum
 from foretoken.loading import build_drafter

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.drafters.base import Drafter
 from foretoken.io.files import write_json
 from foretoken.measure.profile import measured_target

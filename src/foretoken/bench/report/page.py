@@ -48,6 +48,7 @@ def write_report(run_file: Path, out_file: Path) -> None:
     text = render(read_run(Path(run_file)))
     out_file = Path(out_file)
     try:
+        out_file.parent.mkdir(parents=True, exist_ok=True)
         write_text(out_file, text)
     except OSError as error:
         raise ValueError(f"the report cannot be written to {out_file}: {error.strerror}") from None
