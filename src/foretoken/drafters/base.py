@@ -48,7 +48,7 @@ class Traits:
     @property
     def proposals(self) -> frozenset[tuple[Kind, bool]]:
         """Every sort of proposal when sampling: a verifier must be right for all."""
-        return self.sorts or frozenset({(self.kind, self.traits.draws_trees)})
+        return self.sorts or frozenset({(self.kind, self.draws_trees)})
 
 
 class Drafter(ABC):
