@@ -15,7 +15,7 @@ from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import best_ahead
 from foretoken.drafters.features import load_net
-from foretoken.drafters.model import asks_for_confidence
+from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
 from foretoken.models.parts import TargetParts
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
 from foretoken.drafters.base import BuildContext, Drafter, Traits
-from foretoken.drafters.model import asks_for_confidence, readable, widened
+from foretoken.drafters.growing import asks_for_confidence, readable, widened
 from foretoken.drafters.nested import Nested, works_nested
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.sampling import Sampler

@@ -17,7 +17,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, NonFiniteLogitsError, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import draw_iid, ranked
-from foretoken.drafters.model import asks_for_confidence
+from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import Feed, SequenceState

@@ -8,7 +8,8 @@ from typing import Any
 
 from foretoken.core import Context
 from foretoken.drafters.base import BuildContext
-from foretoken.drafters.model import ModelDrafter, _Growing
+from foretoken.drafters.growing import Growing
+from foretoken.drafters.model import ModelDrafter
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.layers import LayerPlan
 
@@ -71,8 +72,8 @@ class OwnLayersDrafter(ModelDrafter):
         """The sequence belongs to the engine."""
         context.state.pop(self, None)
 
-    def _score(self, feeds: Sequence[Feed], trees: Sequence[_Growing]) -> list[Rows]:
+    def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         return self.model.forward_part(feeds, self.plan)
 
-    def _unread(self, tree: _Growing) -> Sequence[int]:
+    def _unread(self, tree: Growing) -> Sequence[int]:
         return (tree.context.root,)

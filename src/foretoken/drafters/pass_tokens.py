@@ -27,7 +27,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes
 from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import draw_without_replacement, ranked
-from foretoken.drafters.model import asks_for_confidence
+from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.models.base import LanguageModel

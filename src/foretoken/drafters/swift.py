@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.drawing import ranked
-from foretoken.drafters.model import _Growing
+from foretoken.drafters.growing import Growing
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.drafters.skip_search import SkipSearch
 from foretoken.drafters.skip_sets import SkipSet
@@ -149,7 +149,7 @@ class SwiftDrafter(OwnLayersDrafter):
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
-    def _add_children(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> None:
+    def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
         """The best token is the next of the chain; the distribution is kept for siblings."""
         prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
         if tree.maker.noise is not None:
@@ -172,7 +172,7 @@ class SwiftDrafter(OwnLayersDrafter):
         if confidence >= self.threshold and not tree.budget.stops_after(ranking, confidence):
             tree.frontier.append(node)
 
-    def _finished(self, tree: _Growing) -> TokenTree:
+    def _finished(self, tree: Growing) -> TokenTree:
         """The chain, and in what room is left the likeliest siblings."""
         spare: list[tuple[float, int, int]] = []  # (chance of the path, parent, token)
         chance = 1.0
