@@ -32,7 +32,7 @@ import foretoken as ft
 from foretoken.bench.alignment import Alignment
 from foretoken.cli.train_distill import open_shop
 from foretoken.drafters.learning.divergences import LOSSES
-from foretoken.training.alignment import values_of
+from foretoken.training.curves import values_of
 from foretoken.training.distill import Distiller
 from foretoken.training.text_sources import TEXTS
 from foretoken.training.workshop import DistillConfig, Workshop, load_student

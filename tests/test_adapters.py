@@ -241,7 +241,7 @@ def test_a_full_disk_leaves_no_half_adapter(base: Path, tmp_path: Path, monkeypa
         Path(file).write_bytes(b"half")
         raise OSError(28, "No space left on device", str(file))
 
-    monkeypatch.setattr("foretoken.loading.adapters.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         save_adapter(tmp_path / "out", factors_for(base), str(base), torch.float32)
     assert list((tmp_path / "out").iterdir()) == []

@@ -14,7 +14,7 @@ import foretoken
 ROOT = Path(foretoken.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-BASE = {"core", "sampling"}
+BASE = {"core", "sampling", "costs"}
 AXES = {*BASE, "registry", "trees", "verifiers", "models", "drafters", "controllers"}
 LIBRARY = {
     *AXES,
@@ -40,29 +40,30 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": LIBRARY,
     "core": set(),
     "specs": set(),
+    "costs": set(),
     "registry": {"specs"},
     "config": {"registry"},
     "sampling": {"core"},
     "trees": {*BASE, "registry"},
     "io": set(),
     "verifiers": {*BASE, "trees", "registry"},
-    "models": {*BASE, "trees"},
+    "models": {*BASE, "trees", "io"},
     "controllers": {*BASE, "trees"},
     "drafters": {*BASE, "trees", "models", "io"},
     "constraints": {"sampling"},
     "options": {"constraints", "sampling", "engine"},
     "grammar": {"constraints"},
     "engine": {*AXES, "constraints"},
-    "loading": {*AXES, "config"},
+    "loading": {*AXES, "config", "io"},
     "llm": {*AXES, "engine", "loading", "options", "constraints", "measure"},
     "hub": {*AXES, "engine", "loading", "llm", "hub_params"},
     "hub_params": {"sampling"},
     "training": {*BASE, "trees", "models", "drafters", "loading", "registry", "io"},
-    "theory": {"controllers"},
+    "theory": {"costs", "io"},
     "measure": {*AXES, "engine", "loading", "options"},
     "tune": LIBRARY - {"hub", "bench", "parity"},
     "parity": LIBRARY - {"hub", "bench", "tune"},
-    "formats": {*BASE, "trees", "models", "drafters", "loading", "registry"},
+    "formats": {*BASE, "trees", "models", "drafters", "loading", "registry", "io"},
     "bench": LIBRARY,
     "show": LIBRARY - {"hub"},
     "jobs": {"engine", "llm"},

@@ -18,9 +18,7 @@ FILES = sorted(
 MOST_FILE, MOST_BODY = 350, 60
 
 LARGER_FILES = {
-    "src/foretoken/drafters/model.py": 406,
-    "src/foretoken/models/huggingface.py": 570,
-    "src/foretoken/registry.py": 356,
+    "src/foretoken/models/huggingface.py": 568,
 }
 LARGER_FUNCTIONS: dict[str, int] = {}
 

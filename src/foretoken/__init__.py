@@ -44,6 +44,7 @@ _HOMES = {
     "Verdict": "foretoken.core",
     "Rng": "foretoken.core",
     "Drafter": "foretoken.drafters.base",
+    "Traits": "foretoken.drafters.base",
     "Verifier": "foretoken.verifiers.base",
     "Controller": "foretoken.controllers.base",
     "LanguageModel": "foretoken.models.base",

@@ -7,14 +7,13 @@ needs no code here.
 from __future__ import annotations
 
 import importlib
-import inspect
-import types
-import typing
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 from foretoken.specs import Spec as Spec
+from foretoken.specs import convert_options as convert_options
+from foretoken.specs import options_of as options_of
 from foretoken.specs import parse_spec as parse_spec
 from foretoken.specs import split_specs as split_specs
 
@@ -277,59 +276,6 @@ def find(role: Role, name: str) -> Row:
         if row.name == name:
             return row
     raise ValueError(f"unknown {role} {name!r}: choose one of {', '.join(r.name for r in rows(role))}")
-
-
-def options_of(cls: type[Any]) -> dict[str, inspect.Parameter]:
-    """The plain options of the constructor, and of ``build`` where there is one.
-
-    Plain is what is annotated with str, int, float, bool, or one of them or None.
-    """
-    found: dict[str, inspect.Parameter] = {}
-    for function in filter(None, (cls.__init__, getattr(cls, "build", None))):
-        hints = typing.get_type_hints(function)
-        found |= {
-            name: parameter.replace(annotation=hints[name])
-            for name, parameter in inspect.signature(function).parameters.items()
-            if name in hints and _plain_type(hints[name]) is not None and name != "path"
-        }
-    return found
-
-
-def convert_options(role: Role, name: str, cls: type[Any], options: dict[str, str]) -> dict[str, Any]:
-    """Turn a spec's strings into the constructor's types.
-
-    Raises:
-        ValueError: unknown key (lists the valid ones) or a value of the wrong type.
-    """
-    known = options_of(cls)
-    result = {}
-    for key, text in options.items():
-        if key not in known:
-            valid = ", ".join(known) or "it has none"
-            raise ValueError(f"unknown option {key!r} of {role} {name!r}: valid ones: {valid}")
-        kind = _plain_type(known[key].annotation)
-        try:
-            result[key] = _convert(text, kind)
-        except ValueError:
-            wanted = kind.__name__ if kind else "value"
-            raise ValueError(f"option {key}={text!r} of {role} {name!r} must be of type {wanted}") from None
-    return result
-
-
-def _plain_type(annotation: Any) -> type[Any] | None:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
-        return _plain_type(inner[0]) if len(inner) == 1 else None
-    return annotation if annotation in (str, int, float, bool) else None
-
-
-def _convert(text: str, kind: type[Any] | None) -> Any:
-    if kind is bool:
-        lowered = text.lower()
-        if lowered not in ("true", "false", "1", "0", "yes", "no"):
-            raise ValueError(text)
-        return lowered in ("true", "1", "yes")
-    return kind(text) if kind else text
 
 
 def make(role: Literal["verifier", "controller", "tree"], spec: str, context: Any = None) -> Any:

@@ -19,7 +19,7 @@ from foretoken.bench.run import Bench, BenchSettings, run_bench
 from foretoken.bench.serving import OwnArm, Shared, Unit
 from foretoken.bench.specs import check_arm, split_arm
 from foretoken.bench.summary import BenchResult
-from foretoken.controllers.costs import RoundCosts, TargetCost
+from foretoken.costs import RoundCosts, TargetCost
 from foretoken.llm import Llm
 from toys import MarkovTable, llamas, tables
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.theory.roofline import Roofline
 from foretoken.theory.speedup import expected_tokens, walltime_factor
 

@@ -10,7 +10,6 @@ from foretoken.controllers.acceptance_model import (
     PRIOR,
     REQUEST_KEEP,
     REQUEST_WEIGHT,
-    TOGETHER,
     AcceptanceModel,
     Counts,
 )
@@ -72,10 +71,10 @@ def test_what_was_long_ago_counts_less_also_where_nothing_came_since() -> None:
     for member in (0, 1):
         for _ in range(50):
             model.add(False, member, Counts(), 1, 1)
-    for _ in range(TOGETHER):
+    for _ in range(16):
         model.tick()
         model.add(False, 1, Counts(), 1, 0)
-    assert model.outlook(False, 0, Counts(), 1).drafts == pytest.approx(50 * 0.95**TOGETHER)
+    assert model.outlook(False, 0, Counts(), 1).drafts == pytest.approx(50 * 0.95**16)
     assert (
         model.outlook(False, 1, Counts(), 1).survival[0] < 0.75 < 0.9 < model.outlook(False, 0, Counts(), 1).survival[0]
     )

@@ -10,10 +10,10 @@ from worlds import Fixed, Member, World, best_fixed, contexts
 
 from foretoken.controllers.auto import ENDING, KEPT, AutoController
 from foretoken.controllers.constant import ConstantController
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.controllers.goodput import GoodputController
 from foretoken.controllers.plan import Plan
 from foretoken.core import Context, Limits
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 
 WORLDS = {
     "good draft": [Member(0.01, 0.8)],

@@ -11,8 +11,8 @@ import pytest
 
 from foretoken import registry
 from foretoken.controllers.bandit import Arm, BanditController, Table, bonus, parse_costs, parse_lengths
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core import Budget, Context, Limits, Rng, StepRecord
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.router import RouterDrafter

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from foretoken.controllers.cost_model import SAMPLES, SURE, CostModel, Curve, bucket, fit
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core import Limits, StepRecord
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 
 MEMBERS = (Limits("model", 8, 8, relative_cost=0.2), Limits("ngram", 10, 10, relative_cost=0.0))
 SHAPE = (0.8, 0.1, 0.1)
@@ -129,7 +129,7 @@ def test_what_members_take_together_moves_the_factors_of_all() -> None:
 
 def test_before_anything_is_seen_sizes_tell() -> None:
     costs = CostModel(MEMBERS)
-    assert not costs.known and costs.round_s(1, 1) == 1.0
+    assert costs.round_s(1, 1) == 1.0
     assert costs.draft_s(0, 2, 1) == pytest.approx(0.4) and costs.draft_s(1, 8, 1) == costs.draft_s(1, 1, 1) < 0.1
 
 
@@ -160,7 +160,7 @@ def test_what_was_left_to_read_is_no_part_of_a_draft() -> None:
 def test_a_profile_stands_for_some_rounds_and_is_corrected_by_more() -> None:
     start = RoundCosts(TargetCost({1: 1.0, 8: 1.4}), {"model": DrafterCost(0.1, 0.2, (0.5, 0.3))}, 0.1)
     costs = CostModel(MEMBERS, start)
-    assert costs.known and costs.round_s(1, 1) == pytest.approx(1.1, rel=0.05)
+    assert costs.round_s(1, 1) == pytest.approx(1.1, rel=0.05)
     assert costs.draft_s(0, 2, 1) == pytest.approx(0.5, rel=0.1)
     assert {len(seen) for seen in costs.rounds.samples.values()} == {SURE}
 

@@ -136,7 +136,7 @@ def test_the_proposal_is_the_chain_of_the_heads() -> None:
     wanted = drafter.logits(states[-1:], 3)[:, 0].argmax(-1).tolist()
     assert list(tree.tokens) == [PROMPT[-1], *wanted] and tree.is_chain
     assert tree.kind is Kind.POINT and tree.q is None
-    assert (drafter.max_depth, drafter.max_nodes, drafter.draws_trees) == (K - 1, K - 1, False)
+    assert (drafter.max_depth, drafter.max_nodes, drafter.traits.draws_trees) == (K - 1, K - 1, False)
 
 
 def test_k_and_budgets_cut_the_chain() -> None:

@@ -255,9 +255,9 @@ def test_a_lenient_review_prefers_the_best_token() -> None:
 
 def test_whether_drafts_depend_on_other_requests() -> None:
     shared, own = RecyclingDrafter(nodes=4), RecyclingDrafter(nodes=4, share=False)
-    assert cascade(shared).shares_state and cascade(shared, lenience=4.0).shares_state
-    assert not cascade(own, lenience=4.0).shares_state
-    assert not cascade(ModelDrafter(tables()[0])).shares_state
+    assert cascade(shared).traits.shares_state and cascade(shared, lenience=4.0).traits.shares_state
+    assert not cascade(own, lenience=4.0).traits.shares_state
+    assert not cascade(ModelDrafter(tables()[0])).traits.shares_state
 
 
 # -- texts that are cut back -----------------------------------------------------------------------------------------
@@ -470,6 +470,6 @@ def test_the_middle_must_share_the_tokenizer(tmp_path: Path) -> None:
 def test_specs() -> None:
     drafter = built("cascade,k=6,early=4,late=(ngram,n=2),inner=(ngram,n=4,k=5),lenience=3")
     assert (drafter.k, drafter.early, drafter.late.n, drafter.inner.n, drafter.lenience) == (6, 4, 2, 4, 3.0)
-    assert drafter.kind is Kind.POINT
+    assert drafter.traits.kind is Kind.POINT
     assert built("cascade").kind is Kind.IID
     assert (built("staged,k=3,width=2").max_nodes, built("staged,k=3,width=2").kind) == (6, Kind.WITHOUT_REPLACEMENT)

@@ -23,13 +23,14 @@ from foretoken.drafters.eagle3 import Eagle3Drafter
 from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.features import FeatureDrafter
+from foretoken.drafters.growing import Growing
 from foretoken.drafters.heads import HeadsDrafter
 from foretoken.drafters.hydra import HydraDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.kangaroo import KangarooDrafter
 from foretoken.drafters.layer_skip import LayerSkipDrafter
 from foretoken.drafters.medusa import MedusaDrafter
-from foretoken.drafters.model import ModelDrafter, _Growing
+from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.mtp import MtpDrafter
 from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
 from foretoken.drafters.nets.decoder import LayerConfig
@@ -289,7 +290,7 @@ def watched(drafter: ModelDrafter, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     choices: list[Choice] = []
     candidates = type(drafter)._candidates
 
-    def noted(self: ModelDrafter, tree: _Growing, logits: Tensor, parent: int, width: int) -> Any:
+    def noted(self: ModelDrafter, tree: Growing, logits: Tensor, parent: int, width: int) -> Any:
         distribution, chosen = candidates(self, tree, logits, parent, width)
         then = replace(tree.context, tokens=list(tree.context.tokens))
         choices.append(Choice(then, list(tree.path_of[parent]), logits.clone(), width, list(chosen)))
@@ -631,7 +632,7 @@ def test_swift(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: dict[tuple[int, ...], Tensor] = {}
     add = SwiftDrafter._add_children
 
-    def noted(self: SwiftDrafter, tree: _Growing, logits: Tensor, parent: int, width: int) -> None:
+    def noted(self: SwiftDrafter, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
         rows[tree.path_of[parent]] = logits.clone()
         add(self, tree, logits, parent, width)
 

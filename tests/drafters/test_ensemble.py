@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -113,12 +114,12 @@ def test_what_a_group_says_of_itself() -> None:
     draft = tables()[1]
     chain, tree = ModelDrafter(draft, k=3), ModelDrafter(draft, tree="2x1")
     iid = EnsembleDrafter([chain, NgramDrafter(k=9)])
-    assert (iid.kind, iid.draws_trees, iid.max_depth, iid.max_nodes) == (Kind.IID, True, 9, 128)
-    assert iid.proposals == {(Kind.IID, True), (Kind.POINT, True)}
+    assert (iid.traits.kind, iid.traits.draws_trees, iid.max_depth, iid.max_nodes) == (Kind.IID, True, 9, 128)
+    assert iid.traits.proposals == {(Kind.IID, True), (Kind.POINT, True)}
     assert EnsembleDrafter([NgramDrafter(), chain, tree]).kind is Kind.WITHOUT_REPLACEMENT
     point = EnsembleDrafter([NgramDrafter(), SuffixDrafter(share=True)])
-    assert (point.kind, point.shares_state) == (Kind.POINT, True)
-    assert not EnsembleDrafter([NgramDrafter()]).draws_trees
+    assert (point.traits.kind, point.traits.shares_state) == (Kind.POINT, True)
+    assert not EnsembleDrafter([NgramDrafter()]).traits.draws_trees
     tapped = [says((1,)), says((2,)), says((3,))]
     tapped[0].taps, tapped[1].taps = ("last", "layer:2"), ("layer:1", "last")
     assert EnsembleDrafter(tapped).taps == ("last", "layer:2", "layer:1")
@@ -309,7 +310,7 @@ def test_bad_members() -> None:
 
 def test_a_member_that_drafts_on_the_targets_cache_is_refused() -> None:
     own = NgramDrafter()
-    own.runs_target = True
+    own.traits = replace(own.traits, runs_target=True)
     with pytest.raises(ValueError, match="cannot be in an ensemble, use it in a router"):
         EnsembleDrafter([own, NgramDrafter()])
 

@@ -163,4 +163,4 @@ def test_the_registry_row() -> None:
     spec = registry.parse_spec(row.example)
     drafter = row.load()(**registry.convert_options("drafter", "jacobi", row.load(), spec.options))
     assert drafter.max_depth == 8
-    assert not drafter.draws_trees
+    assert not drafter.traits.draws_trees

@@ -187,7 +187,7 @@ def test_the_distribution_is_the_one_that_was_drawn_from() -> None:
         drafter = drafter_for(target, net, eta=0.0, **options)
         context = started(target, drafter, PROMPTS[2], SamplingParams(temperature=0.8, top_k=20))
         tree = drafter.propose(context, Budget(8, 64))
-        assert tree.kind is kind is drafter.kind and tree.q is not None and tree.num_drafts >= 4
+        assert tree.kind is kind is drafter.traits.kind and tree.q is not None and tree.num_drafts >= 4
         for node in range(1, len(tree)):
             above = [tree.tokens[n] for n in tree.path(tree.parents[node])[1:]]
             text = [*context.tokens, *above]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget
+from foretoken.drafters.growing import Growing
 from foretoken.drafters.layer_skip import LayerSkipDrafter, Threshold
-from foretoken.drafters.model import _Growing
 from foretoken.drafters.skip_sets import SkipSet, fingerprint, load_skips, save_skips
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
@@ -271,7 +271,7 @@ def test_the_callers_stop_still_counts() -> None:
 class ArgmaxWithSoftDistribution(LayerSkipDrafter):
     """The published code's mistake: the likeliest token is drafted, and said to be drawn from the soft distribution."""
 
-    def _candidates(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
+    def _candidates(self, tree: Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
         distribution, _ = super()._candidates(tree, logits, parent, width)
         assert distribution is not None
         return distribution, [int(distribution.argmax())]

@@ -66,9 +66,9 @@ def test_kinds(options: dict[str, str], params: SamplingParams, kind: Kind, tree
     _, tree = propose(drafter, params)
     assert tree.kind is kind
     assert (tree.q is None) == (kind is Kind.POINT)
-    assert drafter.draws_trees is trees
+    assert drafter.traits.draws_trees is trees
     if params.temperature:
-        assert drafter.kind is kind
+        assert drafter.traits.kind is kind
 
 
 @pytest.mark.parametrize("draw", ["iid", "without_replacement", "greedy"])
@@ -106,7 +106,7 @@ def test_every_place_of_a_shape_is_filled(draw: str, params: SamplingParams, tmp
     file = tmp_path / "tree.json"
     file.write_text(json.dumps({"method": "model", "choices": SHAPE}))
     drafter = ModelDrafter(tables(vocab=5)[1], tree=str(file), draw=draw)
-    assert (drafter.max_nodes, drafter.max_depth, drafter.draws_trees) == (7, 3, True)
+    assert (drafter.max_nodes, drafter.max_depth, drafter.traits.draws_trees) == (7, 3, True)
     for seed in range(3):
         assert ranks_of(propose(drafter, params, seed=seed)[1]) == set(SHAPE)
     assert ranks_of(propose(drafter, params, Budget(2, 64))[1]) == {c for c in SHAPE if len(c) < 3}

@@ -137,7 +137,7 @@ def test_requests_feed_the_dynamic_cache_only_when_sharing() -> None:
             drafter.finish(request)
             assert not request.state
         assert draft(drafter, [1, 2]) == expected
-        assert drafter.shares_state is share
+        assert drafter.traits.shares_state is share
 
 
 def test_budget_and_confidence() -> None:

@@ -420,14 +420,14 @@ def test_a_seed_fixes_the_output_whatever_was_learnt(draw: str) -> None:
     learning = OnlineDrafter(draft, k=3, draw=draw, target=target, every=1, lr=1e-2, budget=1.0)
     speculative = engine(target, learning)
     found = {tuple(outputs(speculative, [request])[0]) for _ in range(6)}
-    assert learning.shares_state and learning.report()["updates"] == 6
+    assert learning.traits.shares_state and learning.report()["updates"] == 6
     assert found == {tuple(outputs(engine(target), [request])[0])}
 
 
 def test_switched_off_it_is_the_drafter_model() -> None:
     target, draft = llamas()
     off = OnlineDrafter(draft, k=3, target=target, every=0)
-    assert off.model is draft and not off.shares_state and off.report() == {} and off.learner is None
+    assert off.model is draft and not off.traits.shares_state and off.report() == {} and off.learner is None
     requests = [Request(prompt, T1, 20, seed=i) for i, prompt in enumerate(PROMPTS)]
     assert outputs(engine(target, off), requests) == outputs(engine(target, ModelDrafter(draft, k=3)), requests)
     with pytest.raises(ValueError, match="nothing was learnt with every=0"):

@@ -139,7 +139,7 @@ def test_the_table_outlives_a_request_only_when_shared() -> None:
         drafter.start(request)
         drafter.finish(request)
         assert (drafter.propose(context([1]), WIDE).num_drafts > 0) is share
-        assert not request.state and drafter.shares_state is share
+        assert not request.state and drafter.traits.shares_state is share
 
 
 @pytest.mark.parametrize("options", [{"nodes": 0}, {"depth": 0}, {"adapt": -1}])

@@ -202,9 +202,9 @@ def test_nothing_is_left_behind() -> None:
 def test_verifiers_are_right_for_every_member() -> None:
     target, draft = tables()
     chains = RouterDrafter([ModelDrafter(draft, k=2), NgramDrafter()])
-    assert chains.proposals == {(Kind.IID, False), (Kind.POINT, False)} and not chains.draws_trees
+    assert chains.traits.proposals == {(Kind.IID, False), (Kind.POINT, False)} and not chains.traits.draws_trees
     mixed = RouterDrafter([ModelDrafter(draft, k=2), ModelDrafter(draft, tree="2x1"), NgramDrafter()])
-    assert (mixed.kind, mixed.draws_trees) == (Kind.WITHOUT_REPLACEMENT, True)
+    assert (mixed.traits.kind, mixed.traits.draws_trees) == (Kind.WITHOUT_REPLACEMENT, True)
     for router, right in (
         (chains, ["match", "rejection", "block", "coupled", "multi_round", "without_replacement", "traversal"]),
         (mixed, ["match", "coupled", "without_replacement", "traversal"]),
@@ -243,7 +243,7 @@ def test_costs_of_a_spec() -> None:
     assert built.costs == (0.1, 0.0)
     plain = build_drafter("router", target, target_source=target)
     assert isinstance(plain, RouterDrafter) and [m.name for m in plain.drafters] == ["ngram", "suffix"]
-    assert not plain.shares_state
+    assert not plain.traits.shares_state
 
 
 @pytest.mark.parametrize(

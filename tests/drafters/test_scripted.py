@@ -17,7 +17,7 @@ def test_the_same_tokens_every_round() -> None:
     drafter = ScriptedDrafter("5 0 7")
     assert drafter.propose(context([1, 2], 2), Budget()).tokens == (2, 5, 0, 7)
     assert drafter.propose(context([1, 2, 3], 2), Budget()).tokens == (3, 5, 0, 7)
-    assert not drafter.draws_trees
+    assert not drafter.traits.draws_trees
 
 
 def test_the_budget_limits_the_script() -> None:
@@ -35,7 +35,7 @@ def test_a_script_of_the_output_goes_on_where_the_output_stands() -> None:
 
 def test_a_function() -> None:
     drafter = ScriptedDrafter(propose=lambda context, budget: TokenTree((context.root, 3, 4), (-1, 0, 0)))
-    assert drafter.draws_trees
+    assert drafter.traits.draws_trees
     assert drafter.propose(context([9], 1), Budget()).tokens == (9, 3, 4)
 
 

@@ -71,7 +71,7 @@ def test_the_spine_is_the_cascades_chain() -> None:
         torch.testing.assert_close(tree.q, chain.q)
         assert propose(staged(k=4, width=1), seed=seed).tokens == chain.tokens
     narrow = staged(k=4, width=1)
-    assert (narrow.kind, narrow.draws_trees, propose(narrow).kind) == (Kind.IID, False, Kind.IID)
+    assert (narrow.traits.kind, narrow.traits.draws_trees, propose(narrow).kind) == (Kind.IID, False, Kind.IID)
 
 
 def test_a_stop_ends_the_spine_and_what_would_hang_from_it() -> None:

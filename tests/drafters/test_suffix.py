@@ -86,7 +86,7 @@ def test_tree_mode_takes_the_most_probable_nodes() -> None:
     drafter = SuffixDrafter(k=8, depth=8, factor=2.0, tree=True)
     tree = drafter.propose(context(list(GOLDEN)), Budget(max_depth=8, max_nodes=64))
     paths = {tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(1, len(tree))}
-    assert drafter.draws_trees
+    assert drafter.traits.draws_trees
     assert {(4,), (9,), (4, 5), (4, 7)} <= paths  # 1/2, 1/4, 1/4, 1/4
     assert len(tree) - 1 == 6  # factor 2 x match 3
     assert len(drafter.propose(context(list(GOLDEN)), Budget(max_depth=1)).tokens) == 3  # root, 4, 9
@@ -166,7 +166,7 @@ def test_outputs_of_other_requests_are_known_and_their_prompts_are_not() -> None
     assert draft(drafter, [9, 1, 2]) == []
     alone = SuffixDrafter(share=False)
     finished(alone, [1], [4, 5, 6, 7])
-    assert draft(alone, [9, 4, 5]) == [] and not alone.shares_state
+    assert draft(alone, [9, 4, 5]) == [] and not alone.traits.shares_state
 
 
 def test_a_running_request_helps_the_others() -> None:

@@ -197,7 +197,7 @@ def proposed(drafter: SwiftDrafter, params: SamplingParams, *budgets: Budget) ->
 def test_a_chain_with_siblings(params: SamplingParams) -> None:
     drafter = SwiftDrafter(model(), k=6, threshold=0.0, share=False)
     (tree,) = proposed(drafter, params, Budget(6, 64))
-    assert tree.kind is Kind.POINT and drafter.kind is Kind.POINT and drafter.draws_trees
+    assert tree.kind is Kind.POINT and drafter.traits.kind is Kind.POINT and drafter.traits.draws_trees
     assert tree.depths[:7] == (0, 1, 2, 3, 4, 5, 6)  # the chain first
     assert max(tree.depths) == 6 and tree.num_drafts <= 64
     for node in range(len(tree)):
@@ -229,7 +229,7 @@ def test_a_seed_fixes_the_output_whatever_was_written_before() -> None:
     target = model()
     requests = [Request(prompt_of(6, seed=i), T1, 24, seed=i, ignore_eos=True) for i in range(3)]
     drafter = SwiftDrafter(target, window=4)
-    assert drafter.shares_state
+    assert drafter.traits.shares_state
     first = outputs(engine(target, drafter), requests)
     assert drafter._shared.measured > 3
     assert outputs(engine(target, drafter), requests[::-1]) == first[::-1] == outputs(engine(target), requests[::-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_a_wrong_pair_is_refused_with_the_list_of_right_ones(
     built = drafter(draft)
     with pytest.raises(ValueError, match=f"verifier '{verifier}' cannot follow drafter '{built.name}'") as error:
         engine(target, built, registry.make("verifier", verifier))
-    for right in right_verifiers(built.kind, built.draws_trees, greedy=False):
+    for right in right_verifiers(built.traits.kind, built.traits.draws_trees, greedy=False):
         assert right in str(error.value)
         engine(target, built, registry.make("verifier", right))
 
@@ -130,13 +131,9 @@ def failure(failing: Engine) -> Exception | None:
 
 
 def test_a_tree_that_is_not_what_the_drafter_promised_is_refused() -> None:
-    class Lying(ScriptedDrafter):
-        @property
-        def draws_trees(self) -> bool:
-            return False
-
     target, _ = tables()
-    branching = Lying(propose=lambda context, budget: TokenTree((context.root, 1, 2), (-1, 0, 0)))
+    branching = ScriptedDrafter(propose=lambda context, budget: TokenTree((context.root, 1, 2), (-1, 0, 0)))
+    branching.traits = replace(branching.traits, draws_trees=False)
     lying = engine(target, branching, registry.make("verifier", "block"))
     lying.add(Request(PROMPT, T1, 5, seed=0))
     assert "takes chains" in str(failure(lying))

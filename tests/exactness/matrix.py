@@ -66,7 +66,7 @@ def pairs(greedy: bool) -> list[Pair]:
     found = []
     for name, case in rows():
         drafter: Drafter = case.build(*toy_models(case))
-        fitting = verifiers_for(drafter.proposals, greedy=False)
+        fitting = verifiers_for(drafter.traits.proposals, greedy=False)
         found += [
             Pair(name, case, verifier, is_seeded(drafter, verifier))
             for verifier in (AUTO, *fitting, *(["greedy"] if greedy else []))
@@ -76,8 +76,8 @@ def pairs(greedy: bool) -> list[Pair]:
 
 def is_seeded(drafter: Drafter, verifier: str = AUTO) -> bool:
     """Whether a seed fixes a sampled output whatever else is served."""
-    points = all(kind is Kind.POINT for kind, _ in drafter.proposals)
-    return verifier in (AUTO, "coupled") or not drafter.shares_state or (points and verifier == "match")
+    points = all(kind is Kind.POINT for kind, _ in drafter.traits.proposals)
+    return verifier in (AUTO, "coupled") or not drafter.traits.shares_state or (points and verifier == "match")
 
 
 def ban(input_ids: Tensor, scores: Tensor) -> Tensor:

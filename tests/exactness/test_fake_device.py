@@ -113,7 +113,7 @@ def pairs() -> list[tuple[str, str]]:
     found = []
     for proposal, build in PROPOSALS.items():
         drafter = build(*models("cpu"))
-        fitting = verifiers_for(drafter.proposals, greedy=False)
+        fitting = verifiers_for(drafter.traits.proposals, greedy=False)
         lossy = [row.name for row in registry.rows("verifier") if not row.lossless and _takes(row.name, drafter)]
         found += [(proposal, verifier) for verifier in (*fitting, *lossy, "greedy")]
     assert {verifier for _, verifier in found} == {row.name for row in registry.rows("verifier")}
@@ -122,7 +122,7 @@ def pairs() -> list[tuple[str, str]]:
 
 def _takes(verifier: str, drafter: Drafter) -> bool:
     rule = registry.make("verifier", verifier)
-    return drafter.kind in rule.kinds and not (rule.chains_only and drafter.draws_trees)
+    return drafter.traits.kind in rule.kinds and not (rule.chains_only and drafter.traits.draws_trees)
 
 
 @pytest.mark.parametrize(("proposal", "verifier"), pairs())

@@ -15,7 +15,8 @@ from torch import Tensor
 from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.core.noise import Noise
 from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter, _Growing
+from foretoken.drafters.growing import Growing
+from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
@@ -188,8 +189,8 @@ def without_text_change(patch: Callable[[], Any], build: Build, params: Sampling
 @pytest.mark.parametrize("build", [chain, tree], ids=["chain", "tree"])
 def test_the_wrong_position_in_the_draft_costs_acceptance_only(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     def patch() -> None:
-        length = _Growing.length
-        monkeypatch.setattr(_Growing, "length", lambda self, node: length(self, node) + 1)
+        length = Growing.length
+        monkeypatch.setattr(Growing, "length", lambda self, node: length(self, node) + 1)
 
     before, after = without_text_change(patch, build)
     assert after < before - 0.3
@@ -206,7 +207,7 @@ def test_an_unfiltered_draft_changes_no_text(build: Build, monkeypatch: pytest.M
     def patch() -> None:
         begin = ModelDrafter._begin
 
-        def begun(self: ModelDrafter, *given: Any) -> _Growing:
+        def begun(self: ModelDrafter, *given: Any) -> Growing:
             growing = begin(self, *given)
             growing.maker = unfiltered(growing.maker)
             return growing

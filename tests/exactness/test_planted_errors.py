@@ -14,7 +14,7 @@ from foretoken import registry
 from foretoken.controllers.base import Controller
 from foretoken.controllers.confidence import ConfidenceController
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import Drafter, Traits
 from foretoken.drafters.model import ModelDrafter
 from foretoken.models.base import SequenceState
 from foretoken.verifiers.base import Coins, Verifier, draw, drawn_chance, leftover, residual, scaled
@@ -126,14 +126,7 @@ class PlainDrafter(Drafter):
 
     def __init__(self, model: MarkovTable, width: int = 1, depth: int = 3) -> None:
         self.model, self.width, self.max_depth = model, width, depth
-
-    @property
-    def kind(self) -> Kind:
-        return Kind.WITHOUT_REPLACEMENT if self.width > 1 else Kind.IID
-
-    @property
-    def draws_trees(self) -> bool:
-        return self.width > 1
+        self.traits = Traits(Kind.WITHOUT_REPLACEMENT if width > 1 else Kind.IID, draws_trees=width > 1)
 
     def choose(self, distribution: Tensor, rng: Rng) -> int:
         return draw(distribution, rng.uniform())
@@ -174,7 +167,7 @@ class PlainDrafter(Drafter):
             rest[tokens[-1]] = 0.0
         tokens = self.order(distribution, tokens)
         none, all_ = [-1], [0] * self.width
-        return TokenTree((context.root, *tokens), (*none, *all_), self.kind, distribution[None], (*none, *all_))
+        return TokenTree((context.root, *tokens), (*none, *all_), self.traits.kind, distribution[None], (*none, *all_))
 
 
 class ArgmaxWithSoftDistribution(PlainDrafter):

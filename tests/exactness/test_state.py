@@ -59,7 +59,7 @@ def check_draft_model(run: Running, drafter: Drafter, target: HuggingFaceModel) 
     if isinstance(drafter, ModelDrafter) and type(drafter.model) is HuggingFaceModel:
         sequence = run.context.state[drafter]
         assert list(drafter.read(run.context)[: len(sequence.tokens)]) == sequence.tokens
-        if drafter.name == "online" and drafter.shares_state:
+        if drafter.name == "online" and drafter.traits.shares_state:
             return  # keys and values of weights that have changed since
         check_cache(drafter.model, sequence, 0.0 if drafter.model is target else 0.3)
 

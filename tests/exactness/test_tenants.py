@@ -109,9 +109,9 @@ def test_a_tenant_learns_from_itself(build: Build) -> None:
 def test_every_drafter_that_shares_is_among_the_tested() -> None:
     """One whose class can share state by its options is tested with these options."""
     shared = {build(*llamas()).name for build in SHARING.values()}
-    assert all(build(*llamas()).shares_state for build in SHARING.values())
+    assert all(build(*llamas()).traits.shares_state for build in SHARING.values())
     for name, case in rows():
-        assert not case.build(*llamas()).shares_state or name in shared
+        assert not case.build(*llamas()).traits.shares_state or name in shared
 
 
 def test_salted_requests_teach_an_online_draft_model_only_where_that_is_asked_for() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from foretoken.controllers.costs import TargetCost
+from foretoken.costs import TargetCost
 from foretoken.engine.stats import SpecStats
 from foretoken.measure.costs import (
     DraftRound,

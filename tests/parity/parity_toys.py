@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Rng, TokenTree
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import Drafter, Traits
 from foretoken.models.base import LanguageModel
 from foretoken.parity.report import Report, Settings
 from foretoken.parity.run import run_parity
@@ -41,14 +41,10 @@ class Planted(Drafter):
 
     name = "model"
     max_depth = 3
+    traits = Traits(Kind.IID)
 
     def __init__(self) -> None:
         self.model = models()[1]
-
-    @property
-    def kind(self) -> Kind:
-        """Independent draws."""
-        return Kind.IID
 
     def choose(self, distribution: Tensor, rng: Rng) -> int:
         """A draft token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -257,7 +258,7 @@ def test_drawn_outputs_cannot_be_compared() -> None:
 
 
 class PrefersNoise(Planted):
-    prefers_noise = True
+    traits = replace(Planted.traits, prefers_noise=True)
 
 
 @pytest.mark.parametrize(("drafter", "rule"), [(Planted, "block"), (PrefersNoise, "coupled")])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.theory import speedup as theory
 from foretoken.theory.assumptions import Assumptions, Flat, Measured, shifted
 from foretoken.theory.planner import plan, summary

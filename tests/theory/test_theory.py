@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.controllers.costs import DrafterCost
+from foretoken.costs import DrafterCost
 from foretoken.theory.roofline import Roofline, experts_touched, ridge_tokens
 from foretoken.theory.speedup import (
     acceptance_probability,

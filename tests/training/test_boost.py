@@ -16,8 +16,8 @@ from foretoken.bench.alignment import Alignment
 from foretoken.cli.main import main
 from foretoken.loading import load_model
 from foretoken.training.boost import Boost, Stage, best_tokens, matched, ready_spec
-from foretoken.training.distill import Progress
 from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.loop import Progress
 from foretoken.training.workshop import DistillConfig, Workshop
 
 SHAPE: dict[str, Any] = {"heads": 2, "kv_heads": 1, "context": 64, "vocab": 300, "batch_size": 2, "lr": 1e-2}

@@ -20,8 +20,9 @@ from foretoken.bench.alignment import Alignment
 from foretoken.cli.main import main
 from foretoken.drafters.learning.divergences import LOSSES, divergence, log_distribution
 from foretoken.loading import load_model
-from foretoken.training.distill import Distiller, Progress
+from foretoken.training.distill import Distiller
 from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.loop import Progress
 from foretoken.training.text_sources import TEXTS, TeacherText
 from foretoken.training.workshop import DistillConfig, Workshop, load_student
 from foretoken.training.written import stored_continuations, write_continuations

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from foretoken.cli.main import main
 from foretoken.training import lm
 from foretoken.training.lm import LmConfig, train_lm
+from foretoken.training.loop import Progress
 from foretoken.training.optimizers import autocast
 from foretoken.training.trainer import TrainConfig
 
@@ -49,13 +50,14 @@ def test_the_card_names_what_is_not_usual(data: Path, start: Path, tmp_path: Pat
     before, after = weights(start), weights(tmp_path / "out")
     assert any(not torch.equal(before[name], after[name]) for name in before)
     card = (tmp_path / "out/README.md").read_text()
-    assert " ".join(own) in card and "| optimizers | AdamW, learning" in card
+    assert all(f"{option} {value}" in card for option, value in zip(own[::2], own[1::2], strict=True))
+    assert "| optimizers | AdamW, learning" in card
 
 
 def test_a_run_that_is_resumed_ends_with_the_same_bits(data: Path, start: Path, tmp_path: Path) -> None:
     config = LmConfig(**SHAPE, steps=4, optimizer="adamw", precision="float32")
 
-    def stop(progress: lm.Progress) -> None:
+    def stop(progress: Progress) -> None:
         if progress.step == 2:
             raise KeyboardInterrupt
 

@@ -16,8 +16,8 @@ import pytest
 from foretoken import load
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core import StepRecord
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
@@ -145,7 +145,7 @@ def test_a_drafter_that_remembers_is_built_anew_for_every_pass() -> None:
         return made
 
     found = measure_drafter(work, "recycling", make(RecyclingDrafter), lambda d: False)
-    assert RecyclingDrafter().shares_state and len(built) == 3
+    assert RecyclingDrafter().traits.shares_state and len(built) == 3
     assert (found.trees, found.nodes, found.long.depth, found.short.depth) == (True, 80, 6, 3)
     built.clear()
     found = measure_drafter(work, "ngram", make(NgramDrafter), lambda d: True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken import registry
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import Drafter, Traits
 from foretoken.drafters.cascade import CascadeDrafter, Rule
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
@@ -37,19 +37,11 @@ class Drawn(Drafter):
     """A chain or a level of siblings per place, drawn from a table by the coins of an enumeration."""
 
     name = "drawn"
-    rewinds = True
 
     def __init__(self, table: TableModel, coins: Coins, shape: Sequence[int], kind: Kind = Kind.IID) -> None:
-        self.table, self.coins, self.shape, self._kind = table, coins, shape, kind
+        self.table, self.coins, self.shape = table, coins, shape
         self.max_depth = len(shape)
-
-    @property
-    def kind(self) -> Kind:
-        return self._kind
-
-    @property
-    def draws_trees(self) -> bool:
-        return max(self.shape) > 1
+        self.traits = Traits(kind, draws_trees=max(shape) > 1, rewinds=True)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """Only the first node of a level gets children: the trees stay small."""
@@ -57,14 +49,14 @@ class Drawn(Drafter):
         prefix = list(context.tokens)
         for count in self.shape[: budget.max_depth]:
             distributions.append(context.maker.distribution(self.table.distribution(prefix).log(), prefix))
-            draw = distinct if self.kind is Kind.WITHOUT_REPLACEMENT else independent
+            draw = distinct if self.traits.kind is Kind.WITHOUT_REPLACEMENT else independent
             level = draw(distributions[-1], count, self.coins)
             prefix.append(level[0])
             q_rows += [len(distributions) - 1] * count
             tokens += level
             parents += [parent] * count
             parent = len(tokens) - count
-        return TokenTree(tokens, parents, self.kind, torch.stack(distributions), q_rows)
+        return TokenTree(tokens, parents, self.traits.kind, torch.stack(distributions), q_rows)
 
 
 def right_rule(coins: Coins) -> Rule:

@@ -147,7 +147,7 @@ def of_target(row: Row, subject: Subject) -> Fit:
 
 
 def _fit(row: Row, spec: str, reason: str | None) -> Fit:
-    only_for: str = row.load().only_for
+    only_for: str = row.load().traits.only_for
     has = f"has {row.needs}" if row.needs else "needs nothing beyond the target"
     why = reason or (f"only for {only_for}" if only_for else has)
     return Fit(row.name, spec, reason is None, why, only_for)

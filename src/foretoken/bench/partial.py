@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from foretoken.bench.results import Key, UnitResult, dumps
+from foretoken.io.files import write_text
 
 
 def partial_of(out: Path) -> Path:
@@ -100,9 +101,7 @@ class Partial:
 
     def finish(self, lines: list[str]) -> None:
         """Write the whole run and drop the partial file."""
-        ready = self.out.with_name(self.out.name + ".ready")
-        ready.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        ready.replace(self.out)
+        write_text(self.out, "".join(line + "\n" for line in lines))
         self.close()
         self.path.unlink()
 

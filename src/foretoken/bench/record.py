@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.core import TokenTree, Verdict
+from foretoken.core import RoundTimes, TokenTree, Verdict
 from foretoken.engine.request import Running
 from foretoken.measure.costs import DraftRound
 
@@ -40,11 +40,11 @@ class RoundRecorder:
         runs: Sequence[Running],
         trees: Sequence[TokenTree],
         verdicts: Sequence[Verdict],
-        times: tuple[float, float, float, float],
+        times: RoundTimes,
     ) -> None:
         """One round."""
         # Parents only: a tree holds its draft distributions, which are big.
-        self._rounds.append(([tree.parents for tree in trees], times[0], times[1], times[2]))
+        self._rounds.append(([tree.parents for tree in trees], times.draft_s, times.target_s, times.verify_s))
         if self.tracing:
             self._trace(runs, trees, verdicts, times)
 
@@ -53,13 +53,13 @@ class RoundRecorder:
         runs: Sequence[Running],
         trees: Sequence[TokenTree],
         verdicts: Sequence[Verdict],
-        times: tuple[float, float, float, float],
+        times: RoundTimes,
     ) -> None:
         if self._first < 0:
             self._first = runs[0].id
         if runs[0].id == self._first and len(self._trees) < TRACED_ROUNDS:
             tree = trees[0]
-            self._trees.append(((tree.tokens, tree.parents, tree.probes), verdicts[0], times[0], times[1]))
+            self._trees.append(((tree.tokens, tree.parents, tree.probes), verdicts[0], times.draft_s, times.target_s))
 
     @property
     def draft_s(self) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from foretoken.bench.specs import PLAIN
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.engine.stats import SpecStats
 from foretoken.measure.costs import DraftRound, draft_seconds, drafter_cost, predicted_speedup
 

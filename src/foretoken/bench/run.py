@@ -13,8 +13,8 @@ from foretoken.bench.results import Key, Setting, UnitResult
 from foretoken.bench.serving import MAX_BATCH, ServedArm, Shared, Unit, make_served_arm
 from foretoken.bench.specs import PLAIN
 from foretoken.bench.summary import BenchResult, Tally, dtype_of, machine
-from foretoken.controllers.costs import TargetCost
 from foretoken.core.noise import SEEDS, check_seed
+from foretoken.costs import TargetCost
 from foretoken.measure.costs import measure_target
 from foretoken.measure.prompts import BenchPrompt
 

@@ -115,10 +115,10 @@ class OwnArm:
         self.drafter = self._drafter()
         self.llm = self._llm()
         drafter = self.drafter
-        self.remembers = drafter is not None and drafter.shares_state
+        self.remembers = drafter is not None and drafter.traits.shares_state
         self.most_nodes = 1
         if drafter is not None:
-            self.most_nodes += drafter.max_nodes if drafter.draws_trees else drafter.max_depth
+            self.most_nodes += drafter.max_nodes if drafter.traits.draws_trees else drafter.max_depth
 
     def _drafter(self) -> Drafter | None:
         shared, spec = self.shared, self.spec

@@ -12,7 +12,7 @@ from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.controllers.costs import RoundCosts
+    from foretoken.costs import RoundCosts
     from foretoken.theory.assumptions import Assumptions
     from foretoken.theory.planner import Plan
 

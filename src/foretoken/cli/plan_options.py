@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from foretoken.controllers.costs import RoundCosts
+    from foretoken.costs import RoundCosts
     from foretoken.theory.assumptions import CallCost
 
 LONGEST = 512
@@ -19,7 +19,7 @@ LEAVES = 4096
 
 def read_costs(file: Path) -> RoundCosts:
     """The measured costs in a profile."""
-    from foretoken.controllers.costs import RoundCosts
+    from foretoken.costs import RoundCosts
     from foretoken.theory.assumptions import Assumptions
 
     try:
@@ -41,7 +41,7 @@ def read_costs(file: Path) -> RoundCosts:
 
 def curve(text: str) -> CallCost:
     """v(n): ``flat``, ``1:1,8:1.1,...`` or ``roofline,key=value,...``."""
-    from foretoken.controllers.costs import TargetCost
+    from foretoken.costs import TargetCost
     from foretoken.theory.assumptions import Flat, Measured
 
     if text.strip() == "flat":

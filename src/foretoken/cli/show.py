@@ -84,9 +84,9 @@ def _write(out: Path, page: str) -> None:
     Raises:
         ValueError: it cannot be written.
     """
-    draft = out.with_name(f".{out.name}.tmp")
+    from foretoken.io.files import write_text
+
     try:
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(out)
+        write_text(out, page)
     except OSError as error:
         raise ValueError(f"{out} cannot be written: {error.strerror}") from None

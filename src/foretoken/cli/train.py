@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.train_distill import boost_command, distill_command
 from foretoken.cli.train_drafter import make_command
-from foretoken.cli.train_options import Blocks, Data, Every, Optimizer, Precision, Steps
+from foretoken.cli.train_options import Blocks, Data, Every, Optimizer, Precision, Steps, training_bar
 from foretoken.cli.train_specdec_pp import specdec_pp_command
 from foretoken.registry import rows
-
-if TYPE_CHECKING:
-    from foretoken.training.lm import Progress
 
 app = typer.Typer(help="Train a language model or a drafter.", no_args_is_help=True)
 
@@ -80,7 +76,7 @@ def train_lm_command(
     from transformers.utils import logging as hf_logging
 
     from foretoken.training import lm
-    from foretoken.training.card import CardInfo
+    from foretoken.training.cards.language_model import CardInfo
 
     config = lm.LmConfig(
         hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, context=context, vocab=vocab,
@@ -89,7 +85,7 @@ def train_lm_command(
     )  # fmt: skip
     keep_freed_memory()
     hf_logging.disable_progress_bar()  # ours is the one to look at
-    with _bar(steps) as on_step:
+    with training_bar(steps, _describe) as (_, on_step):
         report = lm.train_lm(
             data, out, config, tokenizer_from=tokenizer_from, init_from=init_from, teacher=teacher,
             teacher_weight=teacher_weight, device=device, save_every=save_every, compiled=compile, on_step=on_step,
@@ -102,20 +98,5 @@ def train_lm_command(
         typer.echo("no losses.png (losses.csv is there): pip install 'foretoken[train]' for the plot", err=True)
 
 
-@contextmanager
-def _bar(steps: int) -> Iterator[Callable[[Progress], None]]:
-    """A progress bar on stderr: gives what to call with steps."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("training", total=steps)
-
-        def on_step(p: Progress) -> None:
-            bar.update(task, completed=p.step, description=f"loss {p.loss:.3f}  {p.tokens_per_s:,.0f} tokens/s")
-            if p.held_loss is not None:
-                bar.console.print(f"step {p.step}: training {p.loss:.4f}, held out {p.held_loss:.4f} nats per token")
-
-        yield on_step
+def _describe(measured: Mapping[str, Any]) -> str:
+    return f"held out {measured['held_loss']:.4f} nats per token"

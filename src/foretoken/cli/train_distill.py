@@ -17,7 +17,7 @@ from foretoken.cli.train_options import Data, Every, Steps, load_target, progres
 
 if TYPE_CHECKING:
     from foretoken.bench.alignment import Alignment
-    from foretoken.training.updates import Progress
+    from foretoken.training.loop import Progress
     from foretoken.training.workshop import DistillConfig, Workshop
 
 Target = Annotated[str, typer.Option(help="Model whose distribution is to be learned.")]
@@ -192,8 +192,8 @@ class _Bars:
         """One optimizer step."""
         text = f"{prefix}loss {step.loss:.3f}  {step.tokens_per_s:,.0f} tokens/s"
         self._update(f"{prefix}training", step.step, step.steps, text)
-        if step.acceptance is not None:
-            self.say(f"{prefix}step {step.step}: loss {step.loss:.4f}, {_describe(dict(step.acceptance))}")
+        if step.measured is not None:
+            self.say(f"{prefix}step {step.step}: loss {step.loss:.4f}, {_describe(dict(step.measured))}")
 
     def _update(self, name: str, done: int, total: int, text: str) -> None:
         if name not in self.tasks:
@@ -211,19 +211,16 @@ def _write_card(
     out: Path, report: Any, data: Sequence[Path], target: str, config: DistillConfig, count: int | None = None
 ) -> None:
     """The card with a command that makes this model: options that differ from the defaults, last parts of paths."""
-    from foretoken.training.alignment import write_alignment_card
+    from foretoken.training.cards.alignment import write_alignment_card
+    from foretoken.training.cards.parts import command
     from foretoken.training.workshop import DistillConfig
 
     method, folder, note = ("distill", out, "") if count is None else ("boost", out.parent, _boost_note(report))
-    words = [f"foretoken train {method} --target {Path(target).name} --draft {Path(report['draft']).name}"]
-    words += [f"--data {Path(path).name}" for path in data]
-    words.append(f"--out {folder.resolve().name}")
-    if count is not None:
-        words.append(f"--count {count} --length {report['length']}")
-    defaults = asdict(DistillConfig(text="fixed" if count is None else "teacher"))
-    hidden = ("warmup", "decay")
-    words += [f"--{k.replace('_', '-')} {v}" for k, v in asdict(config).items() if v != defaults[k] and k not in hidden]
-    write_alignment_card(out, report, data, target, " ".join(words), note)
+    usual = asdict(DistillConfig(text="fixed" if count is None else "teacher"))
+    options = {} if count is None else {"count": count, "length": report["length"]}
+    options |= {k: v for k, v in asdict(config).items() if v != usual[k] and k not in ("warmup", "decay")}
+    told = command(method, data, folder, options, {"target": target, "draft": report["draft"]})
+    write_alignment_card(out, report, data, target, told, note)
 
 
 def _boost_note(report: Any) -> str:

@@ -95,7 +95,7 @@ def train(
 ) -> dict[str, Any]:
     """Load the target, train, show it, write the card; returns the report."""
     from foretoken.models.parts import TargetParts
-    from foretoken.training.drafter_card import write_drafter_card
+    from foretoken.training.cards.drafter import write_drafter_card
     from foretoken.training.joint import load_trainable
     from foretoken.training.recipes import find_recipe
     from foretoken.training.trainer import TrainConfig, Trainer

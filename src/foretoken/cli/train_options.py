@@ -13,7 +13,7 @@ from foretoken.cli.output import screen
 
 if TYPE_CHECKING:
     from foretoken.models.base import LanguageModel
-    from foretoken.training.updates import Progress
+    from foretoken.training.loop import Progress
 
 Data = Annotated[list[Path], typer.Option(help="Text folder or JSONL file; may be given several times.")]
 Steps = Annotated[int, typer.Option(min=1)]
@@ -73,9 +73,9 @@ def progress_bars() -> Iterator[Any]:
 def training_bar(
     steps: int, describe: Callable[[Mapping[str, Any]], str]
 ) -> Iterator[tuple[Callable[[int, int], None], Callable[[Progress], None]]]:
-    """A progress bar of a :class:`foretoken.training.trainer.Trainer`: what to call with written blocks and with steps.
+    """A progress bar of a :class:`foretoken.training.loop.Loop`: what to call with written blocks and with steps.
 
-    ``describe`` makes the line that is printed when the acceptance was just measured.
+    ``describe`` makes the line that is printed when something was just measured.
     """
     with progress_bars() as bar:
         task = bar.add_task("reading text", total=steps, visible=False)
@@ -86,8 +86,8 @@ def training_bar(
         def on_step(step: Progress) -> None:
             text = f"loss {step.loss:.3f}  {step.tokens_per_s:,.0f} tokens/s"
             bar.update(task, completed=step.step, total=step.steps, description=text, visible=True)
-            if step.acceptance is not None:
-                said = f"step {step.step}: loss {step.loss:.4f}, {describe(step.acceptance)}"
+            if step.measured is not None:
+                said = f"step {step.step}: loss {step.loss:.4f}, {describe(step.measured)}"
                 bar.console.print(said, soft_wrap=True)
 
         yield on_written, on_step

@@ -57,8 +57,8 @@ def specdec_pp_command(
     as_json: Report = False,
 ) -> None:
     """Train a head that stops drafts before a rejection (SpecDec++); resumes by itself from OUT/checkpoints."""
+    from foretoken.training.cards.stop_head import write_stop_card
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
-    from foretoken.training.stop_card import write_stop_card
     from foretoken.training.trainer import TrainConfig, Trainer
 
     keep_freed_memory()

@@ -93,7 +93,9 @@ def _checked_shape(spec: str, drafter: Drafter | None, shape: str, temperature: 
     # Drafters that run the target's own layers look at a request's states, which a tuner does not have.
     classes = {row.name: row.load() for row in rows("drafter")}
     able = [
-        name for name, cls in classes.items() if issubclass(cls, HeadsDrafter | ModelDrafter) and not cls.runs_target
+        name
+        for name, cls in classes.items()
+        if issubclass(cls, HeadsDrafter | ModelDrafter) and not cls.traits.runs_target
     ]
     if drafter is None or drafter.name not in able:
         raise ValueError(f"{spec!r} fills no tree of fixed shape: choose one of {', '.join(able)}")

@@ -20,8 +20,6 @@ PRIOR, FIRST_WEIGHT, DEPTH_WEIGHT = 0.6, 2.0, 4.0
 """Chance where nothing is known and the drafts that it is worth; drafts that the depth before one is worth."""
 REQUEST_WEIGHT = 32.0
 """Drafts, and tokens of the text, that the population is worth beside a request's own."""
-TOGETHER = 16
-"""Rounds for which all counts are discounted at once."""
 
 
 @dataclass
@@ -75,7 +73,7 @@ class AcceptanceModel:
     """Counts of all requests, by drafter, apart for greedy and sampled ones; one round later they count ``keep``."""
 
     def __init__(self, members: int, keep: float = POPULATION_KEEP) -> None:
-        self.keep, self._rounds = keep, 0
+        self.keep = keep
         self.population = {greedy: [Counts() for _ in range(members)] for greedy in (True, False)}
 
     def start_from(self, member: int, survival: Sequence[float], proposes: float, drafts: float = 16.0) -> None:
@@ -86,11 +84,9 @@ class AcceptanceModel:
             counts.covered, counts.bare = drafts * proposes * (1.0 + sum(survival)), drafts * (1.0 - proposes)
 
     def tick(self) -> None:
-        """A round has passed.  What was seen is discounted for several at once, which takes less time."""
-        self._rounds += 1
-        if self._rounds % TOGETHER == 0:
-            for counts in (*self.population[True], *self.population[False]):
-                counts.discount(self.keep**TOGETHER)
+        """A round has passed: what was seen before is worth less."""
+        for counts in (*self.population[True], *self.population[False]):
+            counts.discount(self.keep)
 
     def add(self, greedy: bool, member: int, own: Counts, depth: int, accepted: int) -> None:
         """A round of a request in which a drafter was asked for ``depth`` tokens (0: it had no guess)."""

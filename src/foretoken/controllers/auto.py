@@ -15,9 +15,9 @@ from typing import Any
 from foretoken.controllers.acceptance_model import POPULATION_KEEP, AcceptanceModel, Counts
 from foretoken.controllers.base import Controller
 from foretoken.controllers.cost_model import CAUGHT_UP, CostModel
-from foretoken.controllers.costs import RoundCosts
 from foretoken.controllers.plan import Draft, Plan, best_drafts, best_plan, planned
 from foretoken.core import Budget, Context, Limits, StepRecord
+from foretoken.costs import RoundCosts
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 """Draft lengths that are weighed."""

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, field
 
 from foretoken.controllers.base import Controller
-from foretoken.controllers.costs import RoundCosts
 from foretoken.core import Budget, Context, Limits, StepRecord
+from foretoken.costs import RoundCosts
 
 
 @dataclass

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from foretoken.controllers.costs import RoundCosts
 from foretoken.core import Budget, Context, Limits, StepRecord
+from foretoken.costs import RoundCosts
 
 
 class Controller(ABC):

@@ -17,8 +17,8 @@ from statistics import median
 
 import numpy as np
 
-from foretoken.controllers.costs import RoundCosts
 from foretoken.core import Limits, StepRecord
+from foretoken.costs import RoundCosts
 
 SAMPLES, SURE = 20, 3
 """Rounds that a point is calibrated by, and from which on it tells of drift."""
@@ -116,14 +116,9 @@ class CostModel:
                 for depth in range(1, max(2, len(cost.survival)) + 1):
                     curve.samples[bucket(depth), bucket(depth)] = [cost.seconds(depth)] * SURE
 
-    @property
-    def known(self) -> bool:
-        """Whether any round was seen."""
-        return bool(self.rounds.samples)
-
     def round_s(self, batch: int, nodes: float) -> float:
-        """A round without its drafting."""
-        return self.rounds.at(batch, max(round(nodes), 1)) if self.known else 1.0
+        """A round without its drafting; 1 until one was seen."""
+        return self.rounds.at(batch, max(round(nodes), 1)) if self.rounds.samples else 1.0
 
     def draft_s(self, member: int, depth: int, batch: int) -> float:
         """A draft for so many requests; by its size while none was seen."""

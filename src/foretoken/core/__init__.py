@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from foretoken.core.budget import Budget, Limits, PathStop
 from foretoken.core.context import Context, Rng
-from foretoken.core.records import StepRecord
+from foretoken.core.records import RoundTimes, StepRecord
 from foretoken.core.scores import LARGE, NON_FINITE, NonFiniteLogitsError, SamplingPipeline, Scores, argmaxes, is_large
 from foretoken.core.tree import Kind, TokenTree
 from foretoken.core.verdict import Verdict
@@ -24,6 +24,7 @@ __all__ = [
     "NonFiniteLogitsError",
     "PathStop",
     "Rng",
+    "RoundTimes",
     "SamplingPipeline",
     "Scores",
     "StepRecord",

@@ -5,6 +5,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class RoundTimes(NamedTuple):
+    """Seconds of a round of the whole batch: drafting, the target's call, verification, and all of it."""
+
+    draft_s: float
+    target_s: float
+    verify_s: float
+    total_s: float
+
+    @property
+    def overhead_s(self) -> float:
+        """What is none of the parts."""
+        return self.total_s - self.draft_s - self.target_s - self.verify_s
+
+
 class StepRecord(NamedTuple):
     """Counts and times of one round of one request (seconds are those of the whole batch's round).
 

@@ -18,6 +18,39 @@ from foretoken.core import Budget, Context, Kind, Limits, Scores, TokenTree, Ver
 from foretoken.models.base import LanguageModel
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What a drafter is, fixed once it is made.
+
+    Attributes:
+        kind: how siblings are drawn when sampling (a greedy request always gets point proposals).
+        draws_trees: whether proposals can branch.
+        sorts: where there are several, all sorts of proposals when sampling, as (kind, whether it can branch).
+        shares_state: whether a request's drafts depend on other requests.
+        prefers_noise: whether its drafts for sampled requests are accepted more often when they are coupled than under
+            any other rule; requests without a seed are then coupled, too.  So it is, as measured, where the best tokens
+            of a distribution are proposed as they are (heads), and not where tokens are drawn from it.
+        rewinds: whether its per-request state survives that the text is cut back; only such a drafter can work inside
+            another one, where rejected drafts take text away again.
+        runs_target: whether it drafts with parts of the target itself, on ``context.sequence``.
+        only_for: the requests that it can draft for, in words, where those are not all.
+    """
+
+    kind: Kind = Kind.POINT
+    draws_trees: bool = False
+    sorts: frozenset[tuple[Kind, bool]] = frozenset()
+    shares_state: bool = False
+    prefers_noise: bool = False
+    rewinds: bool = False
+    runs_target: bool = False
+    only_for: str = ""
+
+    @property
+    def proposals(self) -> frozenset[tuple[Kind, bool]]:
+        """Every sort of proposal when sampling: a verifier must be right for all."""
+        return self.sorts or frozenset({(self.kind, self.draws_trees)})
+
+
 class Drafter(ABC):
     """One way to guess tokens.
 
@@ -26,26 +59,15 @@ class Drafter(ABC):
         taps: names of target hidden states that the drafter needs (see :mod:`foretoken.models.base`).
         max_depth: longest draft that it makes by default; controllers start from it.
         max_nodes: most draft nodes that it makes by default.
-        shares_state: whether a request's drafts depend on other requests.
-        prefers_noise: whether its drafts for sampled requests are accepted more often when they are coupled than under
-            any other rule; requests without a seed are then coupled, too.  So it is, as measured, where the best tokens
-            of a distribution are proposed as they are (heads), and not where tokens are drawn from it.
-        rewinds: whether its per-request state survives that the text is cut back; only such a drafter can work inside
-            another one, where rejected drafts take text away again.
+        traits: what it is, by its class or by its options.
         spec: the spec string that it was built from, "" for one that was made by hand.
-        runs_target: whether it drafts with parts of the target itself, on ``context.sequence``.
-        only_for: the requests that it can draft for, in words, where those are not all.
     """
 
     name: ClassVar[str]
     taps: Sequence[str] = ()
     max_depth: int = 8
     max_nodes: int = 64
-    shares_state: bool = False
-    prefers_noise: bool = False
-    rewinds: ClassVar[bool] = False
-    runs_target: bool = False
-    only_for: ClassVar[str] = ""
+    traits: Traits = Traits()
     spec: str = ""
 
     @classmethod
@@ -59,21 +81,6 @@ class Drafter(ABC):
             context: the loaded target, and what it was loaded from.
         """
         return False
-
-    @property
-    def kind(self) -> Kind:
-        """How this drafter's siblings are drawn when sampling (a greedy request always gets point proposals)."""
-        return Kind.POINT
-
-    @property
-    def draws_trees(self) -> bool:
-        """Whether proposals can branch."""
-        return False
-
-    @property
-    def proposals(self) -> frozenset[tuple[Kind, bool]]:
-        """Every sort of proposal when sampling, as (kind, whether it can branch): a verifier must be right for all."""
-        return frozenset({(self.kind, self.draws_trees)})
 
     @property
     def limits(self) -> Limits:
@@ -116,7 +123,7 @@ class Drafter(ABC):
         """Learn from a verdict; ``context.tokens`` already contains the new tokens."""
 
     def rewind(self, context: Context, length: int) -> None:  # noqa: B027
-        """The text was cut back to its first ``length`` tokens (``context.tokens`` already is); see ``rewinds``."""
+        """The text was cut back to its first ``length`` tokens (``context.tokens`` already is); see ``Traits``."""
 
     def finish(self, context: Context) -> None:  # noqa: B027
         """The request ended: free what was kept for it."""

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.drafters.base import BuildContext, Drafter
+from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import best_ahead
 from foretoken.drafters.features import load_net
-from foretoken.drafters.model import asks_for_confidence
+from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
 from foretoken.models.parts import TargetParts
 
@@ -37,7 +37,7 @@ class BpdDrafter(Drafter):
 
     name = "bpd"
     taps = ("last",)
-    prefers_noise = True
+    traits = Traits(prefers_noise=True)
 
     def __init__(self, heads: BpdHeads, parts: TargetParts, k: int | None = None) -> None:
         trained = heads.config.k

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdict
-from foretoken.drafters.base import BuildContext, Drafter
-from foretoken.drafters.model import asks_for_confidence, readable, widened
+from foretoken.drafters.base import BuildContext, Drafter, Traits
+from foretoken.drafters.growing import asks_for_confidence, readable, widened
 from foretoken.drafters.nested import Nested, works_nested
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.sampling import Sampler
@@ -88,7 +88,7 @@ class CascadeDrafter(Drafter):
     """
 
     name = "cascade"
-    rewinds = True
+    traits = Traits(rewinds=True)
 
     def __init__(
         self,
@@ -111,7 +111,11 @@ class CascadeDrafter(Drafter):
         self.early, self.lenience = early, lenience
         self._check_options()
         self._rule: Rule = rule if lenience == 1.0 else self._review_leniently
-        self.shares_state = inner.shares_state or (late is not None and late.shares_state)
+        self.traits = replace(
+            self.traits,
+            kind=Kind.POINT if lenience > 1.0 else Kind.IID,
+            shares_state=any(drafter.traits.shares_state for drafter in self.nested),
+        )
 
     def _check_options(self) -> None:
         name, late, early = self.name, self.late, self.early
@@ -125,7 +129,7 @@ class CascadeDrafter(Drafter):
             raise ValueError(
                 f"{name} with late={late.name} needs early between 1 and k - 1 = {self.k - 1}, not {early}"
             )
-        if late is not None and late.draws_trees:
+        if late is not None and late.traits.draws_trees:
             raise ValueError(f"{name} needs a late drafter of chains, and {late.name!r} drafts trees")
         for drafter in self.nested:
             if not works_nested(drafter):
@@ -157,11 +161,6 @@ class CascadeDrafter(Drafter):
             options["late"] = context.nested(cls.name, late, for_target=False)
         guesser = context.nested(cls.name, inner, for_target=False)
         return cls(model, guesser, context.inner_rule, target=context.target, **options)
-
-    @property
-    def kind(self) -> Kind:
-        """Draws from the model's distribution, unless guesses may be accepted leniently."""
-        return Kind.POINT if self.lenience > 1.0 else Kind.IID
 
     # -- a request's life --------------------------------------------------------------------------------------------
 

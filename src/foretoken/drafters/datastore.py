@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.io.documents import iter_documents
+from foretoken.io.files import checksum, replacing
 
 MAGIC = b"FORETOKN"
 VERSION = 1
@@ -39,8 +40,7 @@ Progress = Callable[[str, int, int | None], None]
 
 def fingerprint(tokenizer: Any) -> str:
     """A digest of a tokenizer's vocabulary: equal for equal ids."""
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.blake2b(vocabulary.encode(), digest_size=16).hexdigest()
+    return checksum(json.dumps(sorted(tokenizer.get_vocab().items())), 16)
 
 
 # -- the container ---------------------------------------------------------------------------------------------------
@@ -55,21 +55,16 @@ def write_arrays(path: str | Path, kind: str, meta: Mapping[str, Any], arrays: M
         offset += -(-array.nbytes // ALIGN) * ALIGN
     header = json.dumps({"kind": kind, "bytes": offset, "arrays": places, **meta}).encode()
     header += b" " * (-(PREFIX.size + len(header)) % ALIGN)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(b"\0" * PREFIX.size + header)
-            digest = hashlib.blake2b(digest_size=16)
-            for chunk in _chunks(arrays.values()):
-                digest.update(chunk)
-                file.write(chunk)
-            file.seek(0)
-            file.write(PREFIX.pack(MAGIC, VERSION, len(header), _digest(header), digest.digest()))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as draft, draft.open("wb") as file:
+        file.write(b"\0" * PREFIX.size + header)
+        digest = hashlib.blake2b(digest_size=16)
+        for chunk in _chunks(arrays.values()):
+            digest.update(chunk)
+            file.write(chunk)
+        file.seek(0)
+        file.write(PREFIX.pack(MAGIC, VERSION, len(header), _digest(header), digest.digest()))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _chunks(arrays: Iterable[Array]) -> Iterator[bytes]:

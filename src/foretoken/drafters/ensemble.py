@@ -35,12 +35,16 @@ class EnsembleDrafter(GroupDrafter):
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         super().__init__([m for d in drafters for m in (d.drafters if isinstance(d, EnsembleDrafter) else (d,))])
         for member in self.drafters:
-            if member.runs_target:
+            if member.traits.runs_target:
                 raise ValueError(
                     f"drafter {member.name!r} drafts on the target's own cache, which must hold its tree alone: "
                     "it cannot be in an ensemble, use it in a router"
                 )
         self.max_nodes = sum(member.max_nodes for member in self.drafters)
+        branches = len(self.drafters) > 1 or self.traits.draws_trees  # two members make two branches
+        # Point trees are those of rounds in which no drawing member had anything to say.
+        sorts = frozenset({(self.traits.kind, branches), (Kind.POINT, branches)})
+        self.traits = replace(self.traits, draws_trees=branches, sorts=sorts)
 
     @classmethod
     def build(
@@ -59,16 +63,6 @@ class EnsembleDrafter(GroupDrafter):
             raise ValueError("drafter 'ensemble' takes no path: ensemble,drafters=(model:PATH|ngram)")
         return cls(context.members(drafters, most=2))
 
-    @property
-    def draws_trees(self) -> bool:
-        """Two members make two branches."""
-        return len(self.drafters) > 1 or any(member.draws_trees for member in self.drafters)
-
-    @property
-    def proposals(self) -> frozenset[tuple[Kind, bool]]:
-        """Drawn trees, and point trees in rounds in which no drawing member had anything to say."""
-        return frozenset({(self.kind, self.draws_trees), (Kind.POINT, self.draws_trees)})
-
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Every member's trees for all requests, one member after the other, merged per request."""
         left = [budget.max_nodes for budget in budgets]
@@ -82,7 +76,7 @@ class EnsembleDrafter(GroupDrafter):
         return [self._merged(context, trees) for context, trees in zip(contexts, found, strict=True)]
 
     def _merged(self, context: Context, trees: Sequence[TokenTree]) -> TokenTree:
-        tree, places = merge_with_places(trees, self.kind)
+        tree, places = merge_with_places(trees, self.traits.kind)
         parts = {i: Part(own, place) for i, (own, place) in enumerate(zip(trees, places, strict=True))}
         context.state[self] = Proposal(tree, parts)
         return tree

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, NonFiniteLogitsError, TokenTree
-from foretoken.drafters.base import BuildContext, Drafter
+from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import draw_iid, ranked
-from foretoken.drafters.model import asks_for_confidence
+from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import Feed, SequenceState
@@ -90,22 +90,9 @@ class FeatureDrafter(FeatureReader, Drafter):
         self.growth = growth_of(grow)
         self.max_depth, self.max_nodes = depth, nodes
         self.vocab_size = model.vocab_size
-
-    @property
-    def draws_trees(self) -> bool:
-        """Unless every node gets one child."""
-        return self.width > 1
-
-    @property
-    def kind(self) -> Kind:
-        """How tokens are chosen when the request samples."""
-        return Kind.IID if self.draw == "iid" else Kind.POINT
-
-    @property
-    def proposals(self) -> frozenset[tuple[Kind, bool]]:
-        """The tree of points, and the drawn chain: a verifier must be right for both (``auto`` picks by the tree)."""
-        points = (Kind.POINT, self.draws_trees)
-        return frozenset({points, (Kind.IID, False)} if self.draw == "iid" else {points})
+        points = (Kind.POINT, width > 1)  # the tree; where chains are drawn, too, ``auto`` picks the rule by the tree
+        sorts = {points, (Kind.IID, False)} if draw == "iid" else {points}
+        self.traits = Traits(Kind.IID if draw == "iid" else Kind.POINT, width > 1, frozenset(sorts))
 
     # -- a request's life --------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import Drafter, Traits
 from foretoken.trees.operations import truncate
 
 
@@ -39,6 +39,8 @@ class Proposal:
 class GroupDrafter(Drafter):
     """Several drafters for one request.
 
+    It may propose what any member does; its kind is the most demanding one among them.
+
     Raises:
         ValueError: no member, one member twice, or members with different vocabularies.
     """
@@ -49,14 +51,17 @@ class GroupDrafter(Drafter):
         self._looking = [i for i, member in enumerate(drafters) if member.looks]
         self.taps = tuple(dict.fromkeys(tap for member in drafters for tap in member.taps))
         self.max_depth = max(member.max_depth for member in drafters)
-        self.shares_state = any(member.shares_state for member in drafters)
+        all_traits = [member.traits for member in drafters]
+        sorts = frozenset[tuple[Kind, bool]]().union(*(traits.proposals for traits in all_traits))
+        demanding = (Kind.WITHOUT_REPLACEMENT, Kind.IID, Kind.POINT)
+        self.traits = Traits(
+            next(kind for kind in demanding if any(kind is found for found, _ in sorts)),
+            any(traits.draws_trees for traits in all_traits),
+            sorts,
+            shares_state=any(traits.shares_state for traits in all_traits),
+            runs_target=any(traits.runs_target for traits in all_traits),
+        )
         self.vocab_size = next((v for v in map(vocabulary_of, drafters) if v is not None), None)
-
-    @property
-    def kind(self) -> Kind:
-        """The most demanding kind among the members."""
-        kinds = {kind for member in self.drafters for kind, _ in member.proposals}
-        return next((kind for kind in (Kind.WITHOUT_REPLACEMENT, Kind.IID) if kind in kinds), Kind.POINT)
 
     def start(self, context: Context) -> None:
         """Start every member."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.drafters.base import BuildContext, Drafter
+from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
@@ -35,7 +36,7 @@ class HeadsDrafter(Drafter):
     """
 
     taps = ("last",)
-    prefers_noise = True
+    traits = Traits(prefers_noise=True)
     net_config: ClassVar[type[Any]]
     net_class: ClassVar[type[Any]]
 
@@ -60,6 +61,7 @@ class HeadsDrafter(Drafter):
         self.parents = choice_parents(self.choices)
         self.max_depth = max(map(len, self.choices))
         self.max_nodes = len(self.choices)
+        self.traits = replace(self.traits, draws_trees=len(set(self.parents)) < len(self.parents))
 
     def reshaped(self, choices: Sequence[Choice]) -> Self:
         """The same heads that fill another tree."""
@@ -86,11 +88,6 @@ class HeadsDrafter(Drafter):
     def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
         """A drafter over heads for ``target``."""
         return cls(heads, parts, **options)
-
-    @property
-    def draws_trees(self) -> bool:
-        """Whether any two nodes share a parent."""
-        return len(set(self.parents)) < len(self.parents)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """Draft for one request."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict, argmaxes
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import Drafter, Traits
 
 
 @dataclass
@@ -37,7 +37,7 @@ class JacobiDrafter(Drafter):
     """
 
     name = "jacobi"
-    prefers_noise = True
+    traits = Traits(prefers_noise=True)
 
     def __init__(self, m: int = 8, init: str = "repeat") -> None:
         if m < 1:

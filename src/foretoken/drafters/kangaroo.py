@@ -15,7 +15,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.features import load_net
-from foretoken.drafters.model import _Growing
+from foretoken.drafters.growing import Growing
 from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
@@ -67,7 +67,7 @@ class KangarooDrafter(OwnLayersDrafter):
             raise ValueError(f"kangaroo needs eta in [0, 1], not {eta}")
         super().__init__(target, LayerPlan(stop=layer), k, tree, draw)
         self.adapter, self.layer = adapter, layer
-        self.eta = (0.0 if self.draws_trees else ETA) if eta is None else eta
+        self.eta = (0.0 if self.traits.draws_trees else ETA) if eta is None else eta
         self.taps = (f"layer:{layer}",)
 
     @classmethod
@@ -148,7 +148,7 @@ class KangarooDrafter(OwnLayersDrafter):
         own = [replace(budget, min_confidence=max(budget.min_confidence, self.eta)) for budget in budgets]
         return super().propose_batch(contexts, own)
 
-    def _score(self, feeds: Sequence[Feed], trees: Sequence[_Growing]) -> list[Rows]:
+    def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         """The first layers make the states (their own logits are not asked for), the adapter reads them."""
         exits = self.model.forward_part([replace(feed, wanted=0) for feed in feeds], self.plan, self.taps)
         return self.adapter.forward(

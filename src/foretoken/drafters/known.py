@@ -49,8 +49,7 @@ class KnownDrafter(GroupDrafter):
             self.prediction.vocab_size = self.vocab_size
         self.max_depth = max(k, 0 if inner is None else inner.max_depth)
         self.max_nodes = max(k, 0 if inner is None else inner.max_nodes)
-        self.runs_target = inner is not None and inner.runs_target
-        self.prefers_noise = inner is not None and inner.prefers_noise
+        self.traits = replace(self.traits, prefers_noise=inner is not None and inner.traits.prefers_noise)
 
     @classmethod
     def build(
@@ -72,17 +71,6 @@ class KnownDrafter(GroupDrafter):
         made = cls(context.drafter(spec), k)
         made.prediction.vocab_size = context.target.vocab_size
         return made
-
-    @property
-    def draws_trees(self) -> bool:
-        """Whether the inner drafter's proposals can branch."""
-        return self.inner is not None and self.inner.draws_trees
-
-    @property
-    def proposals(self) -> frozenset[tuple[Kind, bool]]:
-        """Chains of points, and whatever the inner drafter proposes."""
-        own = frozenset({(Kind.POINT, False)})
-        return own if self.inner is None else own | self.inner.proposals
 
     @property
     def limits(self) -> Limits:

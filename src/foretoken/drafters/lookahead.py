@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
-from foretoken.drafters.base import BuildContext, Drafter
+from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.jacobi import predictions
 from foretoken.trees.operations import first_nodes, from_paths
 
@@ -116,6 +116,7 @@ class LookaheadDrafter(Drafter):
     """
 
     name = "lookahead"
+    traits = Traits(draws_trees=True)  # the window branches even where one n-gram is guessed
 
     def __init__(
         self,
@@ -157,11 +158,6 @@ class LookaheadDrafter(Drafter):
             )
         target = context.target
         return cls(**{"context_length": target.context_length, "vocab_size": target.vocab_size, **options})
-
-    @property
-    def draws_trees(self) -> bool:
-        """The window branches even where one n-gram is guessed."""
-        return True
 
     def start(self, context: Context) -> None:
         """Fill the first row with random tokens."""

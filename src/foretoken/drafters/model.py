@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
-from foretoken.drafters.base import BuildContext, Drafter
+from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import best, draw_each, draw_iid, draw_without_replacement, ranked
+from foretoken.drafters.growing import Growing, asks_for_confidence, check_growth, ends_path, follow, readable, widened
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.parts import Fingerprint, TargetParts
-from foretoken.sampling import Sampler, fixed_tokens
+from foretoken.sampling import fixed_tokens
 from foretoken.trees.base import Shape
-from foretoken.trees.counts import Counts, Levels, Places, Ranks
+from foretoken.trees.counts import Levels, Places, Ranks
 from foretoken.trees.expansion import parse_widths as parse_widths
 from foretoken.trees.shapes import Choice, read_tree
 from foretoken.trees.specs import build_tree, static_trees
@@ -32,34 +32,8 @@ from foretoken.trees.specs import build_tree, static_trees
 Draw = Literal["iid", "without_replacement", "greedy"]
 
 
-@dataclass
-class _Growing:
-    """A tree under construction."""
-
-    context: Context
-    budget: Budget
-    sequence: SequenceState
-    maker: Sampler
-    tokens: list[int]
-    draws: bool  # whether tokens are drawn, and what they are drawn from is kept; else the best ones are taken
-    races: bool  # whether the best ones are those of a race on the request's noise
-    text: Sequence[int]  # the committed tokens in the draft model's own ids
-    counts: Counts  # children per place of the tree
-    parents: list[int] = field(default_factory=lambda: [-1])
-    q_rows: list[int] = field(default_factory=lambda: [-1])
-    distributions: list[Tensor] = field(default_factory=list)
-    frontier: list[int] = field(default_factory=lambda: [0])
-    scratch_of: dict[int, int] = field(default_factory=dict)
-    path_of: dict[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})  # node -> tokens below the root
-    place_of: dict[int, Choice] = field(default_factory=lambda: {0: ()})  # node -> ranks below the root
-    likelihood: dict[int, float] = field(default_factory=lambda: {0: 1.0})
-    ready: tuple[Tensor | None, list[int]] | None = (
-        None  # distribution [V] and tokens of the next node, made for the batch
-    )
-
-    def length(self, node: int) -> int:
-        """Tokens before the one that follows a node."""
-        return len(self.context.tokens) + len(self.path_of[node])
+KINDS = {"iid": Kind.IID, "without_replacement": Kind.WITHOUT_REPLACEMENT, "greedy": Kind.POINT}
+"""How siblings are drawn when the request samples, by the option ``draw``."""
 
 
 class ModelDrafter(Drafter):
@@ -85,7 +59,7 @@ class ModelDrafter(Drafter):
     """
 
     name = "model"
-    rewinds = True
+    traits = Traits(rewinds=True)
 
     def __init__(
         self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "", target: LanguageModel | None = None
@@ -95,16 +69,16 @@ class ModelDrafter(Drafter):
         self.places = places_of(tree, self.name) if tree else Levels((1,) * k)
         is_tree = self.places.branches
         draw = draw or ("without_replacement" if is_tree else "iid")
-        if draw not in ("iid", "without_replacement", "greedy"):
+        if draw not in KINDS:
             raise ValueError(f"draw must be iid, without_replacement or greedy, not {draw!r}")
         check_growth(model, is_tree)
         self.model = model
         self.vocab_size = model.vocab_size if target is None else target.vocab_size
-        self.draw = draw
-        self._take(self.places)
+        self._take(self.places, draw)
 
-    def _take(self, places: Places) -> None:
-        self.places, self.max_depth = places, places.max_depth
+    def _take(self, places: Places, draw: str) -> None:
+        self.places, self.max_depth, self.draw = places, places.max_depth, draw
+        self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=places.branches)
         if isinstance(places, Ranks):
             self.max_nodes = len(places.choices)
 
@@ -118,9 +92,7 @@ class ModelDrafter(Drafter):
         places = Ranks(choices)
         check_growth(self.model, places.branches)
         found = copy.copy(self)
-        found._take(places)
-        if places.branches and found.draw == "iid":
-            found.draw = "without_replacement"
+        found._take(places, "without_replacement" if places.branches and self.draw == "iid" else self.draw)
         return found
 
     @classmethod
@@ -136,13 +108,6 @@ class ModelDrafter(Drafter):
         draft = context.draft_model(cls.name, path, quantize=quantize or None)
         return cls(draft, target=context.target, **options)
 
-    @property
-    def kind(self) -> Kind:
-        """How siblings are drawn when the request samples."""
-        if self.draw == "greedy":
-            return Kind.POINT
-        return Kind.IID if self.draw == "iid" else Kind.WITHOUT_REPLACEMENT
-
     @cached_property
     def states(self) -> Fingerprint | None:
         """Fingerprint of the draft model; ``None`` when it has no hidden states."""
@@ -150,11 +115,6 @@ class ModelDrafter(Drafter):
             return TargetParts(self.model).fingerprint()
         except CapabilityError:
             return None
-
-    @property
-    def draws_trees(self) -> bool:
-        """Whether any node has several children."""
-        return self.places.branches
 
     def start(self, context: Context) -> None:
         """Prefill the draft model's own cache."""
@@ -200,7 +160,7 @@ class ModelDrafter(Drafter):
             growing = following
         return [self._finished(tree) for tree in trees]
 
-    def _draw_together(self, trees: Sequence[_Growing], logits: Sequence[Tensor]) -> None:
+    def _draw_together(self, trees: Sequence[Growing], logits: Sequence[Tensor]) -> None:
         """Draw the next token of all chains whose requests sample alike by one call; logits [1, V] for each.
 
         One by one that takes longer to call than to run, and a draft model's round is short.  (An argmax is one call:
@@ -232,12 +192,12 @@ class ModelDrafter(Drafter):
         """Whether no subclass makes distributions, or draws from them, in a way of its own, request by request."""
         return all(getattr(type(self), name) is getattr(ModelDrafter, name) for name in _ONE_BY_ONE)
 
-    def _score(self, feeds: Sequence[Feed], trees: Sequence[_Growing]) -> list[Rows]:
+    def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         """One draft forward for the trees that grow, a feed for each."""
         rules = (tree.budget.path_stop for tree in trees)
         return self.model.forward(feeds, tuple({rule.tap for rule in rules if rule and self.states is not None}))
 
-    def _unread(self, tree: _Growing) -> Sequence[int]:
+    def _unread(self, tree: Growing) -> Sequence[int]:
         """The tokens of the text that the draft model must be fed before it can go on."""
         return self.model.catch_up(tree.sequence, tree.text)
 
@@ -253,14 +213,14 @@ class ModelDrafter(Drafter):
         """Draft logits [n, V'] over the target's vocabulary [n, V]: what only one of them has is impossible."""
         return widened(logits, self.vocab_size)
 
-    def _begin(self, context: Context, budget: Budget) -> _Growing:
+    def _begin(self, context: Context, budget: Budget) -> Growing:
         sequence: SequenceState = context.state[self]
         maker, likeliest = context.maker, self.draw == "greedy"
         draws, races = not (maker.fixed or likeliest), maker.noise is not None and not likeliest
         counts = self.places.within(budget.max_depth, budget.max_nodes)
-        return _Growing(context, budget, sequence, maker, [context.root], draws, races, self.read(context), counts)
+        return Growing(context, budget, sequence, maker, [context.root], draws, races, self.read(context), counts)
 
-    def _width(self, tree: _Growing, node: int) -> int:
+    def _width(self, tree: Growing, node: int) -> int:
         """Children that a node gets (0: none)."""
         place = tree.place_of[node]
         if not tree.text or len(place) > self.model.context_length - len(tree.text):
@@ -268,7 +228,7 @@ class ModelDrafter(Drafter):
         room = tree.budget.max_nodes - (len(tree.tokens) - 1)
         return max(0, min(tree.counts(place), room))
 
-    def _expand(self, tree: _Growing, logits: Tensor) -> Feed | None:
+    def _expand(self, tree: Growing, logits: Tensor) -> Feed | None:
         """Add the children of the frontier; return the feed that scores them, if the tree goes on."""
         parents, tree.frontier = tree.frontier, []
         for row, parent in enumerate(parents):
@@ -287,7 +247,7 @@ class ModelDrafter(Drafter):
         ]
         return Feed(tree.sequence, self._readable([tree.tokens[node] for node in tree.frontier]), scratch_parents)
 
-    def _add_children(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> None:
+    def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
         if tree.ready is not None:
             (distribution, chosen), tree.ready = tree.ready, None
         else:
@@ -309,7 +269,7 @@ class ModelDrafter(Drafter):
             ):
                 tree.frontier.append(node)
 
-    def _candidates(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
+    def _candidates(self, tree: Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
         """Children of a node, best first or in sampling order, from draft logits [V]; and the distribution [V] that
         they were drawn from by the request's own pipeline, or by which a stop rule judges them (``None`` where none
         does)."""
@@ -329,7 +289,7 @@ class ModelDrafter(Drafter):
             return distribution, draw_iid(distribution, width, tree.context)
         return distribution, draw_without_replacement(distribution, width, tree.context)
 
-    def _confidence(self, logits: Tensor, distribution: Tensor, token: int, tree: _Growing) -> tuple[Tensor, float]:
+    def _confidence(self, logits: Tensor, distribution: Tensor, token: int, tree: Growing) -> tuple[Tensor, float]:
         """The draft's own distribution and its probability of ``token``; for greedy drafts the untempered softmax."""
         if not asks_for_confidence(tree.budget):
             return distribution, 1.0
@@ -337,11 +297,11 @@ class ModelDrafter(Drafter):
             distribution = torch.softmax(logits.float(), -1)
         return distribution, float(distribution[token])
 
-    def _finished(self, tree: _Growing) -> TokenTree:
+    def _finished(self, tree: Growing) -> TokenTree:
         if len(tree.tokens) == 1 or not tree.draws:
             return TokenTree(tuple(tree.tokens), tuple(tree.parents))
         distributions = torch.stack(tree.distributions) if len(tree.distributions) > 1 else tree.distributions[0][None]
-        return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.kind, distributions, tuple(tree.q_rows))
+        return TokenTree(tuple(tree.tokens), tuple(tree.parents), self.traits.kind, distributions, tuple(tree.q_rows))
 
 
 _ONE_BY_ONE = ("_expand", "_add_children", "_candidates")
@@ -363,43 +323,3 @@ def places_of(tree: str, name: str) -> Places:
         f"tree={tree!r} must be positive child counts per level, for example 3x2x1, a file of `foretoken tune tree`, "
         f"or one of {', '.join(static_trees())} with its options"
     )
-
-
-def check_growth(model: LanguageModel, branches: bool) -> None:
-    """Raises:
-    CapabilityError: the model cannot draft chains, or not trees where ``branches``.
-    """
-    for need in ("rollback", "tree_mask", "keep_path")[: 3 if branches else 1]:
-        if not getattr(model.capabilities, need):
-            raise CapabilityError(f"this model cannot draft so: {model.capabilities.missing.get(need, need)}")
-
-
-def readable(tokens: list[int], own: int, wide: int) -> list[int]:
-    """A text over ``wide`` ids for a model that has ``own``: token 0 stands for ids that it lacks."""
-    return tokens if own >= wide else [token if token < own else 0 for token in tokens]
-
-
-def widened(logits: Tensor, wide: int) -> Tensor:
-    """Logits [n, V'] over ``wide`` tokens: added ones are impossible, surplus ones go."""
-    missing = wide - logits.shape[-1]
-    return logits if missing == 0 else functional.pad(logits, (0, missing), value=-torch.inf)
-
-
-def asks_for_confidence(budget: Budget) -> bool:
-    """Whether a stop rule looks at the distribution or at the probability of a drawn token."""
-    return budget.min_confidence > 0 or (budget.stop is not None and budget.path_stop is None)
-
-
-def follow(tree: _Growing, row: Rows) -> None:
-    """Tell a rule that reads hidden states what the draft model makes of the tokens that it was just fed."""
-    rule = tree.budget.path_stop
-    if rule is None or rule.tap not in row.taps or tree.frontier == [0]:  # the root is committed: it is accepted
-        return
-    above = [tree.likelihood[tree.parents[node]] for node in tree.frontier]
-    tree.likelihood.update(zip(tree.frontier, rule.follow(above, row.taps[rule.tap]), strict=True))
-
-
-def ends_path(tree: _Growing, parent: int) -> bool:
-    """Whether such a rule ends the draft with the children of ``parent``."""
-    rule = tree.budget.path_stop
-    return rule is not None and parent in tree.likelihood and rule.ends(tree.likelihood[parent])

@@ -67,4 +67,4 @@ class Nested:
 
 def works_nested(drafter: Drafter | type[Drafter]) -> bool:
     """Whether a drafter can guess for a draft model: its text can be cut back, and it does not look into the target."""
-    return drafter.rewinds and not drafter.runs_target and not drafter.taps
+    return drafter.traits.rewinds and not drafter.traits.runs_target and not drafter.taps

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from foretoken.core import Budget, Context
-from foretoken.drafters.base import BuildContext
+from foretoken.drafters.base import BuildContext, Traits
 from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
 
 Places = dict[tuple[int, ...], list[int]]
@@ -72,7 +72,7 @@ class NgramDrafter(SourceDrafter):
     """
 
     name = "ngram"
-    rewinds = True
+    traits = Traits(rewinds=True)
 
     def __init__(self, n: int = 3, k: int = 8, min_n: int = 1, match: str = "recent") -> None:
         if not 1 <= min_n <= n:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core import Budget, Context
-from foretoken.drafters.base import BuildContext
+from foretoken.drafters.base import BuildContext, Traits
 from foretoken.drafters.datastore import encoded, fingerprint, joined
 from foretoken.drafters.ngram_counts import SIZES, CountTable, Followers, NgramCache
 from foretoken.drafters.sources import Guess, NgramSource, SourceDrafter
@@ -93,7 +93,8 @@ class NgramCacheDrafter(SourceDrafter):
     def __init__(self, k: int = 8, share: bool = True, static: str = "", save: bool = False) -> None:
         if k < 1:
             raise ValueError(f"ngram_cache needs k >= 1, not {k}")
-        self.max_depth, self.shares_state, self.save_always = k, share, save
+        self.max_depth, self.save_always = k, save
+        self.traits = Traits(shares_state=share)
         self.path: Path | None = None
         self.fingerprint = ""
         self._loaded = NgramCache()
@@ -137,7 +138,7 @@ class NgramCacheDrafter(SourceDrafter):
 
     def remember(self, text: Sequence[int], salt: str = "") -> None:
         """A request ended: add its text to the tenant's dynamic cache."""
-        if self.shares_state:
+        if self.traits.shares_state:
             self.tenants.of(salt).count(text)
             if self.save_always and self.path is not None and not salt:
                 self.save(self.path)

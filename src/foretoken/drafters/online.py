@@ -6,7 +6,7 @@ Liu et al. 2023 (arXiv 2310.07177).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ class OnlineDrafter(ModelDrafter):
             Path(save).expanduser().mkdir(parents=True, exist_ok=True)  # a wrong path fails now
         self.learner: Learner | None = Learner(model, config, save, tokenizer) if every else None
         super().__init__(model if self.learner is None else self.learner.served, k, tree, draw, target)
-        self.shares_state, self.salted = self.learner is not None, salted
+        self.salted = salted
+        self.traits = replace(self.traits, shares_state=self.learner is not None)
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> OnlineDrafter:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from foretoken.core import Context
 from foretoken.drafters.base import BuildContext
-from foretoken.drafters.model import ModelDrafter, _Growing
+from foretoken.drafters.growing import Growing
+from foretoken.drafters.model import ModelDrafter
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.layers import LayerPlan
 
@@ -33,7 +35,7 @@ class OwnLayersDrafter(ModelDrafter):
     its whole forward then states anew.
     """
 
-    runs_target = True
+    traits = replace(ModelDrafter.traits, runs_target=True)
 
     def __init__(self, target: LanguageModel, plan: LayerPlan, k: int, tree: str, draw: str) -> None:
         plan.check(num_layers_of(target))
@@ -70,8 +72,8 @@ class OwnLayersDrafter(ModelDrafter):
         """The sequence belongs to the engine."""
         context.state.pop(self, None)
 
-    def _score(self, feeds: Sequence[Feed], trees: Sequence[_Growing]) -> list[Rows]:
+    def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         return self.model.forward_part(feeds, self.plan)
 
-    def _unread(self, tree: _Growing) -> Sequence[int]:
+    def _unread(self, tree: Growing) -> Sequence[int]:
         return (tree.context.root,)

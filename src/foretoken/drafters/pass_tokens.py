@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes
-from foretoken.drafters.base import BuildContext, Drafter
+from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import draw_without_replacement, ranked
-from foretoken.drafters.model import asks_for_confidence
+from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.models.base import LanguageModel
@@ -78,6 +78,8 @@ class PassTokensDrafter(Drafter):
             raise ValueError(f"pass_tokens needs groups >= 0, not {groups}")
         device = getattr(target, "device", None)
         self.net, self.draw = (net if device is None else net.to(device)).eval(), draw
+        # The drafts are a chain, but look-ahead tokens branch from it.
+        self.traits = Traits(Kind.POINT if draw == "greedy" else Kind.IID, draws_trees=True)
         self.max_depth = self.max_nodes = k or learned
         self.groups = groups or self.max_depth + 1
         self.first = target.extra_embeddings(net.rows.detach())
@@ -96,16 +98,6 @@ class PassTokensDrafter(Drafter):
         net = PassTokens(PassTokensConfig(**found["config"]))
         load_weights(folder, net)
         return cls(net.to(parts.device), context.target, **options)
-
-    @property
-    def kind(self) -> Kind:
-        """How drafts are made when the request samples."""
-        return Kind.POINT if self.draw == "greedy" else Kind.IID
-
-    @property
-    def draws_trees(self) -> bool:
-        """The drafts are a chain, but look-ahead tokens branch from it."""
-        return True
 
     def start(self, context: Context) -> None:
         """Nothing is known before the first round, whose root gets its look-ahead tokens."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from foretoken.core import Budget, Context
-from foretoken.drafters.base import BuildContext
+from foretoken.drafters.base import BuildContext, Traits
 from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
 
 LONGEST = 12
@@ -113,8 +113,7 @@ class PredictionDrafter(SourceDrafter):
     """
 
     name = "prediction"
-    rewinds: ClassVar[bool] = True
-    only_for: ClassVar[str] = "requests with prediction=..."
+    traits = Traits(rewinds=True, only_for="requests with prediction=...")
 
     def __init__(self, k: int = 16, default: Sequence[int] = ()) -> None:
         if k < 1:

@@ -7,6 +7,7 @@ ML-SpecQD (https://arxiv.org/abs/2503.13565) drafts with a quantised copy of the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class QuantizedDrafter(ModelDrafter):
     """
 
     name = "quantized"
-    rewinds = False  # drafts grow on the target's own sequence
+    traits = replace(ModelDrafter.traits, rewinds=False)  # drafts grow on the target's own sequence
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class QuantizedDrafter(ModelDrafter):
             if width == 1
             else StagedDrafter(model, guesser, context.inner_rule, k=k, width=width, target=target)
         )
-        built.runs_target = True  # its chains grow on the target's own sequence
+        built.traits = replace(built.traits, runs_target=True)  # its chains grow on the target's own sequence
         return built
 
     @classmethod

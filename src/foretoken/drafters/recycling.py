@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import Drafter, Traits
 from foretoken.drafters.tenants import Tenants
 
 WIDTH = 8
@@ -177,20 +177,16 @@ class RecyclingDrafter(Drafter):
     """
 
     name = "recycling"
-    rewinds = True
+    traits = Traits(draws_trees=True, rewinds=True)
 
     def __init__(self, nodes: int = 80, depth: int = 6, adapt: int = 0, share: bool = True) -> None:
         for name, value, least in (("nodes", nodes, 1), ("depth", depth, 1), ("adapt", adapt, 0)):
             if value < least:
                 raise ValueError(f"recycling needs {name} >= {least}, not {value}")
-        self.max_nodes, self.max_depth, self.adapt, self.shares_state = nodes, depth, adapt, share
+        self.max_nodes, self.max_depth, self.adapt = nodes, depth, adapt
+        self.traits = replace(self.traits, shares_state=share)
         first = Template.best(PRIOR, nodes, depth)
         self.tenants = Tenants(lambda: Learned(first), TENANTS)
-
-    @property
-    def draws_trees(self) -> bool:
-        """Always."""
-        return True
 
     @property
     def template(self) -> Template:
@@ -208,7 +204,7 @@ class RecyclingDrafter(Drafter):
 
     def followers(self, context: Context) -> Followers:
         """The table that a request uses: its tenant's, or its own."""
-        if self.shares_state:
+        if self.traits.shares_state:
             return self.tenants.of(context.salt).followers
         found: Followers | None = context.state.get(self)
         if found is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter
-from foretoken.drafters.model import asks_for_confidence
+from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.vocabulary import (
     Vocabulary,
     character_decoder,

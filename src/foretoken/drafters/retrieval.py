@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.core import Budget, Context
-from foretoken.drafters.base import BuildContext
+from foretoken.drafters.base import BuildContext, Traits
 from foretoken.drafters.datastore import DEPTH, SEPARATOR, Datastore, encoded
 from foretoken.drafters.sources import NOTHING, Guess, NgramSource, SourceDrafter
 
@@ -85,7 +85,7 @@ class RetrievalDrafter(SourceDrafter):
     """
 
     name = "retrieval"
-    rewinds = True
+    traits = Traits(draws_trees=True, rewinds=True)
 
     def __init__(
         self, datastore: Datastore, n: int = 16, min_n: int = 2, k: int = 10, nodes: int = 64, hits: int = 512
@@ -114,11 +114,6 @@ class RetrievalDrafter(SourceDrafter):
             raise ValueError("retrieval without a tokenizer needs a file: retrieval:FILE (foretoken datastore build)")
         datastore.check_vocabulary(context.target.vocab_size)
         return cls(datastore, **options)
-
-    @property
-    def draws_trees(self) -> bool:
-        """Always."""
-        return True
 
     def open(self, context: Context) -> NgramSource:
         """The request's text over the common datastore."""

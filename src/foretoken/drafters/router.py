@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from foretoken.core import Budget, Context, Kind, Limits, TokenTree
+from foretoken.core import Budget, Context, Limits, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.models.base import LanguageModel
@@ -49,7 +49,6 @@ class RouterDrafter(GroupDrafter):
         self.costs = tuple(costs) or tuple(cost_of(member, target) for member in drafters)
         self._cheapest_first = sorted(range(len(drafters)), key=self.costs.__getitem__)
         self.max_nodes = max(member.max_nodes for member in drafters)
-        self.runs_target = any(member.runs_target for member in drafters)
 
     @classmethod
     def build(
@@ -68,16 +67,6 @@ class RouterDrafter(GroupDrafter):
         if path is not None:
             raise ValueError("drafter 'router' takes no path: router,drafters=(model:PATH|ngram)")
         return cls(context.members(drafters), parse_costs(costs), target=context.target)
-
-    @property
-    def draws_trees(self) -> bool:
-        """Whether any member's proposals can branch."""
-        return any(member.draws_trees for member in self.drafters)
-
-    @property
-    def proposals(self) -> frozenset[tuple[Kind, bool]]:
-        """All that any member proposes: a verifier must be right for whichever is chosen."""
-        return frozenset().union(*(member.proposals for member in self.drafters))
 
     @property
     def limits(self) -> Limits:

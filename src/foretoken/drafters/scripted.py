@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import Drafter, Traits
 
 
 class ScriptedDrafter(Drafter):
@@ -19,8 +20,7 @@ class ScriptedDrafter(Drafter):
     """
 
     name = "scripted"
-    rewinds = True
-    only_for = "tests and demonstrations"
+    traits = Traits(rewinds=True, only_for="tests and demonstrations")
 
     def __init__(
         self,
@@ -35,11 +35,7 @@ class ScriptedDrafter(Drafter):
             raise ValueError(f"scripted tokens must be ids separated by spaces, not {tokens!r}") from None
         self.as_output = as_output
         self._propose = propose
-
-    @property
-    def draws_trees(self) -> bool:
-        """A function may propose anything."""
-        return self._propose is not None
+        self.traits = replace(self.traits, draws_trees=propose is not None)  # a function may propose anything
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """The script's tokens, as many as the budget allows."""

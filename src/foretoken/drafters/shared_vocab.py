@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from foretoken.core import Context, NonFiniteLogitsError
 from foretoken.drafters.base import BuildContext
-from foretoken.drafters.model import ModelDrafter, _Growing
+from foretoken.drafters.growing import Growing
+from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.vocabulary import Vocabulary, character_decoder, common_tokens
 from foretoken.models.base import LanguageModel
 
@@ -57,7 +58,7 @@ class SharedVocabDrafter(ModelDrafter):
     """
 
     name = "shared_vocab"
-    rewinds = False
+    traits = replace(ModelDrafter.traits, rewinds=False)
 
     def __init__(
         self,
@@ -131,7 +132,7 @@ class SharedVocabDrafter(ModelDrafter):
         wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
         return wide.index_copy_(1, self._ids[0], logits.index_select(1, self._ids[1]))
 
-    def _candidates(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
+    def _candidates(self, tree: Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
         try:
             distribution, chosen = super()._candidates(tree, logits, parent, width)
         except NonFiniteLogitsError:

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import torch
 
 from foretoken.drafters.own_layers import num_layers_of
+from foretoken.io.files import write_json
 from foretoken.models.base import LanguageModel
 from foretoken.models.layers import LayerPlan, check_sublayers
 
@@ -112,10 +113,7 @@ def save_skips(file: Path, skips: SkipSet, target: LanguageModel, **measured: An
         "mlp": sorted(skips.mlp),
         **measured,
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(file)
+    write_json(file, content)
 
 
 def load_skips(file: Path, target: LanguageModel) -> SkipSet:

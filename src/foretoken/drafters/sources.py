@@ -143,11 +143,11 @@ class SourceDrafter(Drafter):
     @property
     def looks(self) -> bool:
         """Only for the sake of other requests, or of what a subclass adds."""
-        return self.shares_state or type(self).observe is not SourceDrafter.observe
+        return self.traits.shares_state or type(self).observe is not SourceDrafter.observe
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Read the new tokens, if other requests may want them; else the next proposal does, if there is one."""
-        if self.shares_state:
+        if self.traits.shares_state:
             self.source(context)
 
     def rewind(self, context: Context, length: int) -> None:
@@ -159,7 +159,7 @@ class SourceDrafter(Drafter):
     def finish(self, context: Context) -> None:
         """Forget the request, its last tokens read if other requests may want them."""
         if self in context.state:
-            source: NgramSource = self.source(context) if self.shares_state else context.state[self]
+            source: NgramSource = self.source(context) if self.traits.shares_state else context.state[self]
             source.close()
             del context.state[self]
 

@@ -6,6 +6,7 @@ TriForce, Sun et al. 2024 (https://arxiv.org/abs/2404.11912).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from foretoken.drafters.base import BuildContext
@@ -35,7 +36,7 @@ class SparseKvDrafter(ModelDrafter):
     """
 
     name = "sparse_kv"
-    rewinds = False  # the subset is the committed text's
+    traits = replace(ModelDrafter.traits, rewinds=False)  # the subset is the committed text's
 
     def __init__(
         self,

@@ -4,6 +4,8 @@ model that writes it is itself sped up by a cheaper drafter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from foretoken.core import Kind, TokenTree
@@ -48,16 +50,8 @@ class StagedDrafter(CascadeDrafter):
         super().__init__(model, inner, rule, k, target=target)
         self.width = width
         self.max_nodes = k * width
-
-    @property
-    def kind(self) -> Kind:
-        """The token of the spine is drawn first, its siblings after it with earlier ones removed."""
-        return Kind.WITHOUT_REPLACEMENT if self.width > 1 else Kind.IID
-
-    @property
-    def draws_trees(self) -> bool:
-        """With more than one token per place."""
-        return self.width > 1
+        if width > 1:  # the token of the spine is drawn first, its siblings after it with earlier ones removed
+            self.traits = replace(self.traits, kind=Kind.WITHOUT_REPLACEMENT, draws_trees=True)
 
     def _finished(self, chain: Chain) -> TokenTree:
         spine = super()._finished(chain)
@@ -73,7 +67,7 @@ class StagedDrafter(CascadeDrafter):
             parents += [place] * len(siblings)
             if q_rows:
                 q_rows += [q_rows[place + 1]] * len(siblings)
-        kind = spine.kind if spine.q is None else self.kind
+        kind = spine.kind if spine.q is None else self.traits.kind
         return TokenTree(tuple(tokens), tuple(parents), kind, spine.q, tuple(q_rows))
 
     def _siblings(self, chain: Chain, place: int, count: int) -> list[int]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from foretoken.core import Budget, Context
+from foretoken.drafters.base import Traits
 from foretoken.drafters.sources import NOTHING, Automaton, Guess, NgramSource, SourceDrafter
 from foretoken.drafters.tenants import Tenants
 
@@ -181,7 +182,7 @@ class _Source(NgramSource):
     def __init__(self, drafter: SuffixDrafter, context: Context) -> None:
         super().__init__()
         self.drafter, self.prompt_length = drafter, context.prompt_length
-        self.others = drafter.tenants.of(context.salt) if drafter.shares_state else None
+        self.others = drafter.tenants.of(context.salt) if drafter.traits.shares_state else None
         self.own = _Document(Automaton(drafter.bounds.depth, counted=True))
         self.output: _Document | None = None
 
@@ -244,7 +245,7 @@ class SuffixDrafter(SourceDrafter):
         if factor < 0 or not 0 <= min_prob <= 1:
             raise ValueError(f"suffix needs factor >= 0 and 0 <= min_prob <= 1, not {factor} and {min_prob}")
         self.bounds = MatchLimits(k, depth, factor, offset, min_prob, tree)
-        self.shares_state = share
+        self.traits = Traits(draws_trees=tree, shares_state=share)
         self.tenants = Tenants(lambda: Outputs(depth, cached, tokens), size=lambda one: one.size, room=tokens)
         self.max_depth = self.max_nodes = k
 
@@ -252,11 +253,6 @@ class SuffixDrafter(SourceDrafter):
     def outputs(self) -> Outputs:
         """The outputs of requests without a salt."""
         return self.tenants.of("")
-
-    @property
-    def draws_trees(self) -> bool:
-        """Only in tree mode."""
-        return self.bounds.tree
 
     def open(self, context: Context) -> NgramSource:
         """Counts of the request's own text."""

@@ -6,6 +6,7 @@ SWIFT, Xia et al. 2024 (arXiv 2410.06916).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.drawing import ranked
-from foretoken.drafters.model import _Growing
+from foretoken.drafters.growing import Growing
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.drafters.skip_search import SkipSearch
 from foretoken.drafters.skip_sets import SkipSet
@@ -55,7 +56,7 @@ class SwiftDrafter(OwnLayersDrafter):
     """
 
     name = "swift"
-    prefers_noise = True
+    traits = replace(OwnLayersDrafter.traits, prefers_noise=True)
 
     def __init__(
         self,
@@ -92,12 +93,7 @@ class SwiftDrafter(OwnLayersDrafter):
         self.tenants = Tenants(self._new_search)
         super().__init__(target, self._shared.best.plan, k, "", "greedy")
         self.threshold, self.max_nodes, self.window, self.every = threshold, nodes, window, every
-        self.shares_state = share
-
-    @property
-    def draws_trees(self) -> bool:
-        """Siblings branch off the chain."""
-        return True
+        self.traits = replace(self.traits, draws_trees=True, shares_state=share)  # siblings branch off the chain
 
     @property
     def _shared(self) -> SkipSearch:
@@ -105,7 +101,7 @@ class SwiftDrafter(OwnLayersDrafter):
 
     def search(self, context: Context) -> SkipSearch:
         """The search that a request takes part in."""
-        if self.shares_state:
+        if self.traits.shares_state:
             return self.tenants.of(context.salt)
         own: SkipSearch = context.state[self, "search"]
         return own
@@ -113,7 +109,7 @@ class SwiftDrafter(OwnLayersDrafter):
     def start(self, context: Context) -> None:
         """Begin a search of the request's own, unless one is shared."""
         super().start(context)
-        if not self.shares_state:
+        if not self.traits.shares_state:
             context.state[self, "search"] = self._new_search()
 
     def finish(self, context: Context) -> None:
@@ -153,7 +149,7 @@ class SwiftDrafter(OwnLayersDrafter):
 
     # -- growing -----------------------------------------------------------------------------------------------------
 
-    def _add_children(self, tree: _Growing, logits: Tensor, parent: int, width: int) -> None:
+    def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
         """The best token is the next of the chain; the distribution is kept for siblings."""
         prefix = () if tree.maker.context_free else (*tree.context.tokens, *tree.path_of[parent])
         if tree.maker.noise is not None:
@@ -176,7 +172,7 @@ class SwiftDrafter(OwnLayersDrafter):
         if confidence >= self.threshold and not tree.budget.stops_after(ranking, confidence):
             tree.frontier.append(node)
 
-    def _finished(self, tree: _Growing) -> TokenTree:
+    def _finished(self, tree: Growing) -> TokenTree:
         """The chain, and in what room is left the likeliest siblings."""
         spare: list[tuple[float, int, int]] = []  # (chance of the path, parent, token)
         chance = 1.0

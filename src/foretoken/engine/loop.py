@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from foretoken.controllers.base import Controller
-from foretoken.core import Budget, Kind, Scores, StepRecord, TokenTree, Verdict
+from foretoken.core import Budget, Kind, RoundTimes, Scores, StepRecord, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Emission, Origin, Running
@@ -35,7 +35,7 @@ from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.batched import verify_batch
 from foretoken.verifiers.compatibility import auto_verifier, check_pair, check_proposals
 
-OnRound = Callable[[Sequence[Running], Sequence[TokenTree], Sequence[Verdict], tuple[float, float, float, float]], None]
+OnRound = Callable[[Sequence[Running], Sequence[TokenTree], Sequence[Verdict], RoundTimes], None]
 """Told of every round: the requests, their trees and verdicts, and (draft_s, target_s, verify_s, total_s)."""
 
 
@@ -98,7 +98,7 @@ class Engine(Requests):
         if drafter is None:
             check_pair(min(verifier.kinds), False, verifier, "none", self.allow_lossy, greedy)
         else:
-            check_proposals(drafter.proposals, verifier, drafter.name, self.allow_lossy, greedy)
+            check_proposals(drafter.traits.proposals, verifier, drafter.name, self.allow_lossy, greedy)
 
     def _check_drafter(self, name: str | None) -> None:
         if name is not None and name not in self._members:
@@ -108,11 +108,11 @@ class Engine(Requests):
     def _check_target(self, drafter: Drafter) -> None:
         offered = self.target.capabilities
         needed = ["rollback"]
-        if drafter.draws_trees:
+        if drafter.traits.draws_trees:
             needed += ["tree_mask", "keep_path"]
         if drafter.taps:
             needed.append("taps")
-        if drafter.runs_target:
+        if drafter.traits.runs_target:
             needed.append("layer_windows")
         for name in needed:
             if not getattr(offered, name):
@@ -158,7 +158,7 @@ class Engine(Requests):
         taken = now(self._device)
         # What the bookkeeping of the last round took is part of serving, and known only now.
         draft_s = drafted - began + taken - committed
-        times = (draft_s, target_s, verified - scored, taken - began + self._bookkeeping_s)
+        times = RoundTimes(draft_s, target_s, verified - scored, taken - began + self._bookkeeping_s)
         self.rounds += 1
         counts = (len(turns), self.target.run_rows - rows_before or sum(len(turn.tree) for turn in turns))
         turns = self._each(lambda alone: self._account(alone[0], counts, times), turns)
@@ -302,14 +302,13 @@ class Engine(Requests):
             if self.drafter is not None and turn.run.finish_reason is None:
                 self.drafter.observe(turn.run.context, turn.tree, turn.scores, turn.verdict)
 
-    def _account(self, turn: Turn, counts: tuple[int, int], times: tuple[float, float, float, float]) -> None:
+    def _account(self, turn: Turn, counts: tuple[int, int], times: RoundTimes) -> None:
         run, tree = turn.run, turn.tree
-        draft_s, target_s, verify_s, total_s = times
         accepted = len(turn.verdict.path)
         run.stats.add_round(tree.num_drafts, accepted, len(run.origins) - run.stats.num_new_tokens)
-        run.stats.add_times(draft_s, target_s, verify_s, total_s)
+        run.stats.add_times(times)
         if run.request.explain:
-            run.rounds[-1] = run.rounds[-1].timed(*times)
+            run.rounds[-1] = run.rounds[-1].timed(times)
             turn.emission = replace(turn.emission, rounds=run.rounds[-1:])
         if self.drafter is not None and tree.num_drafts and self.drafter.from_prediction(run.context):
             run.stats.num_prediction_tokens += tree.num_drafts

@@ -147,7 +147,7 @@ class Requests(ABC):
         where it is accepted most; a verifier with draws of its own that was asked for has no use for it."""
         if self.verifier is not None:
             return self.verifier.races
-        return request.seed is not None or (self.drafter is not None and self.drafter.prefers_noise)
+        return request.seed is not None or (self.drafter is not None and self.drafter.traits.prefers_noise)
 
     def cancel(self, request_id: int) -> None:
         """Drop a request, waiting or running."""

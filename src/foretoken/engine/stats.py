@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foretoken.core import RoundTimes
 
 
 @dataclass
@@ -76,13 +79,13 @@ class SpecStats:
         for i in range(accepted):
             positions[i] += 1
 
-    def add_times(self, draft_s: float, target_s: float, verify_s: float, total_s: float) -> None:
-        """Add one round's times; what is not draft, target or verification is overhead."""
-        self.draft_s += draft_s
-        self.target_s += target_s
-        self.verify_s += verify_s
-        self.overhead_s += total_s - draft_s - target_s - verify_s
-        self.total_s += total_s
+    def add_times(self, times: RoundTimes) -> None:
+        """Add one round's."""
+        self.draft_s += times.draft_s
+        self.target_s += times.target_s
+        self.verify_s += times.verify_s
+        self.overhead_s += times.overhead_s
+        self.total_s += times.total_s
 
     def merge(self, other: SpecStats) -> None:
         """Add another request's counts and times."""

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from foretoken.core import Scores, TokenTree, Verdict
+from foretoken.core import RoundTimes, Scores, TokenTree, Verdict
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class RoundTrace:
     next_p: float | None = None
     probes: list[int] = field(default_factory=list)
 
-    def timed(self, draft_s: float, target_s: float, verify_s: float, total_s: float) -> RoundTrace:
-        """The round with its times, of which what is left of the whole is overhead."""
-        rest = total_s - draft_s - target_s - verify_s
-        return replace(self, draft_s=draft_s, target_s=target_s, verify_s=verify_s, overhead_s=rest)
+    def timed(self, times: RoundTimes) -> RoundTrace:
+        """The round with its times."""
+        draft_s, target_s, verify_s, _ = times
+        return replace(self, draft_s=draft_s, target_s=target_s, verify_s=verify_s, overhead_s=times.overhead_s)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

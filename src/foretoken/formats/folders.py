@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foretoken.drafters.nets.store import CONFIG as OURS
+from foretoken.io.files import replacing
 from foretoken.loading import PICKLES
 
 NOTE = "foretoken.json"
@@ -41,17 +39,12 @@ def new_folder(out: Path, force: bool = False, inputs: Sequence[Path] = ()) -> I
     out = out.expanduser().resolve()
     _check_free(out, force, [path.expanduser().resolve() for path in inputs])
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        for file in temporary.iterdir():  # servers often run as another user
+    with replacing(out) as draft:
+        draft.mkdir()
+        yield draft
+        draft.chmod(0o755)
+        for file in draft.iterdir():  # servers often run as another user
             file.chmod(0o644)
-        _put(temporary, out)
-    except SafetensorError as error:  # a full disk, among others
-        raise OSError(f"cannot write {out}: {error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _check_free(out: Path, force: bool, inputs: Sequence[Path]) -> None:
@@ -64,20 +57,6 @@ def _check_free(out: Path, force: bool, inputs: Sequence[Path]) -> None:
         raise ValueError(f"{out} is not empty: give another --out, or --force to replace it")
     if there and (any(path.is_dir() for path in there) or not {path.name for path in there} & set(MARKS)):
         raise ValueError(f"{out} holds something else than a drafter, which --force does not replace")
-
-
-def _put(temporary: Path, out: Path) -> None:
-    """Rename; an old folder is set aside first, and comes back when that fails."""
-    aside = out.with_name(f".{out.name}-old-{os.getpid()}")
-    if out.exists():
-        out.rename(aside)
-    try:
-        temporary.rename(out)
-    except BaseException:
-        if aside.exists():
-            aside.rename(out)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:

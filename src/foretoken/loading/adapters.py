@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from foretoken.io.files import save_described
 from foretoken.loading.checkpoints import ADAPTER_CONFIG, LoadError, is_adapter, resolve
 from foretoken.models.low_rank import merged
 from foretoken.models.packing import is_plain
@@ -164,15 +164,4 @@ def save_adapter(folder: Path, factors: Mapping[str, tuple[Tensor, Tensor]], bas
         "target_modules": sorted({name.rpartition(".")[2] for name in factors}),
         "task_type": "CAUSAL_LM",
     }
-    waiting = {name: folder / f".tmp-{name}" for name in (WEIGHTS, ADAPTER_CONFIG)}
-    try:
-        save_file(tensors, waiting[WEIGHTS], {"format": "pt"})
-        waiting[ADAPTER_CONFIG].write_text(json.dumps(config, indent=1), encoding="utf-8")
-        shutil.copymode(waiting[ADAPTER_CONFIG], waiting[WEIGHTS])  # safetensors lets only the owner read
-        for name, path in waiting.items():
-            path.replace(folder / name)
-    except SafetensorError as error:
-        raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from None
-    finally:
-        for path in waiting.values():
-            path.unlink(missing_ok=True)
+    save_described(folder, (WEIGHTS, tensors), (ADAPTER_CONFIG, config))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from foretoken.controllers.costs import RoundCosts
+from foretoken.costs import RoundCosts
 
 
 def read_profile(file: str | Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Measured costs: v(n) of a target, the rest of a round, and what a drafter costs and promises.
 
-Made for the cost model in :mod:`foretoken.controllers.costs`; section 8 of the specification.
+Made for the cost model in :mod:`foretoken.costs`; section 8 of the specification.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from foretoken.controllers.costs import DrafterCost, TargetCost
+from foretoken.costs import DrafterCost, TargetCost
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats

@@ -3,7 +3,6 @@ whether it still holds."""
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from foretoken.controllers.costs import RoundCosts, TargetCost
+from foretoken.costs import RoundCosts, TargetCost
 from foretoken.measure.costs import measure_target
 from foretoken.measure.machine import hardware, threads, versions
 from foretoken.models.base import CapabilityError, LanguageModel
@@ -45,18 +44,6 @@ def fingerprint_of(target: LanguageModel) -> str:
         return known or f"{type(target).__name__}-{target.vocab_size}-{target.context_length}"
     grown = f"-inflated-{target.num_parameters}" if isinstance(target, InflatedModel) else ""
     return f"{found.num_layers}x{found.hidden_size}-{found.vocab_size}-{found.weights}-{found.layers}{grown}"
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write a file; whenever it is broken off, the file is the old or the new one.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(file)
 
 
 def misfits(profile: Mapping[str, Any], target: LanguageModel) -> list[str]:

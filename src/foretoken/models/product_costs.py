@@ -17,7 +17,6 @@ import json
 import math
 import os
 import platform
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -28,6 +27,7 @@ from time import get_clock_info, perf_counter, thread_time
 import torch
 from torch import Tensor
 
+from foretoken.io.files import write_json
 from foretoken.models.layouts import LAYOUTS, Layout, Maker, usable_layouts
 
 ROWS = (1, 2, 5, 8)
@@ -192,12 +192,7 @@ def _read_known() -> dict[str, Times]:
 
 def _remember(key: str, times: Times) -> None:
     """Add a measurement to the file; where that cannot be written, it is measured again next time."""
-    place = cache_file()
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        known = {**_read_known(), key: times}
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
-            json.dump(known, file, indent=1)
-        Path(file.name).replace(place)
+        write_json(cache_file(), {**_read_known(), key: times})
     except OSError:
         return

@@ -114,8 +114,8 @@ def verifier_name(llm: Llm, greedy: bool, seeded: bool) -> str:
     drafter = llm.drafter
     if drafter is None:
         return "none"
-    coupled = seeded or drafter.prefers_noise
-    return auto_verifier(drafter.kind, drafter.draws_trees, greedy, coupled).name
+    coupled = seeded or drafter.traits.prefers_noise
+    return auto_verifier(drafter.traits.kind, drafter.traits.draws_trees, greedy, coupled).name
 
 
 # -- what everything is compared with --------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def _check_again(subject: Subject, verifier: Verifier) -> Check | None:
     """
     r = subject.reference
     drafter = subject.chosen.drafter
-    if drafter is None or drafter.shares_state:
+    if drafter is None or drafter.traits.shares_state:
         return None
     check = subject.check("seed")
     # A controller that looks at the clock may plan other drafts the second time.

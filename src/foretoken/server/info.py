@@ -184,7 +184,7 @@ def _drafters(drafter: Drafter) -> list[dict[str, Any]]:
             "name": limits.name,
             "max_depth": limits.max_depth,
             "max_nodes": limits.max_nodes,
-            "shape": "tree" if part.draws_trees else "chain",
+            "shape": "tree" if part.traits.draws_trees else "chain",
             "relative_cost": limits.relative_cost,
         }
         for part, limits in zip(parts, members or (drafter.limits,), strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from foretoken.controllers.costs import RoundCosts, TargetCost
+from foretoken.costs import RoundCosts, TargetCost
 from foretoken.theory import speedup as theory
 from foretoken.theory.speedup import Acceptance
 

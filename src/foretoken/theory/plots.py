@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from foretoken.io.files import replacing
 from foretoken.theory.assumptions import Assumptions
 from foretoken.theory.planner import Plan
 
@@ -43,13 +44,9 @@ def plot(plan: Plan, file: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(bottom=0.0)
         axes.set_ylabel("speed-up over plain decoding")
-    tmp = file.with_name(f".tmp-{file.name}")
-    try:
-        figure.savefig(tmp, dpi=130, format="png")
-        tmp.replace(file)
-    finally:
-        plt.close(figure)
-        tmp.unlink(missing_ok=True)
+    with replacing(file) as draft:
+        figure.savefig(draft, dpi=130, format="png")
+    plt.close(figure)
 
 
 def _against_k(axes: Any, plan: Plan) -> None:

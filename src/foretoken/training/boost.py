@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.training.distill import Distiller, Evaluate, Progress
+from foretoken.training.distill import Distiller, Evaluate
+from foretoken.training.loop import Progress
 from foretoken.training.text_sources import TeacherText
 from foretoken.training.workshop import Workshop, load_student
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foretoken.io.files import replacing, write_json
 from foretoken.models.parts import TargetParts
 from foretoken.training.blocks import WrittenBlocks
 from foretoken.training.corpus import BlockSampler
@@ -61,10 +62,7 @@ class FeatureStore:
                 f"{folder} holds features of another target, text, --context, --batch-size or --seed: "
                 "use another folder"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        tmp = folder / ".tmp-features.json"
-        tmp.write_text(json.dumps(identity, indent=1), encoding="utf-8")
-        tmp.replace(card)
+        write_json(card, identity)
 
     def features(self, step: int, taps: Sequence[str]) -> dict[str, Tensor]:
         """Hidden states [b, n, D] by tap of the blocks of ``step``; makes the whole shard when it is missing.
@@ -97,12 +95,6 @@ class FeatureStore:
         ]
         for tap in taps:
             file = self._file(tap, number)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            tmp = file.with_name(f".tmp-{file.name}")
-            try:
-                save_file({"states": torch.stack([step[tap].cpu() for step in steps])}, tmp)
-                tmp.replace(file)
-            except SafetensorError as error:
-                raise OSError(f"cannot write {file}: {error}") from None
-            finally:
-                tmp.unlink(missing_ok=True)
+            file.parent.mkdir(exist_ok=True)
+            with replacing(file) as draft:
+                save_file({"states": torch.stack([step[tap].cpu() for step in steps])}, draft)

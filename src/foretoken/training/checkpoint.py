@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from foretoken.io.files import replacing
+
 
 def save_checkpoint(
-    folder: Path, step: int, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], meta: dict[str, Any]
+    folder: Path, step: int, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], meta: dict[str, Any]
 ) -> Path:
     """Write ``folder/step-N`` through a temporary name, then drop all older checkpoints but one.
 
@@ -23,27 +26,18 @@ def save_checkpoint(
         OSError: the disk is full or not writable.
     """
     final = folder / f"step-{step:07d}"
-    tmp = folder / f".tmp-{step:07d}"
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    try:
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(final) as draft:
+        draft.mkdir()
         tensors = {f"model.{k}": v.detach().clone() for k, v in model.named_parameters() if v.requires_grad}
         for i, optimizer in enumerate(optimizers):
             for j, state in optimizer.state_dict()["state"].items():
                 for key, value in state.items():
                     tensors[f"opt.{i}.{j}.{key}"] = torch.as_tensor(value).clone()
-        save_file(tensors, tmp / "state.safetensors")
-        (tmp / "meta.json").write_text(json.dumps({**meta, "step": step}))
-        if final.exists():
-            shutil.rmtree(final)
-        tmp.replace(final)
-    except SafetensorError as error:
-        shutil.rmtree(tmp, ignore_errors=True)
-        raise OSError(f"cannot write the checkpoint {final}: {error}") from None
-    except BaseException:
-        shutil.rmtree(tmp, ignore_errors=True)
-        raise
-    for old in sorted(folder.glob("step-*"))[:-2]:
+        save_file(tensors, draft / "state.safetensors")
+        (draft / "meta.json").write_text(json.dumps({**meta, "step": step}))
+    killed = folder.glob(".tmp-*")  # while they were written
+    for old in (*sorted(folder.glob("step-*"))[:-2], *killed):
         shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -67,7 +61,30 @@ def read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def load_checkpoint(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+def check_same(path: Path, identity: Mapping[str, Any]) -> None:
+    """Compare the settings that a checkpoint was made with.
+
+    Raises:
+        ValueError: they are others (names them), or the checkpoint is damaged.
+    """
+    mine, stored = json.loads(json.dumps(identity)), read_meta(path).get("identity", {})
+    if stored != mine:
+        then, now = dict(_flat(stored)), dict(_flat(mine))
+        others = ", ".join(f"{key}={then.get(key)}" for key in now if then.get(key) != now[key])
+        raise ValueError(
+            f"{path} was trained with other settings ({others}); give the same ones to resume, or another --out"
+        )
+
+
+def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        else:
+            yield key, value
+
+
+def load_checkpoint(path: Path, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
     """Restore parameters and optimizer state in place; return the stored meta data (``step`` included).
 
     Raises:
@@ -85,7 +102,7 @@ def _damaged(path: Path) -> ValueError:
     return ValueError(f"the checkpoint {path} is damaged: delete that folder to resume from the one before it")
 
 
-def _restore(file: Any, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+def _restore(file: Any, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     keys = list(file.keys())
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -7,24 +7,23 @@ split by a hash of their content, so a document never changes side when others a
 
 from __future__ import annotations
 
-import hashlib
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from foretoken.io.documents import iter_documents
+from foretoken.io.files import checksum, replacing, write_json
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 def is_held_out(document: str, fraction: float) -> bool:
     """Whether a document belongs to the held-out split: a property of its content alone."""
-    digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    return int(checksum(document), 16) < fraction * 2**64
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, out: Path) -> None:
@@ -45,11 +44,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, out: Path) -> Non
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
-    tmp = out.with_name(f".tmp-{out.name}")
-    shutil.rmtree(tmp, ignore_errors=True)
-    fast.save_pretrained(tmp)
-    shutil.rmtree(out, ignore_errors=True)
-    tmp.replace(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as draft:
+        fast.save_pretrained(draft)
 
 
 def stored_corpus(
@@ -68,7 +65,7 @@ def _identity(paths: Sequence[str | Path], tokenizer: Any, held_fraction: float)
     return {
         "paths": [str(p) for p in paths],
         "held_fraction": held_fraction,
-        "vocab": hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode(), digest_size=8).hexdigest(),
+        "vocab": checksum(json.dumps(sorted(tokenizer.get_vocab().items()))),
     }
 
 
@@ -84,22 +81,19 @@ def build_corpus(paths: Sequence[str | Path], tokenizer: Any, out: Path, held_fr
     out.mkdir(parents=True, exist_ok=True)
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
     splits: dict[str, dict[str, int]] = {s: {"documents": 0, "bytes": 0, "tokens": 0} for s in ("train", "held")}
-    handles = {s: (out / f"{s}.bin.tmp").open("wb") for s in splits}
-    for batch in _batched(iter_documents(paths), 64):
-        for text, ids in zip(batch, tokenizer(batch, add_special_tokens=False)["input_ids"], strict=True):
-            split = "held" if is_held_out(text, held_fraction) else "train"
-            np.asarray([*ids, tokenizer.eos_token_id], dtype=dtype).tofile(handles[split])
-            row = splits[split]
-            row["documents"] += 1
-            row["bytes"] += len(text.encode())
-            row["tokens"] += len(ids) + 1
-    for split, handle in handles.items():
-        handle.close()
-        (out / f"{split}.bin.tmp").replace(out / f"{split}.bin")
+    with ExitStack() as stack:
+        drafts = {split: stack.enter_context(replacing(out / f"{split}.bin")) for split in splits}
+        handles = {split: stack.enter_context(draft.open("wb")) for split, draft in drafts.items()}
+        for batch in _batched(iter_documents(paths), 64):
+            for text, ids in zip(batch, tokenizer(batch, add_special_tokens=False)["input_ids"], strict=True):
+                split = "held" if is_held_out(text, held_fraction) else "train"
+                np.asarray([*ids, tokenizer.eos_token_id], dtype=dtype).tofile(handles[split])
+                row = splits[split]
+                row["documents"] += 1
+                row["bytes"] += len(text.encode())
+                row["tokens"] += len(ids) + 1
     description = {**wanted, "dtype": np.dtype(dtype).name, **splits}
-    tmp = card.with_suffix(".tmp")
-    tmp.write_text(json.dumps(description, indent=1))
-    tmp.replace(card)
+    write_json(card, description)
     return description
 
 

@@ -2,100 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from foretoken.io.files import replacing, write_text
 
-def save_plot(file: Path, draw: Callable[[Any], Any]) -> bool:
-    """Write the figure that ``draw`` makes with matplotlib's ``pyplot``; false when matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure = draw(plt)
-    tmp = file.with_name(f".tmp-{file.name}")
-    figure.savefig(tmp, dpi=130, format="png")
-    plt.close(figure)
-    tmp.replace(file)
-    return True
+LOSS, MEASURED, OTHER = "#9bb7d4", "#b3442f", "#5b84b1"
 
 
-class _Rows:
-    """Rows of (step, loss, a measured number or nothing); what a stored file has up to ``start`` is kept."""
+class Curve(ABC):
+    """Loss, and what was measured, by step; what a stored file has up to ``start`` is kept.
+
+    Attributes:
+        header: first line of the file: step, loss, measured numbers.
+        decimals: of measured numbers.
+    """
 
     header: ClassVar[str]
-    decimals: ClassVar[int]
+    decimals: ClassVar[int] = 4
 
     def __init__(self, file: Path, start: int) -> None:
         self.file = file
-        self.rows: list[tuple[int, float, float | None]] = []
-        if start and file.exists():
-            for line in file.read_text(encoding="utf-8").splitlines()[1:]:
-                step, loss, value = line.split(",")
-                if int(step) <= start:
-                    self.rows.append((int(step), float(loss), float(value) if value else None))
+        self.losses: dict[int, float] = {}
+        self.measured: dict[int, list[float]] = {}
+        lines = file.read_text(encoding="utf-8").splitlines()[1:] if start and file.exists() else []
+        for step, loss, *values in (line.split(",") for line in lines):
+            if int(step) <= start and loss:
+                self.losses[int(step)] = float(loss)
+            if int(step) <= start and values[0]:
+                self.measured[int(step)] = [float(value) for value in values]
+
+    def add(self, step: int, loss: float | None, measured: Mapping[str, Any] | None) -> None:
+        """What is known of one step (step 0 is before training)."""
+        if loss is not None:
+            self.losses[step] = loss
+        if measured:
+            self.measured[step] = self.values(measured)
 
     def write(self) -> None:
         """The CSV file, whole or not at all."""
-        lines = [f"{s},{loss:.5f},{'' if v is None else f'{v:.{self.decimals}f}'}" for s, loss, v in self.rows]
-        tmp = self.file.with_suffix(".tmp")
-        tmp.write_text("\n".join([self.header, *lines, ""]), encoding="utf-8")
-        tmp.replace(self.file)
-
-
-class Curve(_Rows):
-    """A drafter's training: loss, and mean acceptance length where it was measured."""
-
-    header, decimals = "step,loss,mean_acceptance_length", 4
-
-    def add(self, step: int, loss: float, measured: Mapping[str, Any] | None) -> None:
-        """One step."""
-        self.rows.append((step, loss, None if measured is None else float(measured["mean_acceptance_length"])))
+        lines = [self.header]
+        for step in sorted({*self.losses, *self.measured}):
+            loss = f"{self.losses[step]:.5f}" if step in self.losses else ""
+            values = [f"{value:.{self.decimals}f}" for value in self.measured.get(step, ())]
+            lines.append(",".join([str(step), loss, *(values or [""] * (self.header.count(",") - 1))]))
+        write_text(self.file, "\n".join([*lines, ""]))
 
     def plot(self, file: Path) -> bool:
         """The picture; false when matplotlib is not installed."""
-        return save_plot(file, self._draw)
+        try:
+            import matplotlib
+        except ImportError:
+            return False
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
 
-    def _draw(self, plt: Any) -> Any:
-        figure, left = plt.subplots(figsize=(7, 4), constrained_layout=True)
-        left.plot([r[0] for r in self.rows], [r[1] for r in self.rows], color="#9bb7d4", linewidth=0.8)
-        left.set_xlabel("step")
-        left.set_ylabel("training loss (nats)", color="#5b84b1")
-        left.grid(alpha=0.3)
-        points = [(s, a) for s, _, a in self.rows if a is not None]
-        if points:
-            right = left.twinx()
-            right.plot([s for s, _ in points], [a for _, a in points], color="#b3442f", marker="o", markersize=3)
-            right.set_ylabel("mean acceptance length, held-out text", color="#b3442f")
+        figure = self.draw(plt)
+        for axes in figure.axes:
+            axes.set_xlabel("step")
+            axes.grid(alpha=0.3)
+        with replacing(file) as draft:
+            figure.savefig(draft, dpi=130, format="png")
+        plt.close(figure)
+        return True
+
+    def _draw_loss(self, axes: Any, label: str) -> None:
+        axes.plot(list(self.losses), list(self.losses.values()), color=LOSS, linewidth=0.8, label="training")
+        axes.set_ylabel(label)
+
+    def _draw_measured(self, axes: Any, place: int, label: str, colour: str = MEASURED) -> None:
+        steps = sorted(self.measured)
+        values = [self.measured[step][place] for step in steps]
+        axes.plot(steps, values, color=colour, marker="o", markersize=3, label=label)
+
+    @abstractmethod
+    def values(self, measured: Mapping[str, Any]) -> list[float]:
+        """The numbers of a measurement, in the order of the header."""
+
+    @abstractmethod
+    def draw(self, plt: Any) -> Any:
+        """A figure, by ``matplotlib.pyplot``."""
+
+
+class DrafterCurve(Curve):
+    """A drafter's training: loss, and mean acceptance length where it was measured."""
+
+    header = "step,loss,mean_acceptance_length"
+
+    def values(self, measured: Mapping[str, Any]) -> list[float]:
+        return [float(measured["mean_acceptance_length"])]
+
+    def draw(self, plt: Any) -> Any:
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), constrained_layout=True)
+        self._draw_loss(left, "training loss (nats)")
+        self._draw_measured(right, 0, "held-out text")
+        right.set_ylabel("mean acceptance length, held-out text")
         return figure
 
 
-class LossCurve(_Rows):
+class LossCurve(Curve):
     """A language model's training: loss, and held-out loss where it was measured, both in nats per token."""
 
     header, decimals = "step,train_loss,held_loss", 5
 
-    def add(self, step: int, loss: float, held: float | None) -> None:
-        """One step."""
-        self.rows.append((step, loss, held))
+    def values(self, measured: Mapping[str, Any]) -> list[float]:
+        return [float(measured["held_loss"])]
 
-    def plot(self, file: Path) -> bool:
-        """The picture; false when matplotlib is not installed."""
-        return save_plot(file, self._draw)
-
-    def _draw(self, plt: Any) -> Any:
+    def draw(self, plt: Any) -> Any:
         figure, axes = plt.subplots(figsize=(7, 4), constrained_layout=True)
-        axes.plot(
-            [r[0] for r in self.rows], [r[1] for r in self.rows], color="#9bb7d4", linewidth=0.8, label="training"
-        )
-        held = [(r[0], r[2]) for r in self.rows if r[2] is not None]
-        axes.plot([s for s, _ in held], [h for _, h in held], color="#b3442f", linewidth=1.8, label="held out")
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss (nats per token)")
-        axes.grid(alpha=0.3)
+        self._draw_loss(axes, "loss (nats per token)")
+        self._draw_measured(axes, 0, "held out")
         axes.legend()
+        return figure
+
+
+MEASURES = {
+    "greedy": "mean acceptance length, greedy",
+    "sampled": "mean acceptance length, T=1",
+    "expected_acceptance": "expected acceptance at T=1 (1 - TVD)",
+    "argmax_agreement": "most likely tokens that agree",
+}
+"""What is measured of a draft model (:class:`foretoken.bench.alignment.Alignment`)."""
+
+
+def values_of(measured: Mapping[str, Any]) -> list[float]:
+    """The numbers of a measurement in the order of :data:`MEASURES`."""
+    found = [measured[name] for name in MEASURES]
+    return [float(v["mean_acceptance_length"]) if isinstance(v, Mapping) else float(v) for v in found]
+
+
+class AlignmentCurve(Curve):
+    """A draft model's alignment: loss, and how far it agrees with its target."""
+
+    header = "step,loss,greedy_length,sampled_length,expected_acceptance,argmax_agreement"
+
+    def values(self, measured: Mapping[str, Any]) -> list[float]:
+        return values_of(measured)
+
+    def draw(self, plt: Any) -> Any:
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), constrained_layout=True)
+        self._draw_loss(left, "training loss")
+        for place, label in enumerate(MEASURES.values()):
+            self._draw_measured((middle, right)[place // 2], place, label, (MEASURED, OTHER)[place % 2])
+        middle.legend(fontsize=8)
+        right.legend(fontsize=8)
         return figure

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foretoken.io.files import replacing, save_model
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.low_rank import add_low_rank, low_rank_factors, merge_low_rank
@@ -87,21 +87,9 @@ def save_target(network: nn.Module, dtype: torch.dtype, tokenizer: Any, out: Pat
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    final, tmp = out / FOLDER, out / f".tmp-{FOLDER}"
-    shutil.rmtree(tmp, ignore_errors=True)
-    from transformers.utils import logging as hf_logging
-
-    stored = _stored(network, dtype)
-    hf_logging.disable_progress_bar()  # a bar of its own for one file
-    try:
-        stored.save_pretrained(tmp)
-        tokenizer.save_pretrained(tmp)
-        shutil.rmtree(final, ignore_errors=True)
-        tmp.replace(final)
-    finally:
-        hf_logging.enable_progress_bar()
-        shutil.rmtree(tmp, ignore_errors=True)
-    return final
+    with replacing(out / FOLDER) as draft:
+        save_model(_stored(network, dtype), tokenizer, draft)
+    return out / FOLDER
 
 
 @torch.no_grad()

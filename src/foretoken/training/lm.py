@@ -1,14 +1,12 @@
 """``foretoken train lm``: a small Llama-architecture language model from a folder of text.
 
 Matrices of the transformer blocks are trained with Muon or AdamW, everything else with AdamW; the learning rate
-warms up, stays, and falls linearly to zero (so that a run can be given more or fewer steps when it is resumed).  The
-data order is a pure function of (seed, step), so a run that was killed continues as if it had not been.
+warms up, stays, and falls linearly to zero (so that a run can be given more or fewer steps when it is resumed).
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.io.documents import iter_documents
-from foretoken.training.card import CardInfo, command_line, write_card
-from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, read_meta, save_checkpoint
+from foretoken.io.files import save_model
+from foretoken.training.cards.language_model import CardInfo, write_card
+from foretoken.training.cards.parts import command
 from foretoken.training.corpus import (
     BlockSampler,
     build_corpus,
@@ -31,30 +30,28 @@ from foretoken.training.corpus import (
     train_tokenizer,
 )
 from foretoken.training.curves import LossCurve
-from foretoken.training.folders import load_weights, save_model, write_report
 from foretoken.training.hybrid import build_hybrid, is_llama, start_from_llama
-from foretoken.training.optimizers import autocast, build_optimizers, check_choices
-from foretoken.training.updates import descend, learning_rate_factor, set_learning_rate
+from foretoken.training.loop import Loop, Progress, RunConfig
+from foretoken.training.optimizers import autocast, build_optimizers, check_choices, vocabulary_of
 
 
 @dataclass(frozen=True)
-class LmConfig:
-    """Architecture and recipe of one run; stored in every checkpoint and compared on resume."""
+class LmConfig(RunConfig):
+    """Architecture and recipe of one run."""
 
+    steps: int = 2000
+    batch_size: int = 8
+    context: int = 1024
+    lr: float = 4e-3
+    warmup: float = 0.02
+    decay: float = 0.35
     hidden: int = 384
     layers: int = 8
     heads: int = 6
     kv_heads: int = 2
     ffn: int = 1024
-    context: int = 1024
     vocab: int = 8192
-    steps: int = 2000
-    batch_size: int = 8
-    lr: float = 4e-3
-    warmup: float = 0.02
-    decay: float = 0.35
     weight_decay: float = 0.05
-    seed: int = 0
     hybrid: bool = False
     optimizer: str = "muon"
     precision: str = "bfloat16"
@@ -128,13 +125,8 @@ def distillation_loss(model: Any, teacher: Any, blocks: Tensor, weight: float, c
 
 
 def make_optimizers(model: Any, config: LmConfig) -> list[torch.optim.Optimizer]:
-    """Muon or AdamW for the blocks' matrices, AdamW for embeddings and norms; nothing that is frozen."""
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for n, p in trained if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
-    chosen = {id(p) for p in matrices}
-    rest = [p for _, p in trained if id(p) not in chosen]
-    groups: list[list[dict[str, Any]]] = [[{"params": found}] if found else [] for found in (matrices, rest)]
-    return build_optimizers(groups[0], groups[1], config.optimizer, config.lr, config.weight_decay)
+    """Of everything that is not frozen; only the blocks' matrices decay."""
+    return build_optimizers([(model, 1.0)], vocabulary_of(model), config.lr, config.optimizer, config.weight_decay)
 
 
 @torch.no_grad()
@@ -162,17 +154,6 @@ def evaluate(
         with autocast(model.device.type, precision):
             losses.append(next_token_loss(model, part.to(model.device)) * len(part))
     return float(torch.stack(losses).sum() / len(rows))
-
-
-@dataclass
-class Progress:
-    """What a caller is told after every step (losses in nats per token)."""
-
-    step: int
-    steps: int
-    loss: float
-    held_loss: float | None
-    tokens_per_s: float
 
 
 def train_lm(
@@ -210,43 +191,30 @@ def train_lm(
     if init_from is not None and config.hybrid and is_llama(init_from):
         start_from_llama(model, init_from, read_tokens(text / "train.bin", corpus["dtype"]))
     elif init_from is not None:
-        load_weights(model, init_from)
-    optimizers = make_optimizers(model, config)
+        _load_weights(model, init_from)
     sampler = BlockSampler(text / "train.bin", corpus["dtype"], config.context, config.batch_size, config.seed)
-    out.mkdir(parents=True, exist_ok=True)
-    start, spent_s = _resume(out / "checkpoints", config, model, optimizers)
-    curve = LossCurve(out / "losses.csv", start)
-    loss_of = _loss(model, teacher, teacher_weight, device)
-    loss_of = torch.compile(loss_of) if compiled else loss_of
+    loop = Loop(out, config, model, make_optimizers(model, config), LossCurve)
+    block_loss = _loss(model, teacher, teacher_weight, device)
+    block_loss = torch.compile(block_loss) if compiled else block_loss
     held_loss = partial(evaluate, model, text / "held.bin", corpus["dtype"], config.context, precision=config.precision)
-    clock, tokens_per_step = time.perf_counter(), config.batch_size * config.context
-    for step in range(start, config.steps):
-        began = time.perf_counter()
-        factor = learning_rate_factor(step, config.steps, config.warmup, config.decay)
-        set_learning_rate(optimizers, config.lr, factor)
+
+    def loss_of(step: int) -> Tensor:
         blocks = torch.from_numpy(sampler(step)).to(device)
         with autocast(torch.device(device).type, config.precision):
-            loss = loss_of(blocks)
-        value = descend(loss, model.parameters(), optimizers, step)
-        done = step + 1
-        held: float | None = None
-        if done % eval_every == 0 or done == config.steps:
-            held = held_loss()
-        curve.add(done, value, held)
-        if done % save_every == 0 or done == config.steps:
-            now = spent_s + time.perf_counter() - clock
-            curve.write()
-            save_checkpoint(out / "checkpoints", done, model, optimizers, {"config": asdict(config), "spent_s": now})
-        if on_step is not None:
-            on_step(Progress(done, config.steps, value, held, tokens_per_step / (time.perf_counter() - began)))
+            return block_loss(blocks)
+
+    loop.run(
+        loss_of, save_every=save_every, eval_every=eval_every, measure=lambda: _measured(held_loss()), on_step=on_step
+    )
     held = held_loss(max_blocks=128)
-    report = _report(model, config, corpus, held, spent_s + time.perf_counter() - clock)
-    curve.write()
-    curve.plot(out / "losses.png")
+    loop.curve.add(config.steps, None, _measured(held))
+    report = _report(model, config, corpus, held, loop.spent_s)
     save_model(model.to(torch.bfloat16), tokenizer, out)
-    write_report(report, out)
+    loop.finish(report)
+    changed = {key: value for key, value in asdict(config).items() if value != getattr(LmConfig, key)}
+    changed.pop("weight_decay", None)  # no option of the command
     others = {"tokenizer_from": None if init_from else tokenizer_from, "init_from": init_from, "teacher": teacher}
-    write_card(out, report, data, command_line(asdict(config), asdict(LmConfig()), data, out, others), card)
+    write_card(out, report, data, command("lm", data, out, changed, others), card)
     return report
 
 
@@ -258,14 +226,8 @@ def _text(data: Sequence[str | Path], out: Path, config: LmConfig, source: Path 
     return tokenizer, out / "corpus"
 
 
-def _resume(folder: Path, config: LmConfig, model: Any, optimizers: list[torch.optim.Optimizer]) -> tuple[int, float]:
-    """Steps and seconds of the latest checkpoint, which is loaded."""
-    found = latest_checkpoint(folder)
-    if found is None:
-        return 0, 0.0
-    _check_same(read_meta(found)["config"], config, found)
-    meta = load_checkpoint(found, model, optimizers)
-    return int(meta["step"]), float(meta["spent_s"])
+def _measured(held: float | None) -> dict[str, float] | None:
+    return None if held is None else {"held_loss": held}
 
 
 def _loss(model: Any, teacher: Path | None, weight: float, device: str) -> Callable[[Tensor], Tensor]:
@@ -305,16 +267,31 @@ def _tokenizer(data: Sequence[str | Path], out: Path, config: LmConfig, source: 
     return tokenizer
 
 
-def _check_same(stored: dict[str, Any], config: LmConfig, path: Path) -> None:
-    """Only the number of steps (and so the schedule) may change between a run and its continuation."""
-    mine = asdict(config)
-    known = {**asdict(LmConfig()), **stored}
-    other = [k for k in mine if k not in ("steps", "decay", "warmup") and known[k] != mine[k]]
+def _load_weights(model: Any, source: Path) -> None:
+    """Copy the weights of the model folder ``source`` into ``model``.
+
+    Raises:
+        ValueError: no safetensors file there, or tensors of another architecture.
+    """
+    from safetensors.torch import load_file
+
+    file = source / "model.safetensors"
+    if not file.exists():
+        raise ValueError(f"{source} holds no model.safetensors to start from")
+    stored, mine = load_file(file), model.state_dict()
+    if model.config.tie_word_embeddings:
+        mine.pop("lm_head.weight", None)
+        stored.pop("lm_head.weight", None)
+    other = [
+        n for n in mine.keys() | stored.keys() if n not in mine or n not in stored or mine[n].shape != stored[n].shape
+    ]
     if other:
         raise ValueError(
-            f"{path} was trained with other settings ({', '.join(f'{k}={stored.get(k)}' for k in other)}); "
-            "give the same ones to resume, or another --out"
+            f"{source} is another architecture ({len(other)} tensors differ, {min(other)} among them): "
+            "give its --hidden, --layers, --heads, --kv-heads and --ffn"
         )
+    for name, tensor in mine.items():
+        tensor.copy_(stored[name])
 
 
 def _report(model: Any, config: LmConfig, corpus: dict[str, Any], held: float | None, spent_s: float) -> dict[str, Any]:
@@ -322,7 +299,7 @@ def _report(model: Any, config: LmConfig, corpus: dict[str, Any], held: float | 
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": config.steps,
-        "tokens": config.steps * config.batch_size * config.context,
+        "tokens": config.tokens,
         "corpus": {k: corpus[k] for k in ("train", "held")},
         "held_loss_nats_per_token": held,
         "held_bits_per_byte": None if held is None else held / math.log(2) / bytes_per_token,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 OPTIMIZERS = ("muon", "adamw")
 """Muon for matrices with AdamW for the rest, or AdamW for everything.
@@ -28,18 +29,44 @@ def autocast(device: str, precision: str) -> torch.autocast:
     return torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bfloat16")
 
 
+def vocabulary_of(network: Any) -> list[Tensor]:
+    """The weights of a causal LM that have a row per token: embeddings and the projection to logits."""
+    ends = [module for module in network.modules() if isinstance(module, nn.Embedding)]
+    ends.append(network.get_output_embeddings())
+    return [weight for module in ends if module is not None for weight in module.parameters()]
+
+
 def build_optimizers(
-    matrices: Sequence[dict[str, Any]], rest: Sequence[dict[str, Any]], kind: str, lr: float, weight_decay: float
+    parts: Sequence[tuple[nn.Module, float]],
+    vocabulary: Iterable[Tensor],
+    lr: float,
+    kind: str = "muon",
+    weight_decay: float = 0.0,
 ) -> list[torch.optim.Optimizer]:
-    """Optimizers of two lists of parameter groups, whose updates have one size; only ``matrices`` decay."""
+    """Optimizers of all that is trained in some modules, whose updates have one size.
+
+    Args:
+        parts: the modules, and their learning rates in parts of the run's.
+        vocabulary: matrices that are trained as the rest is: a step reads few of their rows.
+        lr: the run's learning rate.
+        kind: ``"muon"`` (for matrices, AdamW for the rest) or ``"adamw"``.
+        weight_decay: of matrices.
+    """
+    outer = {id(weight) for weight in vocabulary}
+    matrices, rest = list[dict[str, Any]](), list[dict[str, Any]]()
+    for module, scale in parts:
+        trained = [p for p in module.parameters() if p.requires_grad]
+        for groups, wanted in ((matrices, True), (rest, False)):
+            fitting = [p for p in trained if (p.ndim == 2 and id(p) not in outer) == wanted]
+            if fitting:
+                groups.append({"params": fitting, "scale": scale})
     found: list[torch.optim.Optimizer] = []
     if matrices and kind == "muon":
         found.append(
-            torch.optim.Muon(list(matrices), lr=lr, momentum=0.95, weight_decay=weight_decay,
-                             adjust_lr_fn="match_rms_adamw")
-        )  # fmt: skip
+            torch.optim.Muon(matrices, lr=lr, momentum=0.95, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        )
     elif matrices:
-        found.append(torch.optim.AdamW(list(matrices), lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay))
+        found.append(torch.optim.AdamW(matrices, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay))
     if rest:
-        found.append(torch.optim.AdamW(list(rest), lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
+        found.append(torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0))
     return found

@@ -1,12 +1,7 @@
-"""One loop for every trained drafter: a target's features in, a recipe's loss, checkpoints, curves, acceptance.
-
-The data order is a pure function of (seed, step), so that a killed run continues as if it had not been.
-"""
+"""Every trained drafter: a target's features in, a recipe's loss, the acceptance on held-out text."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,32 +17,22 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
 from foretoken.training.blocks import TEXTS, WrittenBlocks, write_blocks
 from foretoken.training.captured import FeatureStore
-from foretoken.training.checkpoint import latest_checkpoint, load_checkpoint, read_meta, save_checkpoint
 from foretoken.training.corpus import BlockSampler, build_corpus, read_tokens
-from foretoken.training.curves import Curve
-from foretoken.training.folders import write_report
+from foretoken.training.curves import DrafterCurve
 from foretoken.training.joint import as_served, held_loss, save_target, save_update, start_update
+from foretoken.training.loop import Loop, Progress, RunConfig
 from foretoken.training.optimizers import autocast, build_optimizers, check_choices
 from foretoken.training.recipes.base import Batch, Recipe
-from foretoken.training.updates import Progress as Progress
-from foretoken.training.updates import descend, learning_rate_factor, set_learning_rate
 
 HELD_BLOCKS = 8
 """Held-out blocks that accuracies are measured on."""
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """The run; stored in every checkpoint and compared on resume (only ``steps`` may change).
+class TrainConfig(RunConfig):
+    """The run of a drafter.
 
     Attributes:
-        steps: optimizer steps.
-        batch_size: blocks per step.
-        context: tokens per block.
-        lr: peak learning rate.
-        warmup: share of the steps in which it rises.
-        decay: share of the steps in which it falls to zero.
-        seed: of the data order and of everything drawn.
         text: ``"fixed"`` (the corpus) or ``"target"`` (what the target writes behind the beginnings of its blocks).
         written_blocks: how many blocks it writes.
         written_temperature: at which it writes.
@@ -55,13 +40,6 @@ class TrainConfig:
         precision: of products, ``"bfloat16"`` (by autocast) or ``"float32"``.
     """
 
-    steps: int = 500
-    batch_size: int = 4
-    context: int = 512
-    lr: float = 1e-3
-    warmup: float = 0.05
-    decay: float = 0.4
-    seed: int = 0
     text: str = "fixed"
     written_blocks: int = 256
     written_temperature: float = 1.0
@@ -137,7 +115,9 @@ class Trainer:
         self.trained = (
             nn.ModuleDict({"net": recipe.net, "target": self.network}) if recipe.trains_target else recipe.net
         )
-        self.optimizers = self._optimizers()
+        vocabulary = (recipe.parts.embed.weight, recipe.parts.head.weight)
+        rates = [(recipe.net, 1.0), (self.network, recipe.target_lr)]
+        self.optimizers = build_optimizers(rates, vocabulary, config.lr, config.optimizer, recipe.weight_decay)
         self.store: FeatureStore | None = None
         if features is not None:
             if recipe.trains_target:
@@ -148,22 +128,6 @@ class Trainer:
         """What tells blocks that the target wrote from others; empty for the corpus."""
         config = self.config
         return [] if config.text == "fixed" else [config.written_blocks, config.written_temperature]
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """Muon or AdamW for matrices, AdamW for the rest; the update of both has one size.
-
-        Every group has a ``scale``: its learning rate in parts of the run's.
-        """
-        groups: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-        vocabulary = {id(self.recipe.parts.embed.weight), id(self.recipe.parts.head.weight)}
-        for module, scale in ((self.recipe.net, 1.0), (self.network, self.recipe.target_lr)):
-            chosen = [p for p in module.parameters() if p.requires_grad]
-            for matrices in (True, False):
-                fitting = [p for p in chosen if (p.ndim == 2 and id(p) not in vocabulary) == matrices]
-                if fitting:
-                    groups[matrices].append({"params": fitting, "scale": scale})
-        config = self.config
-        return build_optimizers(groups[True], groups[False], config.optimizer, config.lr, self.recipe.weight_decay)
 
     def _held_tokens(self, file: Path, dtype: str) -> list[Tensor]:
         """A few blocks [1, n + 1], spread over what was held out."""
@@ -206,28 +170,19 @@ class Trainer:
             ValueError: a checkpoint of other settings in ``out``.
             FloatingPointError: the loss or its gradient is NaN or infinite; the last checkpoint is intact.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
-        start, spent_s = self._resume()
-        curve = Curve(self.out / "losses.csv", start)
-        began = time.perf_counter()
-        measured: Mapping[str, Any] | None = None
-        for step in range(start, self.config.steps):
-            tick = time.perf_counter()
-            loss = self._step(step)
-            done = step + 1
-            measured = None
-            last = done == self.config.steps
-            if evaluate is not None and not last and done % eval_every == 0:
-                measured = self._evaluated(evaluate)[1]
-            curve.add(done, loss, measured)
-            if done % save_every == 0 or last:
-                curve.write()
-                now = spent_s + time.perf_counter() - began
-                self._save(done, now)
-            if on_step is not None:
-                rate = self.config.batch_size * self.config.context / (time.perf_counter() - tick)
-                on_step(Progress(done, self.config.steps, loss, rate, measured))
-        return self._finish(curve, evaluate, spent_s + time.perf_counter() - began)
+        recipe = self.recipe
+        identity = {"method": recipe.method, "net": asdict(recipe.config)}
+        loop = Loop(self.out, self.config, self.trained, self.optimizers, DrafterCurve, identity)
+        loop.run(
+            self._loss,
+            save_every=save_every,
+            eval_every=eval_every,
+            measure=None if evaluate is None else lambda: self._evaluated(evaluate)[1],
+            on_step=on_step,
+        )
+        measured, acceptance = self._evaluated(evaluate)
+        loop.curve.add(self.config.steps, None, acceptance)
+        return loop.finish(self._report(self._save(measured), acceptance, loop.spent_s))
 
     def _evaluated(self, evaluate: Evaluate | None) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """What the recipe measures, and the acceptance on held-out text (nothing without ``evaluate``)."""
@@ -238,40 +193,15 @@ class Trainer:
         measured = recipe.measure(self._held_batches(recipe))
         return measured, {} if evaluate is None else evaluate(recipe.drafter(measured), recipe.target)
 
-    def _identity(self) -> dict[str, Any]:
-        run = {k: v for k, v in asdict(self.config).items() if k not in ("steps", "warmup", "decay")}
-        return {"method": self.recipe.method, "run": run, "net": asdict(self.recipe.config)}
-
-    def _resume(self) -> tuple[int, float]:
-        found = latest_checkpoint(self.out / "checkpoints")
-        if found is None:
-            return 0, 0.0
-        meta = read_meta(found)
-        stored, mine = meta.get("identity", {}), json.loads(json.dumps(self._identity()))
-        stored["run"] = {"optimizer": "muon", "precision": "bfloat16", **stored.get("run", {})}  # older checkpoints
-        if stored != mine:
-            raise ValueError(f"{found} was trained with other settings: give the same ones to resume, or another --out")
-        load_checkpoint(found, self.trained, self.optimizers)
-        return int(meta["step"]), float(meta["spent_s"])
-
-    def _save(self, step: int, spent_s: float) -> None:
-        meta = {"identity": self._identity(), "spent_s": spent_s}
-        save_checkpoint(self.out / "checkpoints", step, self.trained, self.optimizers, meta)
-
-    def _step(self, step: int) -> float:
-        config = self.config
-        factor = learning_rate_factor(step, config.steps, config.warmup, config.decay)
-        set_learning_rate(self.optimizers, config.lr, factor)
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+    def _loss(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
         self.recipe.net.train()
-        with autocast(self.recipe.parts.device.type, config.precision):
-            loss = self.recipe.loss(self._batch(step), generator)
-        return descend(loss, self.trained.parameters(), self.optimizers, step)
+        with autocast(self.recipe.parts.device.type, self.config.precision):
+            return self.recipe.loss(self._batch(step), generator)
 
-    def _finish(self, curve: Curve, evaluate: Evaluate | None, spent_s: float) -> dict[str, Any]:
-        recipe = self.recipe
-        measured, acceptance = self._evaluated(evaluate)
-        parts = recipe.parts
+    def _save(self, measured: Mapping[str, Any]) -> TargetParts:
+        """Write the drafter, and the target if it was trained too; returns the pieces of the target as it is stored."""
+        recipe, parts = self.recipe, self.recipe.parts
         if recipe.trains_target:
             save_target(self.network, self.dtype, self.tokenizer, self.out)
             if recipe.rank:
@@ -279,24 +209,21 @@ class Trainer:
             parts = TargetParts(as_served(self.network, self.dtype))
         if recipe.has_net:
             save_drafter(self.out, recipe.method, recipe.stored_config(), recipe.net, parts.fingerprint(), measured)
+        return parts
+
+    def _report(self, parts: TargetParts, acceptance: Mapping[str, Any], spent_s: float) -> dict[str, Any]:
+        recipe = self.recipe
         losses = {"before": self.before, "after": held_loss(parts, self.held_tokens)} if recipe.trains_target else None
-        if acceptance and curve.rows:
-            step, loss, _ = curve.rows[-1]
-            curve.rows[-1] = step, loss, float(acceptance["mean_acceptance_length"])
-        report = {
+        return {
             "method": recipe.method,
             "parameters": sum(p.numel() for p in self.trained.parameters() if p.requires_grad),
             "run": asdict(self.config),
             "net": asdict(recipe.config),
             "settings": {k: v for k, v in asdict(recipe.config).items() if k not in recipe.fixed},
-            "tokens": self.config.steps * self.config.batch_size * self.config.context,
+            "tokens": self.config.tokens,
             "corpus": {split: self.corpus[split] for split in ("train", "held")},
             "acceptance": dict(acceptance),
             "target_loss_nats": losses,
             "drafter": recipe.spec("FOLDER"),
             "hours": spent_s / 3600,
         }
-        curve.write()
-        curve.plot(self.out / "losses.png")
-        write_report(report, self.out)
-        return report

@@ -16,13 +16,14 @@ from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
 from foretoken.training.corpus import BlockSampler, build_corpus, read_tokens
+from foretoken.training.loop import RunConfig
 from foretoken.training.text_sources import TEXTS, FixedText, PolicyText, TeacherText, TextSource
 from foretoken.training.written import stored_continuations, write_continuations
 
 
 @dataclass(frozen=True)
-class DistillConfig:
-    """The run; stored in every checkpoint and compared on resume (only ``steps`` may change).
+class DistillConfig(RunConfig):
+    """The run of an alignment.
 
     Attributes:
         loss: ``fkl``, ``rkl``, ``jsd`` or ``tvd``.
@@ -30,36 +31,24 @@ class DistillConfig:
         mix: probability that a row of mixed text is the student's.
         beta: of ``jsd``.
         temperature: at which models write; 0 is greedy.
-        steps: optimizer steps.
-        batch_size: rows per step.
-        context: tokens per row.
         prompt: tokens of a row that a writing model is given; a quarter of the row by default (0).
         written: rows that the target writes, used again and again.
         refresh: steps that share one writing of the student.
-        lr: peak learning rate.
-        warmup: share of the steps in which it rises.
-        decay: share of the steps in which it falls to zero.
-        seed: of the data order and of everything drawn.
 
     Raises:
         ValueError: a value outside its range.
     """
 
+    context: int = 256
+    decay: float = 0.5
     loss: str = "fkl"
     text: str = "fixed"
     mix: float = 0.5
     beta: float = 0.5
     temperature: float = 1.0
-    steps: int = 500
-    batch_size: int = 4
-    context: int = 256
     prompt: int = 0
     written: int = 1024
     refresh: int = 8
-    lr: float = 1e-3
-    warmup: float = 0.05
-    decay: float = 0.5
-    seed: int = 0
 
     def __post_init__(self) -> None:
         check_loss(self.loss, self.beta)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.io.files import checksum, replacing
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.sampling import Sampler, SamplingParams
 
@@ -124,14 +124,14 @@ def stored_continuations(
     """
     settings = {
         "writer": writer,
-        "prompts": hashlib.blake2b(prompts.numpy().tobytes(), digest_size=8).hexdigest(),
+        "prompts": checksum(prompts.numpy().tobytes()),
         "rows": len(prompts),
         "tokens": prompts.shape[1] + new_tokens,
         "temperature": temperature,
         "seed": seed,
     }
     text = json.dumps(settings, sort_keys=True)
-    folder = folder / f"written-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+    folder = folder / f"written-{checksum(text, 4)}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "written.json").write_text(text, encoding="utf-8")
     parts = []
@@ -142,9 +142,8 @@ def stored_continuations(
             rows = write_continuations(
                 model, some, new_tokens, temperature, seed, numbers=numbers, vocab_size=vocab_size
             )
-            tmp = file.with_suffix(".tmp")
-            rows.numpy().astype(np.int32).tofile(tmp)
-            tmp.replace(file)
+            with replacing(file) as draft:
+                rows.numpy().astype(np.int32).tofile(draft)
         parts.append(np.fromfile(file, np.int32).astype(np.int64).reshape(len(some), -1))
         if on_rows is not None:
             on_rows(start + len(some), len(prompts))

@@ -5,7 +5,6 @@ Draft & Verify, Zhang et al. 2023 (arXiv 2309.08168).
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +17,7 @@ from foretoken.drafters.layer_skip import LayerSkipDrafter
 from foretoken.drafters.own_layers import num_layers_of
 from foretoken.drafters.skip_sets import SkipSet, fingerprint, save_skips
 from foretoken.engine.stats import SpecStats
+from foretoken.io.files import checksum
 from foretoken.llm import assemble
 from foretoken.models.base import LanguageModel
 from foretoken.options import Options
@@ -80,7 +80,7 @@ class Workload:
 
     def settings(self) -> dict[str, Any]:
         """What must not change between the parts of one search."""
-        prompts = hashlib.sha256(json.dumps([list(p) for p in self.prompts]).encode()).hexdigest()[:16]
+        prompts = checksum(json.dumps([list(p) for p in self.prompts]))
         rest = {name: getattr(self, name) for name in ("new_tokens", "k", "temperature")}
         return {"target": fingerprint(self.target), "prompts": prompts, **rest}
 

@@ -18,7 +18,7 @@ from foretoken.sampling import Sampler, SamplingParams
 from foretoken.trees.expansion import expansion_choices
 from foretoken.trees.sequoia import BestTrees, solve
 from foretoken.trees.shapes import Choice, expected_length, medusa_choices
-from foretoken.tune.tree import REPEATS, Outcome, Workload, compared, target_costs
+from foretoken.tune.tree import REPEATS, DraftCost, Outcome, SizeCost, Workload, compared, target_costs
 from foretoken.verifiers.base import Coins, SiblingDistributions, Verifier, rest_of
 from foretoken.verifiers.without_replacement import WithoutReplacementVerifier
 
@@ -101,19 +101,19 @@ def tune(work: Workload, on_progress: Callable[[str], None] = lambda _: None) ->
     trees = {size: medusa_choices(rows, size) for size in work.sizes}
     text = max(work.prompts, key=len)
     scoring = target_costs(work, trees, text)
-    step, node = draft_costs(work, text)
+    draft = draft_costs(work, text)
     table = solve(acceptance, max(work.sizes), work.depth)
-    sizes: dict[int, tuple[float, float]] = {}
+    sizes: dict[int, SizeCost] = {}
     for size in work.sizes:
         if work.shape == "sequoia":
-            trees[size] = best_of_size(table, size, scoring[size] + node * size, step)
+            trees[size] = best_of_size(table, size, scoring[size] + draft.node * size, draft.level)
         depth = max(map(len, trees[size]))
-        cost = scoring[size] + node * len(trees[size]) + step * depth
-        sizes[size] = cost, expected_length(trees[size], rows)
-    best = max(trees, key=lambda size: sizes[size][1] / sizes[size][0])
+        cost = scoring[size] + draft.node * len(trees[size]) + draft.level * depth
+        sizes[size] = SizeCost(cost, expected_length(trees[size], rows))
+    best = max(trees, key=lambda size: sizes[size].rate)
     on_progress("comparing")
     speeds = compared(work, trees[best])
-    return Outcome(work.drafter.name, trees[best], rows, sizes, speeds, work.shape, work.temperature, (step, node))
+    return Outcome(work.drafter.name, trees[best], rows, sizes, speeds, work.shape, work.temperature, draft)
 
 
 def best_of_size(table: BestTrees, size: int, cost: float, step: float) -> list[Choice]:
@@ -123,8 +123,8 @@ def best_of_size(table: BestTrees, size: int, cost: float, step: float) -> list[
 
 
 @torch.inference_mode()
-def draft_costs(work: Workload, text: Sequence[int]) -> tuple[float, float]:
-    """Milliseconds of drafting per level and per node: medians of interleaved drafts of two trees."""
+def draft_costs(work: Workload, text: Sequence[int]) -> DraftCost:
+    """What drafting takes: medians of interleaved drafts of two trees."""
     drafter = _model(work)
     times: dict[int, list[float]] = {len(CHAIN): [], len(BUSH): []}
     sequence = work.target.open()
@@ -147,7 +147,7 @@ def draft_costs(work: Workload, text: Sequence[int]) -> tuple[float, float]:
         work.target.release(sequence)
     few, many = (1e3 * median(times[len(choices)]) for choices in (CHAIN, BUSH))
     node = max(0.0, (many - few) / (len(BUSH) - len(CHAIN)))
-    return max(0.0, few / len(CHAIN) - node), node
+    return DraftCost(max(0.0, few / len(CHAIN) - node), node)
 
 
 def _model(work: Workload) -> ModelDrafter:

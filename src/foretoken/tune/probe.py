@@ -13,9 +13,9 @@ from typing import Any
 
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.core import Budget, Context, StepRecord
 from foretoken.core.noise import unseeded_from
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.drafters.base import Drafter
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import Llm, assemble
@@ -214,16 +214,16 @@ def measure_drafter(
     """
     drafter = make()
     depth, nodes = drafter.max_depth, drafter.max_nodes
-    flags = (drafter.draws_trees, copies(drafter))
+    flags = (drafter.traits.draws_trees, copies(drafter))
     few = work.cut(max(1, len(work.prompts) // 2), work.new_tokens)
     warm = work.cut(1, depth + 2)
     warm.rounds(drafter, depth, nodes)
-    if drafter.shares_state:
+    if drafter.traits.shares_state:
         drafter = make()
     long = Run.of(work.rounds(drafter, depth, nodes), depth)
     if depth == 1:
         return Measured(spec, nodes, *flags, long, long)
-    if drafter.shares_state:
+    if drafter.traits.shares_state:
         drafter = make()
     shorter = max(1, depth // 2 if flags[0] else depth // 4)
     return Measured(spec, nodes, *flags, long, Run.of(few.rounds(drafter, shorter, nodes), shorter))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from foretoken.measure.profile import write_json
+from foretoken.io.files import write_json
 
 T = TypeVar("T")
 

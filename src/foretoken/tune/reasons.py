@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from foretoken.controllers.costs import RoundCosts, TargetCost
+from foretoken.costs import RoundCosts, TargetCost
 from foretoken.tune.probe import Candidate
 
 RARE = 0.5

@@ -5,19 +5,19 @@ Medusa, Cai et al. 2024 (arXiv 2401.10774), section 2.3.3, with the size chosen 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from foretoken.core.noise import unseeded_from
 from foretoken.drafters.heads import HeadsDrafter
 from foretoken.drafters.model import ModelDrafter
+from foretoken.io.files import write_json
 from foretoken.llm import assemble
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.parts import TargetParts
@@ -58,6 +58,25 @@ class Workload:
     depth: int = 8
 
 
+class SizeCost(NamedTuple):
+    """What a round with a tree takes, and the tokens that it promises."""
+
+    round_ms: float
+    expected_length: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond."""
+        return self.expected_length / self.round_ms
+
+
+class DraftCost(NamedTuple):
+    """Milliseconds of drafting."""
+
+    level: float
+    node: float
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What was found.
@@ -67,21 +86,21 @@ class Outcome:
         choices: the tree.
         accuracies: [K][R] chance per level and rank (for a draft model the same row for every level: how often the
             child tried first, second, ... is the accepted one).
-        sizes: per node count the milliseconds of a round and the tokens that it promises.
+        sizes: per node count.
         speeds: measured, by arm: ``"plain"``, ``"default"`` and ``"tuned"``.
         shape: how the tree was built.
         temperature: of the text that was measured on.
-        draft_ms: milliseconds of drafting per level and per node, for a draft model.
+        draft_ms: of a draft model.
     """
 
     method: str
     choices: list[Choice]
     accuracies: list[list[float]]
-    sizes: dict[int, tuple[float, float]]
+    sizes: dict[int, SizeCost]
     speeds: dict[str, Speed]
     shape: str = "medusa"
     temperature: float = 0.0
-    draft_ms: tuple[float, float] | None = None
+    draft_ms: DraftCost | None = None
 
     def public(self) -> dict[str, Any]:
         """As it is stored, and printed by ``--json``."""
@@ -94,17 +113,14 @@ class Outcome:
             "nodes": len(self.choices),
             "accuracies": self.accuracies,
             "expected_length": expected_length(self.choices, self.accuracies),
-            "sizes": {str(n): {"round_ms": ms, "expected_length": length} for n, (ms, length) in self.sizes.items()},
+            "sizes": {str(nodes): cost._asdict() for nodes, cost in self.sizes.items()},
             "speeds": {name: asdict(speed) for name, speed in self.speeds.items()},
-            **({} if self.draft_ms is None else {"draft_ms": dict(zip(("level", "node"), self.draft_ms, strict=True))}),
+            **({} if self.draft_ms is None else {"draft_ms": self.draft_ms._asdict()}),
         }
 
     def save(self, file: Path) -> None:
         """Write the file that ``tree=FILE`` reads, whole or not at all."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        tmp = file.with_name(f".tmp-{file.name}")
-        tmp.write_text(json.dumps(self.public(), indent=1), encoding="utf-8")
-        tmp.replace(file)
+        write_json(file, self.public())
 
 
 def tune(work: Workload, on_progress: Callable[[str], None] = lambda _: None) -> Outcome:
@@ -116,8 +132,8 @@ def tune(work: Workload, on_progress: Callable[[str], None] = lambda _: None) ->
     on_progress("timing trees")
     trees = {size: medusa_choices(accuracies, size) for size in work.sizes}
     costs = target_costs(work, trees, max(texts, key=len))
-    sizes = {size: (costs[size], expected_length(trees[size], accuracies)) for size in trees}
-    best = max(trees, key=lambda size: sizes[size][1] / sizes[size][0])
+    sizes = {size: SizeCost(costs[size], expected_length(trees[size], accuracies)) for size in trees}
+    best = max(trees, key=lambda size: sizes[size].rate)
     on_progress("comparing")
     speeds = compared(work, trees[best])
     return Outcome(work.drafter.name, trees[best], accuracies, sizes, speeds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +9,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from foretoken.controllers.costs import RoundCosts
+from foretoken.costs import RoundCosts
 from foretoken.drafters.base import Drafter
+from foretoken.io.files import checksum
 from foretoken.loading import build_drafter
 from foretoken.measure.profile import COMPARED, FORMAT, fingerprint_of, machine_of
 from foretoken.tune.probe import Candidate, Workload
@@ -42,11 +42,10 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """What must not change between the parts of one run."""
         machine = machine_of(self.work.target)
-        prompts = json.dumps([list(p) for p in self.work.prompts]).encode()
         return {
             "target": fingerprint_of(self.work.target),
             "machine": {key: machine[key] for key in COMPARED},
-            "prompts": hashlib.sha256(prompts).hexdigest()[:16],
+            "prompts": checksum(json.dumps([list(p) for p in self.work.prompts])),
             "new_tokens": self.work.new_tokens,
             "temperature": self.work.temperature,
             "drafters": list(self.drafters),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from foretoken.controllers.costs import TargetCost
+from foretoken.costs import TargetCost
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.registry import find, options_of, parse_spec

@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from foretoken.controllers.costs import DrafterCost, RoundCosts, TargetCost
+from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.drafters.base import Drafter
-from foretoken.measure.profile import measured_target, write_json
+from foretoken.io.files import write_json
+from foretoken.measure.profile import measured_target
 from foretoken.registry import find, parse_spec, rows
 from foretoken.tune.choices import (
     copies_text,
@@ -271,7 +272,7 @@ class _Tuning:
     def _drafter(self, spec: str) -> Drafter:
         """A drafter for one pass; only one that learns across requests is built anew."""
         drafter = self.built.get(spec) or self.job.build(spec)
-        if not drafter.shares_state:
+        if not drafter.traits.shares_state:
             self.built[spec] = drafter
         return drafter
 

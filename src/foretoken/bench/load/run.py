@@ -20,6 +20,7 @@ from foretoken.bench.load.client import find_server
 from foretoken.bench.load.drive import Pass, Tell, drive
 from foretoken.bench.load.settings import PLAIN, SERVER, SPECULATIVE, Arm, LoadSettings
 from foretoken.bench.load.ties import find_gaps
+from foretoken.io.files import write_text
 from foretoken.measure.cpu import cpu_info
 from foretoken.measure.prompts import BenchPrompt
 
@@ -58,9 +59,7 @@ class LoadResult:
 
     def write(self, file: Path) -> None:
         """Write the lines, whole or not at all."""
-        draft = file.with_name(f".{file.name}.tmp")
-        draft.write_text("".join(line + "\n" for line in self.lines), encoding="utf-8")
-        draft.replace(file)
+        write_text(file, "".join(line + "\n" for line in self.lines))
 
 
 def parse_addresses(given: Sequence[str], compare: bool, keys: Sequence[str], models: Sequence[str]) -> list[Address]:

@@ -11,7 +11,7 @@ from typing import Any
 from foretoken.bench.report.charts import NEUTRAL, Bar, Bars, Guide, Lines, Point, Series, Stack
 from foretoken.bench.report.read import PLAIN, Run, Setting, number, setting_of
 from foretoken.bench.specs import split_arm
-from foretoken.controllers.costs import RoundCosts
+from foretoken.costs import RoundCosts
 from foretoken.registry import parse_spec
 
 COST_PARTS = ("draft", "target", "verify", "overhead")

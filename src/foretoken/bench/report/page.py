@@ -13,6 +13,7 @@ from foretoken.bench.report import load_sections, sections
 from foretoken.bench.report.charts import DARK, LIGHT
 from foretoken.bench.report.markup import Markup, join, safe, tag
 from foretoken.bench.report.read import Run, read_run
+from foretoken.io.files import write_text
 
 SECTIONS = (
     ("speed-up", sections.speedups),
@@ -46,13 +47,10 @@ def write_report(run_file: Path, out_file: Path) -> None:
     """
     text = render(read_run(Path(run_file)))
     out_file = Path(out_file)
-    draft = out_file.with_name(f".{out_file.name}.tmp")
     try:
         out_file.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(out_file)
+        write_text(out_file, text)
     except OSError as error:
-        draft.unlink(missing_ok=True) if out_file.parent.is_dir() else None
         raise ValueError(f"the report cannot be written to {out_file}: {error.strerror}") from None
 
 

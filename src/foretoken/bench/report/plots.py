@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.bench.report import figures, load_figures
 from foretoken.bench.report.charts import LIGHT, NEUTRAL, Bars, Chart, Lines, Stack, short
 from foretoken.bench.report.read import Run, read_run
+from foretoken.io.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,9 +90,9 @@ def _write(charts: Sequence[Chart], file: Path) -> Path:
         _draw(chart, ax)
     for ax in axes[len(charts) :]:
         ax.set_axis_off()
-    tmp = file.with_name(f".tmp-{file.name}")
-    picture.savefig(tmp, dpi=DPI, format=file.suffix[1:])
-    return tmp.replace(file)
+    with replacing(file) as draft:
+        picture.savefig(draft, dpi=DPI, format=file.suffix[1:])
+    return file
 
 
 def _height(chart: Chart) -> float:

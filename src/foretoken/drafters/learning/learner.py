@@ -6,7 +6,6 @@ Online speculative decoding, Liu et al. 2023 (arXiv 2310.07177).
 from __future__ import annotations
 
 import copy
-import shutil
 import time
 import warnings
 from collections import deque
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from foretoken.drafters.learning.divergences import check_loss, divergence
 from foretoken.drafters.learning.lessons import Lesson, Mistake, stored_distribution
+from foretoken.io.files import save_model
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.packing import PackedLinear
@@ -272,15 +272,4 @@ class Learner:
         Raises:
             OSError: the folder cannot be written.
         """
-        out = Path(folder).expanduser()
-        out.mkdir(parents=True, exist_ok=True)
-        tmp = out / ".tmp-online"
-        shutil.rmtree(tmp, ignore_errors=True)
-        try:
-            self.served.model.save_pretrained(tmp)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(tmp)
-            for file in sorted(tmp.iterdir()):
-                file.replace(out / file.name)
-        finally:
-            shutil.rmtree(tmp, ignore_errors=True)
+        save_model(self.served.model, self.tokenizer, Path(folder).expanduser())

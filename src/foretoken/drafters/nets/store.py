@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
+from foretoken.io.files import save_described
 from foretoken.models.parts import Fingerprint
 
 CONFIG = "drafter.json"
@@ -42,7 +42,6 @@ def save_drafter(
     Raises:
         OSError: the folder cannot be written, or the disk is full.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: value.detach().to(torch.bfloat16 if value.is_floating_point() else value.dtype).contiguous().cpu()
         for name, value in net.state_dict().items()
@@ -54,17 +53,7 @@ def save_drafter(
         "target": asdict(target),
         "measured": dict(measured or {}),
     }
-    try:
-        save_file(tensors, folder / f".tmp-{WEIGHTS}")
-        (folder / f".tmp-{CONFIG}").write_text(json.dumps(description, indent=1), encoding="utf-8")
-        shutil.copymode(folder / f".tmp-{CONFIG}", folder / f".tmp-{WEIGHTS}")  # safetensors lets only the owner read
-        for name in (WEIGHTS, CONFIG):
-            (folder / f".tmp-{name}").replace(folder / name)
-    except SafetensorError as error:
-        raise OSError(f"cannot write {folder / WEIGHTS}: {error}") from None
-    finally:
-        for name in (WEIGHTS, CONFIG):
-            (folder / f".tmp-{name}").unlink(missing_ok=True)
+    save_described(folder, (WEIGHTS, tensors), (CONFIG, description))
 
 
 def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str, Any]:

@@ -7,39 +7,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretoken.training.card import _table
+from foretoken.io.files import write_text
+from foretoken.training.cards.drafter import WRITTEN_OPTIONS
+from foretoken.training.cards.parts import command, names_of, seen_text, table
 
 RUN_OPTIONS = ("steps", "batch_size", "context", "lr", "seed")
-WRITTEN_OPTIONS = ("text", "written_blocks", "written_temperature")
 
 
 def write_stop_card(out: Path, report: Mapping[str, Any], data: Sequence[str | Path], target: str, draft: str) -> Path:
     """Write ``out/README.md`` from the report of a ``specdec_pp`` run."""
     run, net = report["run"], report["net"]
     names = RUN_OPTIONS if run["text"] == "fixed" else (*RUN_OPTIONS, *WRITTEN_OPTIONS)
-    words = [f"foretoken train specdec_pp --target {Path(target).name} --draft {Path(draft).name}"]
-    words += [f"--data {Path(path).name}" for path in data]
-    words.append(f"--out {out.resolve().name}")
-    words += [f"--{name.replace('_', '-')} {run[name]}" for name in names]
-    words += [f"--set {key}={net[key]}" for key in ("blocks", "mix", "mismatch")]
+    settings = {key: net[key] for key in ("blocks", "mix", "mismatch")}
+    told = command(
+        "specdec_pp", data, out, {name: run[name] for name in names}, {"target": target, "draft": draft}, settings
+    )
     seen = {
         "parameters": f"{report['parameters']:,}",
         "hidden size": str(net["hidden_size"]),
         "tokens seen": f"{report['tokens']:,}",
         "time": f"{report['hours']:.2f} hours",
-        "text": f"{report['corpus']['train']['documents']:,} documents, {report['corpus']['train']['tokens']:,} tokens",
+        "text": seen_text(report),
     }
     parts = [
         f"# A stop head (SpecDec++) for the draft model `{Path(draft).name}` of `{Path(target).name}`\n",
         'Loads as `controller="specdec_pp:FOLDER"` beside that draft model, and beside no other.\n',
-        f"## Training\n\n```\n{' '.join(words)}\n```\n\nData: {', '.join(f'`{Path(p).name}`' for p in data)}.\n\n"
-        f"{_table(seen)}",
+        f"## Training\n\n```\n{told}\n```\n\nData: {names_of(data)}.\n\n{table(seen)}",
         _belief(json.loads((out / "drafter.json").read_text(encoding="utf-8"))["measured"]),
         _acceptance(report["acceptance"]),
     ]
-    tmp = out / ".README.md.tmp"
-    tmp.write_text("\n".join(parts), encoding="utf-8")
-    return tmp.replace(out / "README.md")
+    return write_text(out / "README.md", "\n".join(parts))
 
 
 def _belief(measured: Mapping[str, Any]) -> str:

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foretoken.io.files import write_text
+from foretoken.training.cards.parts import LIMITS, front_matter, names_of, table
+
 
 @dataclass(frozen=True)
 class CardInfo:
@@ -26,15 +29,6 @@ class CardInfo:
     purpose: str = ""
 
 
-LIMITS = (
-    "It is a small base model for testing and measuring speculative decoding. It continues text; it follows no "
-    "instructions, knows few facts, and may repeat itself.",
-    "What it says reflects its training text, mistakes and biases included.",
-    "Its losses above were measured on documents that were held out by a hash of their content. "
-    "Near-duplicates of training documents may be among them.",
-)
-
-
 def write_card(
     out: Path, report: Mapping[str, Any], data: Sequence[str | Path], command: str, info: CardInfo | None = None
 ) -> Path:
@@ -49,7 +43,7 @@ def write_card(
     """
     info = info or CardInfo()
     sections = [
-        _front_matter(info),
+        front_matter(info.licence),
         f"# {info.title or out.resolve().name}\n\n{info.purpose or LIMITS[0]}\n",
         _architecture(report),
         _data(report, data, info),
@@ -57,21 +51,7 @@ def write_card(
         _quality(report),
         _limits(info),
     ]
-    file = out / "README.md"
-    tmp = out / ".README.md.tmp"
-    tmp.write_text("\n".join(sections), encoding="utf-8")
-    return tmp.replace(file)
-
-
-def _front_matter(info: CardInfo) -> str:
-    lines = ["library_name: transformers", "pipeline_tag: text-generation", "tags:", "- foretoken"]
-    if info.licence:
-        lines.insert(0, f"license: {info.licence}")
-    return "\n".join(["---", *lines, "---", ""])
-
-
-def _table(rows: Mapping[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items()), ""])
+    return write_text(out / "README.md", "\n".join(sections))
 
 
 def _architecture(report: Mapping[str, Any]) -> str:
@@ -87,7 +67,7 @@ def _architecture(report: Mapping[str, Any]) -> str:
         "vocabulary": f"{config['vocab']:,} (byte-level BPE)",
         "context": f"{config['context']:,} tokens",
     }
-    return f"## Architecture\n\n{_table(rows)}"
+    return f"## Architecture\n\n{table(rows)}"
 
 
 def _data(report: Mapping[str, Any], data: Sequence[str | Path], info: CardInfo) -> str:
@@ -96,9 +76,8 @@ def _data(report: Mapping[str, Any], data: Sequence[str | Path], info: CardInfo)
         split: ", ".join(f"{corpus[key][unit]:,} {unit}" for unit in ("documents", "bytes", "tokens"))
         for split, key in (("training", "train"), ("held out", "held"))
     }
-    names = ", ".join(f"`{Path(path).name}`" for path in data)
     note = info.data_note or "The run did not say where the text comes from."
-    return f"## Data\n\n{note}\n\nTrained on {names}.\n\n{_table(rows)}"
+    return f"## Data\n\n{note}\n\nTrained on {names_of(data)}.\n\n{table(rows)}"
 
 
 def _training(report: Mapping[str, Any], command: str) -> str:
@@ -110,7 +89,7 @@ def _training(report: Mapping[str, Any], command: str) -> str:
         "optimizers": f"{_optimizers(report['config'])}, learning rate {report['config']['lr']:g}",
         "time": f"{report['hours']:.2f} hours",
     }
-    return f"## Training\n\n```\n{command}\n```\n\n{_table(rows)}"
+    return f"## Training\n\n```\n{command}\n```\n\n{table(rows)}"
 
 
 def _optimizers(config: Mapping[str, Any]) -> str:
@@ -125,38 +104,9 @@ def _quality(report: Mapping[str, Any]) -> str:
         "held-out loss per token": f"{held:.4f} nats ({held / math.log(2):.4f} bits), perplexity {math.exp(held):.2f}",
         "held-out loss per byte": f"{report['held_bits_per_byte']:.4f} bits",
     }
-    return f"## Quality\n\n{_table(rows)}"
+    return f"## Quality\n\n{table(rows)}"
 
 
 def _limits(info: CardInfo) -> str:
     licence = f"The weights are under {info.licence}." if info.licence else "The run did not state a licence."
     return "\n".join(["## Licence and limits", "", licence, "", *(f"- {line}" for line in LIMITS), ""])
-
-
-def command_line(
-    config: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    data: Sequence[str | Path],
-    out: Path,
-    folders: Mapping[str, Path | None] | None = None,
-) -> str:
-    """The ``foretoken train lm`` command of a run: options that differ from the defaults, last parts of paths."""
-    words = ["foretoken train lm"]
-    words += [f"--data {Path(path).name}" for path in data]
-    words.append(f"--out {out.resolve().name}")
-    words += [f"--{key.replace('_', '-')} {path.name}" for key, path in (folders or {}).items() if path is not None]
-    options = {key: value for key, value in config.items() if value != defaults[key] and key in COMMAND_OPTIONS}
-    words += [_option(key, value) for key, value in options.items()]
-    return " ".join(words)
-
-
-def _option(key: str, value: Any) -> str:
-    name = f"--{key.replace('_', '-')}"
-    return name if value is True else f"{name} {value}"
-
-
-COMMAND_OPTIONS = (
-    "steps", "hidden", "layers", "heads", "kv_heads", "ffn", "context", "vocab", "batch_size", "lr", "warmup", "decay",
-    "seed", "hybrid", "optimizer", "precision",
-)  # fmt: skip
-"""Settings that have an option of the same name."""

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from foretoken.training.card import _table
+from foretoken.io.files import write_text
+from foretoken.training.cards.parts import command, front_matter, names_of, seen_text, table
+
+WRITTEN_OPTIONS = ("text", "written_blocks", "written_temperature")
 
 
 def write_drafter_card(
@@ -21,44 +24,38 @@ def write_drafter_card(
     run, net, acceptance = report["run"], report["net"], report["acceptance"]
     method = report["method"]
     name = Path(target).name
-    settings = " ".join(f"--set {k}={v}" for k, v in report["settings"].items())
     names = ["steps", "batch_size", "context", "lr", "seed"]
     if run.get("text", "fixed") != "fixed":
-        names += ["text", "written_blocks", "written_temperature"]
+        names += WRITTEN_OPTIONS
     names += [k for k, usual in (("optimizer", "muon"), ("precision", "bfloat16")) if run.get(k, usual) != usual]
-    options = " ".join(f"--{k.replace('_', '-')} {run[k]}" for k in names)
-    command = " ".join(
-        [f"foretoken train {method} --target {name}", *(f"--data {Path(p).name}" for p in data), f"--out {out.name}"]
-    )
+    told = command(method, data, out, {name: run[name] for name in names}, {"target": target}, report["settings"])
     shape = {key.replace("_", " "): str(value) for key, value in net.items()}
     shape["parameters"] = f"{report['parameters']:,}"
     seen = {
         "steps": f"{run['steps']:,}",
         "tokens seen": f"{report['tokens']:,}",
         "time": f"{report['hours']:.2f} hours",
-        "text": f"{report['corpus']['train']['documents']:,} documents, {report['corpus']['train']['tokens']:,} tokens",
+        "text": seen_text(report),
     }
     parts = [
-        *([f"---\nlicense: {licence}\n---\n"] if licence else []),
+        *([front_matter(licence, model=False)] if licence else []),
         f"# A drafter of the method `{method}` for `{name}`\n",
         _use(report),
-        f"## Shape\n\n{_table(shape)}",
-        f"## Data\n\n{data_note or 'Trained on ' + ', '.join(f'`{Path(p).name}`' for p in data) + '.'}\n",
-        f"## Training\n\n```\n{command} {options} {settings}\n```\n\n{_table(seen)}",
+        f"## Shape\n\n{table(shape)}",
+        f"## Data\n\n{data_note or f'Trained on {names_of(data)}.'}\n",
+        f"## Training\n\n```\n{told}\n```\n\n{table(seen)}",
     ]
     losses = report.get("target_loss_nats")
     if losses and losses["before"] is not None:
         rows = {when: f"{losses[when]:.4f} nats per token" for when in ("before", "after")}
-        parts.append(f"## The target on held-out text\n\n{_table(rows)}")
+        parts.append(f"## The target on held-out text\n\n{table(rows)}")
     if acceptance:
         parts.append(
             "## Held-out acceptance\n\nThrough the engine, on documents held out by a hash of their content: the mean "
             "acceptance length (tokens a round, the target's own included) and the share of rounds whose draft is "
             f"accepted up to each position.\n\n{_acceptance(acceptance)}"
         )
-    tmp = out / ".README.md.tmp"
-    tmp.write_text("\n".join(parts), encoding="utf-8")
-    return tmp.replace(out / "README.md")
+    return write_text(out / "README.md", "\n".join(parts))
 
 
 def _use(report: Mapping[str, Any]) -> str:

@@ -1,0 +1,182 @@
+"""The training loop: steps under a learning rate that rises and falls, checkpoints, curves, news of it.
+
+A front end gives the loss of a step and what is measured between steps.  Data must be a pure function of (seed, step):
+then a run that was killed goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.io.files import write_json
+from foretoken.training.checkpoint import check_same, latest_checkpoint, load_checkpoint, save_checkpoint
+from foretoken.training.curves import Curve
+
+SCHEDULE = ("steps", "warmup", "decay")
+"""Settings that may change between a run and its continuation."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What every run is told; stored in its checkpoints and compared on resume, but for the schedule.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: rows per step.
+        context: tokens per row.
+        lr: peak learning rate.
+        warmup: share of the steps in which it rises.
+        decay: share of the steps in which it falls to zero.
+        seed: of the data order and of everything drawn.
+    """
+
+    steps: int = 500
+    batch_size: int = 4
+    context: int = 512
+    lr: float = 1e-3
+    warmup: float = 0.05
+    decay: float = 0.4
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.steps * self.batch_size * self.context
+
+    def learning_rate_factor(self, step: int) -> float:
+        """Warm-up, plateau, linear decay to zero; in (0, 1] for ``0 <= step < steps``."""
+        warm, fall = max(1, round(self.warmup * self.steps)), max(1, round(self.decay * self.steps))
+        return min((step + 1) / warm, (self.steps - step) / fall, 1.0)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a caller is told after every step; ``measured`` when something just was."""
+
+    step: int
+    steps: int
+    loss: float
+    tokens_per_s: float
+    measured: Mapping[str, Any] | None = None
+
+
+class Loop:
+    """One run, resumed from ``out/checkpoints`` if there is something to resume.
+
+    Args:
+        out: folder for checkpoints, ``losses.csv``, ``losses.png`` and ``training.json``; made if it is missing.
+        config: the run.
+        trained: holds the parameters that change.
+        optimizers: that change them.
+        curve: what is written down by step.
+        identity: what else tells this run from others, as JSON can hold it.
+
+    Attributes:
+        kept: the meta data of the checkpoint that it goes on from; empty for a new run.
+
+    Raises:
+        ValueError: ``out`` holds a checkpoint of other settings, or a damaged one.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        config: RunConfig,
+        trained: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        curve: type[Curve],
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.out, self.config, self.trained, self.optimizers = out, config, trained, optimizers
+        self.identity = identity_of(config, identity)
+        out.mkdir(parents=True, exist_ok=True)
+        found = latest_checkpoint(out / "checkpoints")
+        self.kept: dict[str, Any] = {}
+        if found is not None:
+            check_same(found, self.identity)
+            self.kept = load_checkpoint(found, trained, optimizers)
+        self.start = int(self.kept.get("step", 0))
+        self.curve = curve(out / "losses.csv", self.start)
+        self._began = time.perf_counter() - float(self.kept.get("spent_s", 0.0))
+
+    @property
+    def spent_s(self) -> float:
+        """Seconds of the whole run so far, earlier parts included."""
+        return time.perf_counter() - self._began
+
+    def run(
+        self,
+        loss_of: Callable[[int], Tensor],
+        *,
+        save_every: int,
+        eval_every: int,
+        measure: Callable[[], Mapping[str, Any] | None] | None = None,
+        keep: Callable[[int], Mapping[str, Any]] | None = None,
+        on_step: Callable[[Progress], None] | None = None,
+    ) -> None:
+        """All steps that are left; what is measured behind the last one is the front end's.
+
+        Args:
+            loss_of: the loss of a step, a scalar.
+            save_every: steps between two checkpoints; there is one at the end, too.
+            eval_every: steps between two measurements.
+            measure: what the curve shows beside the loss.
+            keep: what a checkpoint before a step must hold beside weights, as JSON can.
+            on_step: told after every step.
+
+        Raises:
+            FloatingPointError: the loss or its gradient is NaN or infinite; the last checkpoint is intact.
+        """
+        config = self.config
+        for step in range(self.start, config.steps):
+            tick = time.perf_counter()
+            loss = self._step(step, loss_of)
+            rate = config.batch_size * config.context / (time.perf_counter() - tick)
+            done, last = step + 1, step + 1 == config.steps
+            measured = measure() if measure is not None and done % eval_every == 0 and not last else None
+            self.curve.add(done, loss, measured)
+            if done % save_every == 0 or last:
+                self.curve.write()
+                meta = {"identity": self.identity, "spent_s": self.spent_s, **(keep(done) if keep else {})}
+                save_checkpoint(self.out / "checkpoints", done, self.trained, self.optimizers, meta)
+            if on_step is not None:
+                on_step(Progress(done, config.steps, loss, rate, measured))
+
+    def _step(self, step: int, loss_of: Callable[[int], Tensor]) -> float:
+        """One update against the gradient, which is clipped to norm 1; returns the loss."""
+        lr = self.config.lr * self.config.learning_rate_factor(step)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["scale"]
+        loss = loss_of(step)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.trained.parameters(), 1.0)
+        # A NaN gradient would spoil the weights, and the checkpoint after them, before the loss shows it.
+        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
+            raise FloatingPointError(
+                f"the loss is {loss.item()} and its gradient {float(norm)} at step {step}; the last checkpoint is "
+                "intact: lower --lr and use another --out, or look at the data"
+            )
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def finish(self, report: dict[str, Any]) -> dict[str, Any]:
+        """Write the curves and the report, which is the last file of a whole run; returns the report."""
+        self.curve.write()
+        self.curve.plot(self.out / "losses.png")
+        write_json(self.out / "training.json", report)
+        return report
+
+
+def identity_of(config: RunConfig, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What must be the same in a run and its continuation."""
+    return {"run": {key: value for key, value in asdict(config).items() if key not in SCHEDULE}, **(more or {})}
