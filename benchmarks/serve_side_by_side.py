@@ -1,7 +1,7 @@
 """``foretoken serve`` beside ``transformers serve`` and llama.cpp's server: same model, same machine, same load.
 
     python benchmarks/serve_side_by_side.py --llama llama-server [--size 300m] [--concurrency 1,8] [--requests 16]
-        [--drafters auto "model:builtin_draft,k=4"] [--out run.jsonl]
+        [--drafters auto=auto "draft=model:{draft},k=4"] [--out run.jsonl]
 
 The built-in target (``--size`` inflates it: its outputs at the cost of a bigger model) is written once as a
 Transformers folder and as a GGUF file in the same dtype.  All servers run at once and ``foretoken bench serve`` asks
@@ -23,9 +23,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
+from transformers import AutoModelForCausalLM
 
 from foretoken.bench.gguf_export import write_gguf
-from foretoken.loading import load_model, load_tokenizer
+from foretoken.bench.inflate import inflate
+from foretoken.loading import load_tokenizer
+from foretoken.loading.checkpoints import ZOO
 
 WAIT_S = 240.0
 
@@ -34,8 +37,8 @@ def written(folder: Path, size: str, dtype: str) -> tuple[Path, Path]:
     """The model as a folder and as a GGUF file; made where they are missing."""
     checkpoint, gguf = folder / f"{size}-{dtype}", folder / f"{size}-{dtype}.gguf"
     if not (checkpoint / "config.json").exists() or not gguf.exists():
-        inflate = None if size == "builtin" else size
-        network = load_model("builtin", dtype=dtype, inflate=inflate).model  # type: ignore[attr-defined]
+        network = AutoModelForCausalLM.from_pretrained(ZOO / "target", dtype=dtype)
+        network = network if size == "builtin" else inflate(network, size)
         tokenizer = load_tokenizer("builtin")
         write_gguf(network, gguf, tokenizer)
         network.save_pretrained(checkpoint)
@@ -46,11 +49,22 @@ def written(folder: Path, size: str, dtype: str) -> tuple[Path, Path]:
 def commands(options: argparse.Namespace, checkpoint: Path, gguf: Path) -> dict[str, list[str]]:
     """Arms: how each server is started, but for its port."""
     most = max(int(value) for value in options.concurrency.split(","))
-    ours = [sys.executable, "-m", "foretoken", "serve", str(checkpoint), "--max-running", str(most), "--no-prefix-cache"]
+    ours = [
+        sys.executable,
+        "-m",
+        "foretoken",
+        "serve",
+        str(checkpoint),
+        "--max-running",
+        str(most),
+        "--no-prefix-cache",
+    ]
     theirs = [str(Path(sys.executable).parent / "transformers"), "serve", str(checkpoint)]
     theirs += ["--host", "127.0.0.1", "--dtype", "auto", "--device", "cpu"]
     found = {"plain": [*ours, "--drafter", "none"]}
-    found |= {name: [*ours, "--drafter", name] for name in options.drafters}
+    for given in options.drafters:
+        name, _, spec = given.partition("=")
+        found[name] = [*ours, "--drafter", spec.format(draft=ZOO / "draft")]
     if not options.without_transformers:
         found["transformers"] = theirs
         found["transformers, batching"] = [*theirs, "--continuous-batching"]
@@ -101,7 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="builtin", help="builtin, 300m, 1b")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--drafters", nargs="*", default=["auto"])
+    parser.add_argument(
+        "--drafters", nargs="*", default=["auto=auto"], help="NAME=SPEC; {draft} is the built-in draft model"
+    )
     parser.add_argument("--llama", type=Path, help="llama-server")
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--threads", type=int, default=2, help="of llama-server")
