@@ -67,7 +67,7 @@ def commands(options: argparse.Namespace, checkpoint: Path, gguf: Path) -> dict[
         found[name] = [*ours, "--drafter", spec.format(draft=ZOO / "draft")]
     if not options.without_transformers:
         found["transformers"] = theirs
-        found["transformers, batching"] = [*theirs, "--continuous-batching"]
+        found["transformers_batching"] = [*theirs, "--continuous-batching"]
     if options.llama is not None:
         llama = [str(options.llama), "-m", str(gguf), "-t", str(options.threads), "-np", str(most)]
         found["llama.cpp"] = [*llama, "-c", str(1024 * most), "--host", "127.0.0.1", "--no-cache-prompt", "--no-webui"]
@@ -124,6 +124,7 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,8")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--folder", type=Path, help="keeps the written models")
     parser.add_argument("--out", type=Path)
@@ -136,7 +137,8 @@ def main() -> None:
         urls = {name: stack.enter_context(running(name, command)) for name, command in started.items()}
         asked = [f"{name}={url}" for name, url in urls.items()]
         asked += ["--concurrency", options.concurrency, "--requests", str(options.requests)]
-        asked += ["--repeat", str(options.repeat), "--max-tokens", str(options.max_tokens), "--warmup", "4"]
+        asked += ["--repeat", str(options.repeat), "--max-tokens", str(options.max_tokens)]
+        asked += ["--warmup", str(options.warmup)]
         asked += ["--out", str(options.out)] if options.out else []
         sys.exit(subprocess.run([sys.executable, "-m", "foretoken", "bench", "serve", *asked]).returncode)
 
