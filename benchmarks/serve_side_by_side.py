@@ -65,13 +65,12 @@ def commands(options: argparse.Namespace, checkpoint: Path, gguf: Path) -> dict[
     for given in options.drafters:
         name, _, spec = given.partition("=")
         found[name] = [*ours, "--drafter", spec.format(draft=ZOO / "draft")]
-    if not options.without_transformers:
-        found["transformers"] = theirs
-        found["transformers_batching"] = [*theirs, "--continuous-batching"]
+    found["transformers"] = theirs
+    found["transformers_batching"] = [*theirs, "--continuous-batching"]
     if options.llama is not None:
         llama = [str(options.llama), "-m", str(gguf), "-t", str(options.threads), "-np", str(most)]
         found["llama.cpp"] = [*llama, "-c", str(1024 * most), "--host", "127.0.0.1", "--no-cache-prompt", "--no-webui"]
-    return found
+    return {name: command for name, command in found.items() if name not in options.without}
 
 
 @contextmanager
@@ -119,7 +118,7 @@ def main() -> None:
         "--drafters", nargs="*", default=["auto=auto"], help="NAME=SPEC; {draft} is the built-in draft model"
     )
     parser.add_argument("--llama", type=Path, help="llama-server")
-    parser.add_argument("--without-transformers", action="store_true")
+    parser.add_argument("--without", nargs="*", default=[], help="arms to leave out")
     parser.add_argument("--threads", type=int, default=2, help="of llama-server")
     parser.add_argument("--concurrency", default="1,8")
     parser.add_argument("--requests", type=int, default=16)
