@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -68,7 +69,8 @@ def served(drafters: str) -> tuple[subprocess.Popen[bytes], httpx.Client]:
         port = sock.getsockname()[1]
     command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--port", str(port), "--dtype", "float32"]
     command += ["--drafter", f"router,drafters=({drafters})", "--no-prefix-cache"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    told = tempfile.TemporaryFile()  # noqa: SIM115 (the server's own from here on)
+    process = subprocess.Popen(command, stderr=told)
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
     while process.poll() is None:
         try:
@@ -77,7 +79,8 @@ def served(drafters: str) -> tuple[subprocess.Popen[bytes], httpx.Client]:
         except httpx.HTTPError:
             pass
         time.sleep(0.5)
-    raise SystemExit((process.stderr.read() if process.stderr else b"").decode()[-500:])
+    told.seek(0)
+    raise SystemExit(told.read().decode()[-500:])
 
 
 def ask(client: httpx.Client, prompt: str | list[str], method: str | None, **body: Any) -> dict[str, Any]:

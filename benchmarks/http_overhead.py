@@ -3,12 +3,14 @@
 ``python benchmarks/http_overhead.py --batch 8,32``: a server in a process of its own and the library in this one take
 turns, wave by wave; a wave is a batch of prompts that begin together and have equal lengths.  Prints tokens per second
 of both and the median ratio, by the clock and by processor time (the client's not counted: it needs a core of its
-own), which a busy machine disturbs less.
+own), which a busy machine disturbs less.  Answers are streamed, a chunk a round; ``--whole`` asks for one piece each.
+On two cores give the model one (``OMP_NUM_THREADS=1``), so that the client has the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -19,9 +21,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from time import perf_counter, process_time
 
+import httpx
 import psutil
 
 import foretoken as ft
@@ -31,13 +35,14 @@ from foretoken.measure.prompts import BenchPrompt, load_prompts
 
 
 @contextlib.contextmanager
-def server(drafter: str, dtype: str, batch: int) -> Iterator[tuple[str, psutil.Process]]:
+def server(model: str, drafter: str, dtype: str, batch: int) -> Iterator[tuple[str, psutil.Process]]:
     """The address of a server on a free port, once it is ready, and its process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "foretoken", "serve", "--port", str(port), "--drafter", drafter, "--dtype", dtype]
-    process = subprocess.Popen([*command, "--max-running", str(batch)], stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "foretoken", "serve", model, "--port", str(port), "--drafter", drafter]
+    command += ["--dtype", dtype, "--max-running", str(batch)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(240):
@@ -52,18 +57,48 @@ def server(drafter: str, dtype: str, batch: int) -> Iterator[tuple[str, psutil.P
         process.wait(20)
 
 
-def measure(
-    llm: ft.Llm, url: str, process: psutil.Process, prompts: list[BenchPrompt], new_tokens: int, waves: int
-) -> dict[str, object]:
-    """Ratios of one batch size."""
-    texts = [prompt.text for prompt in prompts]
+def streamed(url: str, prompts: list[BenchPrompt], new_tokens: int) -> tuple[float, int]:
+    """Seconds and tokens of one wave."""
     settings = LoadSettings(
-        [Level("concurrency", len(texts))],
-        requests=len(texts),
+        [Level("concurrency", len(prompts))],
+        requests=len(prompts),
         warmup=0,
         max_tokens=new_tokens,
         ignore_eos=True,
     )
+    (cell,) = run_load([Address("server", url)], {"all": prompts}, settings).cells
+    if cell["errors"]:
+        raise SystemExit(str(cell["errors"]))
+    return cell["new_tokens"] / cell["tokens_per_s"], cell["new_tokens"]
+
+
+def whole(url: str, prompts: list[BenchPrompt], new_tokens: int) -> tuple[float, int]:
+    """Seconds and tokens of one wave of answers in one piece."""
+
+    async def ask(client: httpx.AsyncClient, served: str, prompt: str) -> int:
+        body = {"model": served, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        answer = await client.post(f"{url}/v1/completions", json={"cache_salt": str(time.time_ns()), **body})
+        return int(answer.raise_for_status().json()["usage"]["completion_tokens"])
+
+    async def wave() -> tuple[float, int]:
+        async with httpx.AsyncClient(timeout=300) as client:
+            served = (await client.get(f"{url}/v1/models")).json()["data"][0]["id"]
+            began = perf_counter()
+            counts = await asyncio.gather(*(ask(client, served, prompt.text) for prompt in prompts))
+            return perf_counter() - began, sum(counts)
+
+    return asyncio.run(wave())
+
+
+def measure(
+    llm: ft.Llm,
+    ask: Callable[[], tuple[float, int]],
+    process: psutil.Process,
+    texts: list[str],
+    new_tokens: int,
+    waves: int,
+) -> dict[str, object]:
+    """Ratios of one batch size."""
     direct, http, processor, equal = [], [], [], []
     for wave in range(waves + 1):
         began, began_cpu = perf_counter(), process_time()
@@ -71,17 +106,14 @@ def measure(
         spent, spent_cpu = perf_counter() - began, process_time() - began_cpu
         tokens = sum(len(output.token_ids) for output in outputs)
         before = process.cpu_times()
-        result = run_load([Address("server", url)], {"all": prompts}, settings)
+        served_s, served = ask()
         after = process.cpu_times()
-        (cell,) = result.cells
-        if cell["errors"]:
-            raise SystemExit(str(cell["errors"]))
         if wave:  # the first wave warms both up
             direct.append(tokens / spent)
-            http.append(cell["tokens_per_s"])
+            http.append(served / served_s)
             server_cpu = after.user + after.system - before.user - before.system
             processor.append(spent_cpu / server_cpu)
-            equal.append(cell["new_tokens"] == tokens)
+            equal.append(served == tokens)
     return {
         "batch": len(texts),
         "generate_tokens_per_s": statistics.median(direct),
@@ -96,7 +128,9 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", default="8,32")
+    parser.add_argument("--model", default="builtin")
     parser.add_argument("--drafter", default="none")
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--waves", type=int, default=5)
@@ -104,11 +138,17 @@ def main() -> None:
     drafter = None if options.drafter == "none" else options.drafter
     prompts = load_prompts(None)
     for batch in map(int, options.batch.split(",")):
-        llm = ft.load("builtin", drafter, dtype=options.dtype, known=True)
+        llm = ft.load(options.model, drafter, dtype=options.dtype, known=True)
         chosen = [prompts[i % len(prompts)] for i in range(batch)]
-        with server(options.drafter, options.dtype, batch) as (url, process):
-            found = measure(llm, url, process, chosen, options.new_tokens, options.waves)
-        print(json.dumps({"drafter": options.drafter, **found, "load": os.getloadavg()[0]}), flush=True)
+        way = whole if options.whole else streamed
+        with server(options.model, options.drafter, options.dtype, batch) as (url, process):
+            ask = partial(way, url, chosen, options.new_tokens)
+            texts = [prompt.text for prompt in chosen]
+            found = measure(llm, ask, process, texts, options.new_tokens, options.waves)
+        print(
+            json.dumps({"drafter": options.drafter, "way": way.__name__, **found, "load": os.getloadavg()[0]}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

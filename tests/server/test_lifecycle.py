@@ -105,6 +105,18 @@ def test_what_takes_longer_than_the_drain_ends_with_an_error() -> None:
         assert running.wait(60) == 0
 
 
+def test_a_log_that_nobody_reads_stops_nothing() -> None:
+    """The pipe of stderr is full after 64 KiB: the server goes on answering, and leaves when it is told to."""
+    with process("--drafter", "none") as (running, url):
+        with httpx.Client(base_url=url, timeout=60) as client:
+            for _ in range(600):
+                assert client.get("/" + "nothing" * 20).status_code == 404
+            body = {"model": "builtin", "prompt": "x", "max_tokens": 2}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 0
+
+
 def test_a_second_signal_ends_at_once() -> None:
     with process("--drafter", "none") as (running, url):
         body = {"model": "builtin", "prompt": "x", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}

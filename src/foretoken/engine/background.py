@@ -27,6 +27,7 @@ from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Request
 from foretoken.engine.status import EngineStatus as EngineStatus
 from foretoken.engine.tickets import Ticket as Ticket
+from foretoken.engine.tickets import hand_over
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
@@ -284,13 +285,12 @@ class AsyncLlm:
     def _take_in(self) -> None:
         """Requests, cancellations and calls that came since the last round."""
         with self._lock:
-            new, self._new = self._new, []
             cancelled, self._cancelled = self._cancelled, []
             calls, self._calls = self._calls, []
             gone = {id(ticket) for ticket in cancelled}
-            kept = [ticket for ticket in new if id(ticket) not in gone]
-            for ticket in kept:
-                self._enter(ticket)
+            self._new = [ticket for ticket in self._new if id(ticket) not in gone]
+        for ticket in self._new[:]:
+            self._enter(ticket)
         for ticket in cancelled:
             if ticket.id is not None and self._tickets.pop(ticket.id, None) is not None:
                 self.llm.engine.cancel(ticket.id)
@@ -303,24 +303,29 @@ class AsyncLlm:
                 future.set_exception(error)
 
     def _enter(self, ticket: Ticket) -> None:
+        """Without the lock while the engine looks at it: the event loop must not wait for that."""
+        failed = None
         try:
             ticket.id = self.llm.engine.add(ticket.request, arrived_s=ticket.arrived_s)
-            self._tickets[ticket.id] = ticket
         except Exception as error:  # of this request alone
-            ticket.put(RequestFailed(str(error), "error"))
+            failed = RequestFailed(str(error), "error")
+        with self._lock:
+            self._new.remove(ticket)
+            if ticket.id is not None:
+                self._tickets[ticket.id] = ticket
+        if failed is not None:
+            ticket.put(failed)
 
     def _hand_out(self) -> None:
         """One round; everybody gets what is theirs."""
         emissions = self.llm.engine.step()
         self._check_target()
-        for run, emission in emissions:
-            ticket = self._tickets.get(run.id)
-            if ticket is None:
-                continue
-            if emission.finish_reason is not None:
-                with self._lock:
-                    del self._tickets[run.id]
-            ticket.put((run, emission))
+        with self._lock:
+            gains = [(self._tickets[run.id], (run, emission)) for run, emission in emissions if run.id in self._tickets]
+            for run, emission in emissions:
+                if emission.finish_reason is not None:
+                    self._tickets.pop(run.id, None)
+        hand_over(gains)
 
     def _fail_lost(self, error: Exception) -> None:
         """Tell those whose requests were dropped when a round failed as a whole."""

@@ -61,6 +61,7 @@ class Prefixes:
         self.capacity = self.limit = capacity
         self.nbytes = 0  # a plain number: other threads look at it
         self._kept: OrderedDict[int, Kept] = OrderedDict()
+        self._alike: dict[tuple[str, bytes], dict[int, Kept]] = {}  # those that are worth comparing begin alike
         self._ids = count()
 
     def __len__(self) -> int:
@@ -70,12 +71,11 @@ class Prefixes:
         """The text with the longest common beginning, and how many tokens that is (0: none is worth it)."""
         wanted = np.asarray(tokens, dtype=np.int64)
         best, longest = None, SHORTEST - 1
-        for key, kept in self._kept.items():
-            if kept.salt == salt:
-                length = common(kept.tokens, wanted)
-                length = length if kept.snapshot.divisible or length == len(kept.tokens) else 0
-                if length > longest:
-                    best, longest = key, length
+        for key, kept in self._alike.get(_beginning(salt, wanted), {}).items():
+            length = common(kept.tokens, wanted)
+            length = length if kept.snapshot.divisible or length == len(kept.tokens) else 0
+            if length > longest:
+                best, longest = key, length
         if best is None:
             return None, 0
         self._kept.move_to_end(best)
@@ -85,10 +85,11 @@ class Prefixes:
         """Keep a text; others that are the beginning of it, and the least recently used ones, go."""
         if len(kept.tokens) < SHORTEST or kept.nbytes > self.limit:
             return
-        for key, old in list(self._kept.items()):
-            if old.salt == kept.salt and common(old.tokens, kept.tokens) == len(old.tokens):
+        beginning, new = _beginning(kept.salt, kept.tokens), next(self._ids)
+        for key, old in list(self._alike.get(beginning, {}).items()):
+            if common(old.tokens, kept.tokens) == len(old.tokens):
                 self._forget(key)
-        self._kept[next(self._ids)] = kept
+        self._kept[new] = self._alike.setdefault(beginning, {})[new] = kept
         self.nbytes += kept.nbytes
         self.shrink(self.limit)
 
@@ -101,7 +102,18 @@ class Prefixes:
     def clear(self) -> None:
         """Forget all of them."""
         self._kept.clear()
+        self._alike.clear()
         self.nbytes = 0
 
     def _forget(self, key: int) -> None:
-        self.nbytes -= self._kept.pop(key).nbytes
+        old = self._kept.pop(key)
+        self.nbytes -= old.nbytes
+        beginning = _beginning(old.salt, old.tokens)
+        del self._alike[beginning][key]
+        if not self._alike[beginning]:
+            del self._alike[beginning]
+
+
+def _beginning(salt: str, tokens: NDArray[np.int64]) -> tuple[str, bytes]:
+    """What texts share that have enough in common."""
+    return salt, tokens[:SHORTEST].tobytes()

@@ -15,13 +15,14 @@ class Detokenizer:
         tokenizer: a Transformers tokenizer, or ``None`` (no text).
     """
 
-    WINDOW = 16
-    """Tokens kept as left context: decoding a token may depend on the ones before it."""
+    CONTEXT = 16
+    """Tokens kept as left context, at least: decoding a token may depend on the ones before it."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._shown = 0
+        self._start = self._shown = 0
+        self._before = ""  # the text of what lies between start and shown
         self.text = ""
 
     def push(self, ids: Sequence[int]) -> str:
@@ -29,25 +30,24 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         self._ids.extend(ids)
-        start = max(0, self._shown - self.WINDOW)
-        before = self._decode(self._ids[start : self._shown])
-        now = self._decode(self._ids[start:])
-        if now.endswith("\ufffd") or not now.startswith(before):
+        if self._shown - self._start > 2 * self.CONTEXT:  # not at every token: that would be another text to decode
+            self._start = self._shown - self.CONTEXT
+            self._before = self._decode(self._ids[self._start : self._shown])
+        now = self._decode(self._ids[self._start :])
+        if now.endswith("\ufffd") or not now.startswith(self._before):
             return ""
-        self._shown = len(self._ids)
-        new = now[len(before) :]
-        self.text += new
-        return new
+        return self._take(now)
 
     def flush(self) -> str:
         """What was held back, as it stands."""
         if self._tokenizer is None:
             return ""
-        start = max(0, self._shown - self.WINDOW)
-        before = self._decode(self._ids[start : self._shown])
-        now = self._decode(self._ids[start:])
-        new = now[len(before) :] if now.startswith(before) else now
-        self._shown = len(self._ids)
+        return self._take(self._decode(self._ids[self._start :]))
+
+    def _take(self, now: str) -> str:
+        """What the text from the start of the window on has more than before."""
+        new = now[len(self._before) :] if now.startswith(self._before) else now
+        self._shown, self._before = len(self._ids), now
         self.text += new
         return new
 

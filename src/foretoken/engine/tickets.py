@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from time import monotonic
 
 from foretoken.engine.errors import DeadlineExceeded, failure_of
 from foretoken.engine.request import Emission, Request, Running
 
 Gain = tuple[Running, Emission] | Exception
+
+
+def hand_over(gains: Iterable[tuple[Ticket, Gain]]) -> None:
+    """Give each ticket its gain, and wake those who wait.
+
+    All of an event loop are woken by one call: each is a system call, at which the engine's thread would let the loop
+    run, and then wait for it.
+    """
+    asleep: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
+    for ticket, gain in gains:
+        waiting = ticket._keep(gain)
+        if waiting is not None:
+            asleep.setdefault(waiting[0], []).append(waiting[1])
+    for loop, events in asleep.items():
+        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+            loop.call_soon_threadsafe(_set_all, events)
+
+
+def _set_all(events: Iterable[asyncio.Event]) -> None:
+    for event in events:
+        event.set()
 
 
 class Ticket:
@@ -27,14 +50,12 @@ class Ticket:
 
     def put(self, gain: Gain) -> None:
         """Hand over what was gained; called by the engine's thread."""
+        hand_over([(self, gain)])
+
+    def _keep(self, gain: Gain) -> tuple[asyncio.AbstractEventLoop, asyncio.Event] | None:
+        """Keep it for whoever comes, and say who waits for it already."""
         self._gains.append(gain)
-        waiting = self._waiting
-        if waiting is not None:
-            loop, event = waiting
-            try:
-                loop.call_soon_threadsafe(event.set)
-            except RuntimeError:  # the loop was closed: nobody waits any more
-                self._waiting = None
+        return self._waiting
 
     async def _gain(self) -> Gain:
         while not self._gains:

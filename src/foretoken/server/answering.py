@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -59,7 +60,7 @@ class Answer:
         prefix = "chatcmpl" if self.kind.startswith("chat") else "cmpl"
         self.id = f"{prefix}-{given or uuid.uuid4().hex}"
 
-    @property
+    @cached_property
     def head(self) -> dict[str, Any]:
         """What every object begins with."""
         return {

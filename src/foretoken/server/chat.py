@@ -20,7 +20,7 @@ from foretoken.server.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
 from foretoken.server.running import outputs_of, pieces_of
 from foretoken.server.schemas import ChatRequest
 from foretoken.server.serving import Serving
-from foretoken.server.sse import streamed
+from foretoken.server.sse import EventStream
 from foretoken.server.templates import PLAIN_STOP, has_template, prompt_of, takes_effort
 from foretoken.server.workers import TEXTS, in_thread
 
@@ -80,7 +80,7 @@ class _Chat:
         if body.stream:
             self.answer.kind = "chat.completion.chunk"
             events = self.answer.logged(self._events(tickets))
-            return streamed(events, self.serving.settings.ping, self.serving.settings.stream_pad, headers)
+            return EventStream(events, self.serving.settings.ping, self.serving.settings.stream_pad, headers)
         outputs = await self.answer.finished(outputs_of(self.engine, tickets, self.answer.saw))
         for index, output in enumerate(outputs):
             self.answer.note(index, output.stats, output.finish_reason, output.why)

@@ -20,7 +20,7 @@ from foretoken.server.logprobs import TokenTexts, completion_logprobs, prompt_lo
 from foretoken.server.running import outputs_of, pieces_of
 from foretoken.server.schemas import CompletionRequest
 from foretoken.server.serving import Serving
-from foretoken.server.sse import streamed
+from foretoken.server.sse import EventStream
 from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter()
@@ -95,7 +95,7 @@ class _Completions:
         tickets = self.answer.submit(await in_thread(TEXTS, lambda: self._requests(constraints)))
         if body.stream:
             events = self.answer.logged(self._events(tickets))
-            return streamed(events, self.serving.settings.ping, self.serving.settings.stream_pad, headers)
+            return EventStream(events, self.serving.settings.ping, self.serving.settings.stream_pad, headers)
         outputs = await self.answer.finished(outputs_of(self.engine, tickets, self.answer.saw))
         for index, output in enumerate(outputs):
             self.answer.note(index, output.stats, output.finish_reason, output.why)

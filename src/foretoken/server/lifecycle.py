@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from typing import Any
 
 from foretoken.server.config import Settings
 
+log = logging.getLogger("foretoken.server")
 DEAD = 70
 """Exit code when the engine has stopped by itself."""
 HEADERS_S = 15.0
@@ -114,7 +116,7 @@ async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
     server.force_exit = True
     await asyncio.wait({task}, timeout=2.0)
     if code:
-        print(f"error: {serving.trouble}", file=sys.stderr)
+        log.error("error: %s", serving.trouble, extra={"plain": True})
     return code
 
 

@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +22,8 @@ from foretoken.server.errors import ApiError, bad
 requests_log = logging.getLogger("foretoken.requests")
 OPEN = ("/health", "/ready")
 """Routes that need no key: probes of orchestrators have none."""
+WRITERS = ("/v1/completions", "/v1/chat/completions")
+"""Routes that need a place in the engine."""
 DEEPEST = 64
 """Levels of a JSON document."""
 DISCARD_S = 1.0
@@ -41,10 +43,19 @@ class Gate:
         keys: any of them opens; none leaves all open.
         max_body: most bytes of a body.
         body_timeout: seconds in which it must have arrived.
+        admit: raises an :class:`ApiError` while nothing can be taken: a full server refuses before it reads what was
+            asked, or those whom it serves would wait for that.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int, body_timeout: float) -> None:
-        self.app, self.max_body, self.body_timeout = app, max_body, body_timeout
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        max_body: int,
+        body_timeout: float,
+        admit: Callable[[], None] | None = None,
+    ) -> None:
+        self.app, self.max_body, self.body_timeout, self.admit = app, max_body, body_timeout, admit
         self.keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,6 +81,8 @@ class Gate:
         try:
             state["tenant"] = self._check_key(scope["path"], headers)
             received = await self._body(scope, headers, receive)
+            if self.admit is not None and scope["method"] == "POST" and scope["path"].endswith(WRITERS):
+                self.admit()
         except ApiError as error:
             await error.response(scope, receive, named)
             return

@@ -1,12 +1,21 @@
-"""The log: one JSON object a line, whatever is in it."""
+"""The log: one JSON object a line, whatever is in it, written by a thread of its own."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
+import threading
+from contextlib import suppress
 from datetime import UTC, datetime
+from queue import Full, Queue
 from typing import Any
+
+MOST_LINES = 10_000
+"""Lines that wait to be written; more are counted and lost."""
+FLUSH_S = 1.0
+"""Seconds that the end of the process waits for the last lines."""
 
 
 class JsonLines(logging.Formatter):
@@ -14,6 +23,8 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One line."""
+        if getattr(record, "plain", False):
+            return record.getMessage()
         found: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -25,11 +36,60 @@ class JsonLines(logging.Formatter):
         return json.dumps(found, ensure_ascii=True, default=str)
 
 
+class Lines(logging.Handler):
+    """Writes lines in a thread of its own, so that no request waits for who reads them.
+
+    A pipe that nobody empties is full after 64 KiB, and a write to it never returns: in the event loop it would stop
+    the whole server.
+
+    Args:
+        descriptor: of the open file that is written to.
+        most: lines that may wait; later ones are lost, and their number is written as soon as there is room.
+    """
+
+    def __init__(self, descriptor: int, most: int = MOST_LINES) -> None:
+        super().__init__()
+        self.setFormatter(JsonLines())
+        self._descriptor, self._counting, self._lost = descriptor, threading.Lock(), 0
+        self._lines: Queue[str] = Queue(most)
+        threading.Thread(target=self._write_all, name="foretoken-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Queue a line."""
+        try:
+            self._lines.put_nowait(self.format(record))
+        except Full:
+            with self._counting:
+                self._lost += 1
+
+    def flush(self) -> None:
+        """Wait until everything is written, a second at most."""
+        with self._lines.all_tasks_done:
+            self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_S)
+
+    def _write_all(self) -> None:
+        while True:
+            line = self._lines.get()
+            with suppress(OSError):  # nobody reads any more
+                self._write(line)
+                with self._counting:
+                    lost, self._lost = self._lost, 0
+                if lost:
+                    told = f"{lost} lines of the log were lost: stderr was not read"
+                    self._write(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, told, None, None)))
+            self._lines.task_done()
+
+    def _write(self, line: str) -> None:
+        rest = line.encode() + b"\n"
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+
+
 def install() -> None:
-    """Send our log to stderr so."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    log = logging.getLogger("foretoken")
-    log.handlers[:] = [handler]
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    """Send our log to stderr so, and what the event loop and uvicorn complain about."""
+    handler = logging.NullHandler() if sys.stderr is None else Lines(2)
+    for name, level in (("foretoken", logging.INFO), ("asyncio", logging.WARNING), ("uvicorn", logging.WARNING)):
+        log = logging.getLogger(name)
+        log.handlers[:] = [handler]
+        log.setLevel(level)
+        log.propagate = False

@@ -27,6 +27,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
         self._sets = [self._made(prefix) for prefix in prefixes]
+        self._between = [one["between"].labels(model) for one in self._sets]
         for prefix in prefixes:
             for name, what, value in (
                 ("num_requests_running", "Requests in the batch.", lambda s: s.running),
@@ -110,8 +111,8 @@ class Metrics:
 
     def came(self, seconds: float) -> None:
         """Note the seconds that a token of a block has taken."""
-        for one in self._sets:
-            one["between"].labels(self._model).observe(seconds)
+        for between in self._between:
+            between.observe(seconds)
 
     def failed(self, reason: str) -> None:
         """Count a request that ended with an error."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -67,24 +67,42 @@ async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> As
     Raises:
         DeadlineExceeded: the time of one was up.
     """
-    queue: asyncio.Queue[tuple[int, Piece] | Exception | None] = asyncio.Queue()
+    several = [_pieces(engine, index, ticket, saw) for index, ticket in enumerate(tickets)]
+    merged = several[0] if len(several) == 1 else _merged(several)
+    try:
+        async for found in merged:
+            yield found
+    finally:
+        for ticket in tickets:
+            engine.cancel(ticket)
+        await merged.aclose()
 
-    async def follow(index: int, ticket: Ticket) -> None:
-        pieces = Pieces(engine.llm.tokenizer)
+
+async def _pieces(engine: AsyncLlm, index: int, ticket: Ticket, saw: Saw) -> AsyncGenerator[tuple[int, Piece], None]:
+    pieces = Pieces(engine.llm.tokenizer)
+    while True:
+        run, emission = await ticket.next()
+        saw(index, len(emission.token_ids))
+        if emission.finish_reason == "deadline":
+            raise DeadlineExceeded("the time was up")
+        yield index, pieces.push(run, emission)
+        if emission.finish_reason is not None:
+            return
+
+
+async def _merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """What several generators give, as it comes, from a task for each."""
+    queue: asyncio.Queue[T | Exception | None] = asyncio.Queue()
+
+    async def follow(source: AsyncGenerator[T, None]) -> None:
         try:
-            while True:
-                run, emission = await ticket.next()
-                saw(index, len(emission.token_ids))
-                if emission.finish_reason == "deadline":
-                    raise DeadlineExceeded("the time was up")
-                await queue.put((index, pieces.push(run, emission)))
-                if emission.finish_reason is not None:
-                    break
-            await queue.put(None)
+            async for found in source:
+                queue.put_nowait(found)
+            queue.put_nowait(None)
         except Exception as error:  # told to the client by whoever reads the queue
-            await queue.put(error)
+            queue.put_nowait(error)
 
-    tasks = [asyncio.create_task(follow(index, ticket)) for index, ticket in enumerate(tickets)]
+    tasks = [asyncio.create_task(follow(source)) for source in sources]
     left = len(tasks)
     try:
         while left:
@@ -96,8 +114,7 @@ async def pieces_of(engine: AsyncLlm, tickets: Sequence[Ticket], saw: Saw) -> As
             else:
                 yield found
     finally:
-        for ticket, task in zip(tickets, tasks, strict=True):
-            engine.cancel(ticket)
+        for task in tasks:
             task.cancel()
 
 

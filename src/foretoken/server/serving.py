@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.engine.background import AsyncLlm, EngineStatus
-from foretoken.engine.errors import EngineDead
+from foretoken.engine.errors import Draining, EngineDead, QueueFull
 from foretoken.llm import Llm, load
 from foretoken.server.config import Settings
-from foretoken.server.errors import ApiError
+from foretoken.server.errors import ApiError, api_error
 from foretoken.server.metrics import Metrics
 from foretoken.server.workers import GRAMMARS, in_thread
 
@@ -154,6 +154,20 @@ class Serving:
         if self._engine is None:
             raise ApiError(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
         return self._engine
+
+    def admit(self) -> None:
+        """Refuse a request while there is no room for any; as long as there is no engine, the route says why.
+
+        Raises:
+            ApiError: 503.
+        """
+        try:
+            if self._engine is not None:
+                self._engine.check_room()
+        except (QueueFull, Draining, EngineDead) as error:
+            failure = api_error(error)
+            self.metrics.rejected(failure.code or "error")
+            raise failure from error
 
     @property
     def llm(self) -> Llm:

@@ -4,61 +4,79 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from fastapi.responses import StreamingResponse
+from starlette.types import Send
 
 from foretoken.server.errors import api_error
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "Connection": "keep-alive"}
+_encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def event(data: Any, pad: int = 0) -> bytes:
     """One event; with ``pad``, filled with a comment up to a multiple of so many bytes."""
-    found = b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    found = b"data: " + _encoded(data).encode() + b"\n\n"
     if not pad or len(found) % pad == 0:
         return found
     missing = -(len(found) + 3) % pad
     return b":" + b" " * missing + b"\n\n" + found
 
 
-async def framed(events: AsyncIterator[Any], ping_s: float, pad: int) -> AsyncIterator[bytes]:
-    """Events as bytes: a comment when nothing comes for a while, an error at its place, or the end.
+async def framed(events: AsyncIterator[Any], pad: int) -> AsyncGenerator[bytes, None]:
+    """Events as bytes, an error at its place, or the end.
 
     After an error the stream just closes: a client that saw ``[DONE]`` would take what it has for the whole answer.
     """
-    source = events.__aiter__()
-    upcoming: asyncio.Task[Any] | None = None
     try:
-        while True:
-            upcoming = upcoming or asyncio.ensure_future(anext(source))
-            done, _ = await asyncio.wait({upcoming}, timeout=ping_s)
-            if not done:
-                yield PING
-                continue
-            finished, upcoming = upcoming, None
-            try:
-                data = finished.result()
-            except StopAsyncIteration:
-                yield DONE
-                return
-            except Exception as error:
-                yield event(api_error(error).body, pad)
-                return
+        async for data in events:
             yield event(data, pad)
+        yield DONE
+    except Exception as error:
+        yield event(api_error(error).body, pad)
     finally:
-        if upcoming is not None:
-            upcoming.cancel()
-            with suppress(asyncio.CancelledError, StopAsyncIteration, Exception):
-                await upcoming
         await events.aclose()  # type: ignore[attr-defined]
 
 
-def streamed(events: AsyncIterator[Any], ping_s: float, pad: int, headers: dict[str, str]) -> StreamingResponse:
-    """The answer."""
-    frames = framed(events, ping_s, pad)
-    return StreamingResponse(frames, media_type="text/event-stream", headers=HEADERS | headers)
+class EventStream(StreamingResponse):
+    """Sends events as they come, and a comment when none has come for a while.
+
+    Comments come from a task of their own: waiting for every event with a limit would cost a task for each.
+
+    Args:
+        events: the data.
+        ping_s: seconds of silence before a comment.
+        pad: see :func:`event`.
+        headers: more of them.
+    """
+
+    def __init__(self, events: AsyncIterator[Any], ping_s: float, pad: int, headers: dict[str, str]) -> None:
+        self.frames, self.ping_s, self._sent_s = framed(events, pad), ping_s, 0.0
+        super().__init__(self.frames, media_type="text/event-stream", headers=HEADERS | headers)
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the head, what comes, and the end."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        now = asyncio.get_running_loop().time
+        self._sent_s = now()
+        pings = asyncio.create_task(self._ping(send))
+        try:
+            async for frame in self.frames:
+                self._sent_s = now()
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        finally:
+            pings.cancel()
+            await self.frames.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _ping(self, send: Send) -> None:
+        now = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(max(0.0, self._sent_s + self.ping_s - now()))
+            if now() - self._sent_s >= self.ping_s:
+                self._sent_s = now()
+                await send({"type": "http.response.body", "body": PING, "more_body": True})

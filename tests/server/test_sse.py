@@ -1,0 +1,101 @@
+"""Streams of events: what is sent in silence, at the end, after an error, and when nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from foretoken.server.errors import bad
+from foretoken.server.sse import DONE, PING, EventStream, event
+
+
+async def sent_by(stream: EventStream) -> list[bytes]:
+    """Bodies, in order; the head comes first and one empty body ends them."""
+    messages: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    await stream.stream_response(send)
+    assert messages[0]["type"] == "http.response.start"
+    assert [one.get("more_body") for one in messages[1:]] == [True] * (len(messages) - 2) + [False]
+    return [one["body"] for one in messages[1:-1]]
+
+
+def test_a_silent_stream_is_kept_open_by_comments() -> None:
+    go = asyncio.Event()
+
+    async def events() -> AsyncIterator[Any]:
+        yield {"number": 1}
+        await go.wait()
+        yield {"number": 2}
+
+    async def run() -> list[bytes]:
+        stream = EventStream(events(), 0.01, 0, {})
+        asyncio.get_running_loop().call_later(0.5, go.set)
+        return await sent_by(stream)
+
+    found = asyncio.run(run())
+    assert found[0] == event({"number": 1}) and found[-2:] == [event({"number": 2}), DONE]
+    assert 2 <= len(found) - 3 <= 50 and set(found[1:-2]) == {PING}
+
+
+def test_a_stream_that_is_never_silent_has_no_comments() -> None:
+    async def events() -> AsyncIterator[Any]:
+        for number in range(20):
+            await asyncio.sleep(0)
+            yield number
+
+    found = asyncio.run(sent_by(EventStream(events(), 60.0, 0, {})))
+    assert found == [*(event(number) for number in range(20)), DONE]
+
+
+def test_after_an_error_there_is_no_end() -> None:
+    closed = []
+
+    async def events() -> AsyncIterator[Any]:
+        try:
+            yield 1
+            raise bad("no")
+        finally:
+            closed.append(True)
+
+    found = asyncio.run(sent_by(EventStream(events(), 60.0, 0, {})))
+    assert found == [event(1), event(bad("no").body)] and closed == [True]
+
+
+@pytest.mark.parametrize("where", ["events", "send"])
+def test_who_goes_away_ends_the_events(where: str) -> None:
+    """Whether nothing has come yet, or what came could not be sent yet; no task is left behind."""
+    closed = []
+
+    async def events() -> AsyncIterator[Any]:
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        finally:
+            closed.append(True)
+
+    async def run() -> None:
+        begun = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                begun.set()
+                if where == "send":
+                    await asyncio.Event().wait()
+
+        task = asyncio.create_task(EventStream(events(), 60.0, 0, {}).stream_response(send))
+        await begun.wait()
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert closed == [True]
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
