@@ -25,15 +25,15 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet --editable .
-	touch $(READY)
+	@touch $(READY)
 
 $(STAMP): $(READY)
 	@echo "installing what tests and docs need: minutes, once"
 	$(BIN)/pip install --quiet --editable ".[dev]"
-	touch $(STAMP)
+	@touch $(STAMP)
 
 demo: $(READY) ## the built-in model, plain and speculative, side by side
-	@$(BIN)/foretoken generate --compare --explain --max-new-tokens 128
+	@$(BIN)/foretoken generate --compare --explain --dtype float32 --max-new-tokens 128
 
 test: $(STAMP) ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

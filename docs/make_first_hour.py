@@ -24,9 +24,9 @@ PAGE = Path(__file__).with_name("first_hour.md")
 BLOCK = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<body>.*?)^```\n', re.M | re.S)
 TIMES = re.compile(r"(<!-- begin: times -->\n).*?(<!-- end: times -->)", re.S)
 CLONE = "<this repository>"
-MOST, FIRST, LAST, WIDEST = 30, 8, 18, 160
+MOST, FIRST, LAST, WIDEST = 36, 22, 12, 160
 """Lines of an output that are kept whole; else the first and the last ones; letters of a line."""
-NOISE = re.compile(r"^(WARNING: Location |Cloning into |\[notice\]|\[\d+\])|^\s*$")
+NOISE = re.compile(r"^(WARNING: Location |Cloning into |done\.$|\[notice\]|\[\d+\]|bash: (cannot set|no job control))|^\s*$")
 """What pip, git and the shell say about themselves."""
 
 

@@ -139,11 +139,11 @@ def break_even() -> Chart:
     """The least alpha with which a draft of k tokens pays."""
     ks = range(1, 17)
     lines = []
-    for i, (c, step) in enumerate(((0.05, 0.0), (0.1, 0.0), (0.2, 0.0), (0.05, 0.1), (0.1, 0.1))):
-        found = [(k, break_even_alpha(k, c, v=1.0 + step * k)) for k in ks]
-        name = f"c = {c:g}, a further token in a call costs {step:g}" if step else f"c = {c:g}, further tokens are free"
-        lines.append(Series(name, [(k, alpha) for k, alpha in found if alpha is not None], i))
-    return Lines("Acceptance that a draft needs to pay", "k, draft tokens per round", "least α", lines, percent=True)
+    for i, cost in enumerate((0.02, 0.05, 0.1, 0.2, 0.3)):
+        found = [(k, break_even_alpha(k, cost)) for k in ks]
+        lines.append(Series(f"{cost:g}", [(k, alpha) for k, alpha in found if alpha is not None], i))
+    title = "Acceptance that pays, by what a guess costs (drafting and checking)"
+    return Lines(title, "k, draft tokens per round", "least α", lines, percent=True)
 
 
 PLOTS: dict[str, tuple[Callable[[], Chart], str]] = {
@@ -157,7 +157,7 @@ PLOTS: dict[str, tuple[Callable[[], Chart], str]] = {
     "batches": (batches, "Speed-up against batch size: flat, then falling below plain decoding where k is kept; the "
                 "best k falls to 0."),
     "residual": (residual, "Per token a bar: what both distributions share is accepted, the rest of p is recovered."),
-    "break_even": (break_even, "The least acceptance that pays, against draft length: longer drafts and more expensive calls "
+    "break_even": (break_even, "The least acceptance that pays, against draft length: longer drafts and more expensive guesses "
                    "need more."),
 }  # fmt: skip
 """By file name: how it is drawn, and what it shows in words."""
