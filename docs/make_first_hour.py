@@ -3,7 +3,8 @@
     python docs/make_first_hour.py [--repository URL] [--keep FOLDER] [--beside "nothing else ran"]
 
 Commands are the lines after ``$ `` in ``console`` blocks, run by one shell from the first to the last; a block with a
-title is a file that is written first.  Only the standard library is needed: the walk begins before anything is installed.
+title is a file that is written first.  The walk begins before anything is installed, so only the standard library is
+needed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ TIMES = re.compile(r"(<!-- begin: times -->\n).*?(<!-- end: times -->)", re.S)
 CLONE = "<this repository>"
 MOST, FIRST, LAST, WIDEST = 36, 22, 12, 160
 """Lines of an output that are kept whole; else the first and the last ones; letters of a line."""
-NOISE = re.compile(r"^(WARNING: Location |Cloning into |done\.$|\[notice\]|\[\d+\]|bash: (cannot set|no job control))|^\s*$")
+NOISE = re.compile(
+    r"^(WARNING: Location |Cloning into |done\.$|\[notice\]|\[\d+\]|bash: (cannot set|no job control))|^\s*$"
+)
 """What pip, git and the shell say about themselves."""
 
 

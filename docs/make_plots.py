@@ -1,7 +1,7 @@
 """Draws the plots of the pages on theory into ``docs/figures/theory``, from the formulas in ``foretoken.theory``.
 
-    python docs/make_plots.py            # all of them; nothing is measured, so they come out the same everywhere
-    python docs/make_plots.py batches    # these only
+python docs/make_plots.py            # all of them; nothing is measured, so they come out the same everywhere
+python docs/make_plots.py batches    # these only
 """
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def batches() -> Chart:
     best = [made.best_by_batch[size] for size in sizes]
     tops = [(b, given.speedup(k, b)) for b, k in zip(sizes, best, strict=True)]
     lines = [Series("best k of each batch", tops, 0, labels=[f"k = {k}" for k in best])]
-    lines += [Series(f"k = {k} kept", [(b, given.speedup(k, b)) for b in sizes], i + 1) for i, k in enumerate((2, 4, 7))]
+    lines += [
+        Series(f"k = {k} kept", [(b, given.speedup(k, b)) for b in sizes], i + 1) for i, k in enumerate((2, 4, 7))
+    ]
     plain = Guide(PLAIN, [(1, 1.0), (sizes[-1], 1.0)])
     return Lines("Speed-up by batch, α = 0.75, c = 0.05, dense model on an H100", "requests per batch", "speed-up",
                  lines, [plain], log_x=True, x_ticks=[float(b) for b in sizes])  # fmt: skip
@@ -148,8 +150,8 @@ def break_even() -> Chart:
 
 PLOTS: dict[str, tuple[Callable[[], Chart], str]] = {
     "expected_tokens": (expected, "Tokens per round against draft length: each line bends towards 1 / (1 - alpha)."),
-    "best_length": (best_length, "Speed-up against draft length: lines rise to a best length and fall; the more a draft "
-                    "step costs, the earlier."),
+    "best_length": (best_length, "Speed-up against draft length: lines rise to a best length and fall; the more a "
+                    "draft step costs, the earlier."),
     "arithmetic": (arithmetic, "Operations per token rise with draft length while reads of the weights fall."),
     "roofline": (roofline, "The cost of a call is flat up to about 295 tokens for a dense model; with experts it rises "
                  "at once and then stays."),
@@ -157,8 +159,8 @@ PLOTS: dict[str, tuple[Callable[[], Chart], str]] = {
     "batches": (batches, "Speed-up against batch size: flat, then falling below plain decoding where k is kept; the "
                 "best k falls to 0."),
     "residual": (residual, "Per token a bar: what both distributions share is accepted, the rest of p is recovered."),
-    "break_even": (break_even, "The least acceptance that pays, against draft length: longer drafts and more expensive guesses "
-                   "need more."),
+    "break_even": (break_even, "The least acceptance that pays, against draft length: longer drafts and more expensive "
+                   "guesses need more."),
 }  # fmt: skip
 """By file name: how it is drawn, and what it shows in words."""
 

@@ -31,14 +31,17 @@ CODE = re.compile(r"\x1b\[([\d;]*)m")
 OTHER = re.compile(r"\x1b\[[?\d;]*[A-Za-ln-z]|\r")
 STYLES = {"1": "bold", "2": "dim", "31": "red", "32": "green", "33": "yellow", "34": "blue", "35": "pink", "36": "cyan"}
 STYLE = """
-:root { color-scheme: light dark; --back: #fbfcfd; --bar: #e8ebef; --ink: #1f2328; --dim: #57606a; --edge: #c8ced5; --red: #a8201a;
-  --green: #0b6b3a; --yellow: #7a5200; --blue: #1559a6; --pink: #8a1f7a; --cyan: #0a6570; }
-@media (prefers-color-scheme: dark) { :root { --back: #15181d; --bar: #262b33; --ink: #e8ebef; --dim: #a0a9b4; --edge: #3a414b;
-  --red: #ff8d85; --green: #62d394; --yellow: #e3b341; --blue: #7fb9ff; --pink: #f29be6; --cyan: #56d4dd; } }
-text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: var(--ink); white-space: pre; }
-.note { fill: var(--dim); font-size: 12px; } .bold { font-weight: 700; } .dim { fill: var(--dim); } .red { fill: var(--red); }
-.green { fill: var(--green); } .yellow { fill: var(--yellow); } .blue { fill: var(--blue); } .pink { fill: var(--pink); }
-.cyan { fill: var(--cyan); } .back { fill: var(--back); stroke: var(--edge); } .bar { fill: var(--bar); }
+:root { color-scheme: light dark; --back: #fbfcfd; --bar: #e8ebef; --ink: #1f2328; --dim: #57606a; --edge: #c8ced5;
+  --red: #a8201a; --green: #0b6b3a; --yellow: #7a5200; --blue: #1559a6; --pink: #8a1f7a; --cyan: #0a6570; }
+@media (prefers-color-scheme: dark) {
+  :root { --back: #15181d; --bar: #262b33; --ink: #e8ebef; --dim: #a0a9b4; --edge: #3a414b;
+    --red: #ff8d85; --green: #62d394; --yellow: #e3b341; --blue: #7fb9ff; --pink: #f29be6; --cyan: #56d4dd; } }
+text { font: 13px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: var(--ink);
+  white-space: pre; }
+.note { fill: var(--dim); font-size: 12px; } .bold { font-weight: 700; } .dim { fill: var(--dim); }
+.red { fill: var(--red); } .green { fill: var(--green); } .yellow { fill: var(--yellow); } .blue { fill: var(--blue); }
+.pink { fill: var(--pink); } .cyan { fill: var(--cyan); }
+.back { fill: var(--back); stroke: var(--edge); } .bar { fill: var(--bar); }
 @media (prefers-reduced-motion: reduce) { g { animation: none !important; } }
 """
 
@@ -54,7 +57,9 @@ class Piece:
     style: str
 
 
-def record(command: Sequence[str], columns: int, env: Mapping[str, str], limit_s: float = 120.0) -> list[tuple[float, str]]:
+def record(
+    command: Sequence[str], columns: int, env: Mapping[str, str], limit_s: float = 120.0
+) -> list[tuple[float, str]]:
     """What a command writes to a terminal: seconds since its start, and text.
 
     Raises:

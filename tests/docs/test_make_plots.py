@@ -6,10 +6,11 @@ from xml.etree import ElementTree
 
 import make_plots
 import pytest
+from pages import DOCS
+
 from foretoken.bench.report.picture import picture
 from foretoken.theory.speedup import expected_tokens
 from foretoken.theory.trees import tree_expected_tokens
-from pages import DOCS
 
 each_plot = pytest.mark.parametrize("name", list(make_plots.PLOTS))
 
@@ -32,9 +33,11 @@ def test_a_plot_is_on_a_page(name: str) -> None:
 
 
 def test_the_best_tree_is_the_best() -> None:
-    first, second, third = make_plots.POSITIONS
+    first, second, _ = make_plots.POSITIONS
     assert make_plots.best_tree(1) == pytest.approx(1 + first)
-    assert make_plots.best_tree(3) == pytest.approx(expected_tokens(first, 3))  # 0.216 is more than a second child's 0.15
+    assert make_plots.best_tree(3) == pytest.approx(
+        expected_tokens(first, 3)
+    )  # 0.216 is more than a second child's 0.15
     five = tree_expected_tokens([-1, 0, 1, 2, 0, 3], [1, first, first, first, second, first])
     assert make_plots.best_tree(5) == pytest.approx(five)
     assert make_plots.best_tree(32) > expected_tokens(first, 32)

@@ -12,7 +12,8 @@ from foretoken.bench.report.svg import WIDTH, parts_of
 
 MARGIN, ROW, LETTER, KEY = 14.0, 22.0, 7.6, 30.0
 STYLE = """
-svg { font: 14px system-ui, sans-serif; } .back { fill: var(--page); stroke: var(--edge); } .head { font-weight: 600; font-size: 15px; }
+svg { font: 14px system-ui, sans-serif; } .back { fill: var(--page); stroke: var(--edge); }
+.head { font-weight: 600; font-size: 15px; }
 """
 
 
