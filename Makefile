@@ -4,12 +4,13 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.installed
 CODE   := src tests benchmarks examples docs/*.py
 # A CPU build of torch is enough and small; set TORCH to another requirement (or to a local file) for a GPU.
 TORCH  ?= torch==2.13.0
 
-.PHONY: help setup demo test gguf check format docs reference readme hooks clean
+.PHONY: help setup demo test gguf check format docs reference readme plots first-hour wheels hooks clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -17,15 +18,22 @@ help: ## this list
 
 setup: $(STAMP) ## make .venv and install everything that development needs
 
-$(STAMP): pyproject.toml
+# What the command needs, and what development needs besides: who wants to see the demo does not wait for the second.
+$(READY): pyproject.toml
+	@echo "making $(VENV) and installing PyTorch and foretoken into it: minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[dev]"
-	touch $(STAMP)
+	$(BIN)/pip install --quiet --editable .
+	@touch $(READY)
 
-demo: $(STAMP) ## the built-in model, plain and speculative, side by side
-	@$(BIN)/foretoken generate --compare --explain --max-new-tokens 128
+$(STAMP): $(READY)
+	@echo "installing what tests and docs need: minutes, once"
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	@touch $(STAMP)
+
+demo: $(READY) ## the built-in model, plain and speculative, side by side
+	@$(BIN)/foretoken generate --compare --explain --dtype float32 --max-new-tokens 128
 
 test: $(STAMP) ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
@@ -49,8 +57,17 @@ reference: $(STAMP) ## make the gallery of methods and the tutorials' outputs ag
 	$(BIN)/python docs/make_gallery.py
 	$(BIN)/python docs/run_page.py docs/tutorial.md docs/zh/tutorial.md
 
+plots: $(STAMP) ## draw the plots of the pages on theory again
+	$(BIN)/python docs/make_plots.py
+
+first-hour: ## walk a new user's path in an empty folder, and write its page with what it printed and took
+	$(PYTHON) docs/make_first_hour.py
+
 readme: $(STAMP) ## make the README's picture and tables again
 	$(BIN)/python docs/make_readme.py
+
+wheels: ## build the wheel, install it under Python 3.11, 3.12 and 3.13, and use it there
+	TORCH="$(TORCH)" .ci/wheels
 
 hooks: $(STAMP) ## install the pre-commit hooks
 	$(BIN)/pip install --quiet pre-commit

@@ -11,7 +11,6 @@ of runs are kept in ``docs/figures/speeds.json``, so that the table can be writt
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import re
@@ -27,6 +26,9 @@ SPEEDS = FIGURES / "speeds.json"
 DEMO = ("generate", "def read_lines(path):", "--drafter", "model,k=4", "--max-new-tokens", "64", "--compare")
 SHOWN = ("show", "def read_lines(path):", "--drafter", "model,tree=3x2x1", "--verifier", "without_replacement",
          "--temperature", "1", "--seed", "3", "--max-new-tokens", "40")  # fmt: skip
+COLUMNS = 104
+"""Width of the recorded terminal, in letters."""
+ALT = "tokens appear round by round, green where a draft was accepted; then the trees of the first rounds"
 
 
 # -- parts -----------------------------------------------------------------------------------------------------------
@@ -46,22 +48,14 @@ def demo() -> str:
 
 
 def recording() -> str:
-    """The coloured output of ``--explain`` as a picture of a terminal, which loads no font."""
-    from rich.console import Console
-    from rich.text import Text
+    """``--explain`` recorded in a terminal, as an animated picture."""
+    import terminal
 
     arguments = ("generate", *DEMO[1:6], "--explain")
-    coloured = foretoken(*arguments, env={"FORCE_COLOR": "1", "COLUMNS": "100"})
-    console = Console(width=100, record=True, file=io.StringIO(), force_terminal=True)
-    command = " ".join(f'"{word}"' if " " in word else word for word in arguments)
-    console.print(Text(f"$ foretoken {command}", "bold"))
-    console.print(Text.from_ansi(coloured.rstrip()))
-    drawn = console.export_svg(title="foretoken generate --explain")
-    drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.S)
-    drawn = drawn.replace("Fira Code, monospace", "ui-monospace, monospace")
-    drawn = re.sub(r"<!-- Generated with Rich.*?-->", "", drawn)
-    (FIGURES / "terminal.svg").write_text(drawn, encoding="utf-8")
-    return "![Coloured tokens and the trees of the first rounds in a terminal](docs/figures/terminal.svg)"
+    words = " ".join(f'"{word}"' if " " in word else word for word in ("foretoken", *arguments))
+    command = (sys.executable, "-m", "foretoken", *arguments)
+    terminal.recording(command, words, FIGURES / "terminal.svg", COLUMNS, "foretoken generate --explain", os.environ)
+    return f"![A terminal: {ALT}](docs/figures/terminal.svg)"
 
 
 def drafters() -> str:

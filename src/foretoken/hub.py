@@ -135,10 +135,7 @@ class CustomGenerate:
         model.generate(**inputs, custom_generate=generate)
 
     It holds the model that it was called with last, and begins anew when it is called with another one or when the
-    model's weights have changed.
-
-    Args:
-        drafter, verifier, controller, allow_lossy, exact, profile: as in :func:`custom_generate`.
+    model's weights have changed.  Its arguments are those of the same names of :func:`custom_generate`.
     """
 
     def __init__(

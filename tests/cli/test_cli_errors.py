@@ -236,3 +236,10 @@ def test_no_arguments_show_the_help(run: Any) -> None:
     result = run()
     assert result.code == 2
     assert "generate" in result.out + result.err and "Traceback" not in result.err
+
+
+def test_the_version_is_the_packages(run: Any) -> None:
+    import foretoken
+
+    asked = run("--version")
+    assert (asked.code, asked.out, asked.err) == (0, f"foretoken {foretoken.__version__}\n", "")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import foretoken as ft
 from foretoken.cli import generate
-from foretoken.cli.explain import explained, token_texts
+from foretoken.cli.explain import explained, legend, stream_explained, token_texts
 from foretoken.cli.generate import DEFAULT_PROMPT
 
 STATS = {
@@ -219,6 +221,37 @@ def test_explained_tokens_spell_the_text(target: str, draft: str) -> None:
     stop = output.text[5:8]
     cut = llm.generate(PROMPT, max_new_tokens=40, stop=stop)
     assert explained(cut, llm.tokenizer, colour=True).plain == cut.text == output.text[: output.text.index(stop)]
+
+
+@pytest.mark.parametrize("stop", [None, "stop"])
+def test_colours_are_streamed_and_spell_the_text(target: str, draft: str, stop: str | None) -> None:
+    llm = ft.load(target, drafter=f"model:{draft},k=3", controller="constant")
+    options: dict[str, Any] = {"max_new_tokens": 40}
+    whole = llm.generate(PROMPT, **options)
+    if stop:
+        options["stop"] = whole.text[12:15]
+    want = llm.generate(PROMPT, explain=True, **options)
+    written = Writes()
+    console = Console(file=written, force_terminal=True, color_system="standard", markup=False, highlight=False)
+    output = stream_explained(console, llm, PROMPT, options)
+    assert (output.text, output.token_ids, output.origins) == (want.text, want.token_ids, want.origins)
+    assert [one.next_token for one in output.rounds] == [one.next_token for one in want.rounds]
+    plain = re.sub(r"\x1b\[[\d;]*m", "", written.getvalue())
+    assert want.text in plain.replace(legend(colour=True).plain, "") and "round 1:" in plain
+    assert written.count >= len(want.rounds)  # not all at once
+    greens = "".join(re.findall(r"\x1b\[32m([^\x1b]*)", written.getvalue().split("round 1:")[0]))
+    texts = zip(token_texts(llm.tokenizer, want.token_ids, want.text), want.origins, strict=True)
+    assert greens == "text" + "".join(text for text, origin in texts if origin == "accepted")
+
+
+class Writes(io.StringIO):
+    """Counts how often something is written."""
+
+    count = 0
+
+    def write(self, text: str) -> int:
+        self.count += 1
+        return super().write(text)
 
 
 def test_prediction_file_is_drafted_and_counted(run: Any, target: str, tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import make_readme
 import pytest
+import terminal
 from pages import ROOT
 
 MACHINE = {
@@ -82,8 +85,29 @@ def test_the_parts_are_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     text = (tmp_path / "terminal.svg").read_text()
     ElementTree.fromstring(text)
     assert "url(" not in text.replace("url(#", "") and "font-face" not in text
-    assert "round" in text
+    assert "round" in text and text.count("@keyframes") > 20 and len(text) < 200_000
+    assert "prefers-color-scheme: dark" in text and "prefers-reduced-motion" in text
 
 
 def test_the_readme_has_known_parts_only() -> None:
     make_readme.filled((ROOT / "README.md").read_text(), ["none of them"], make_readme.PARTS)
+
+
+def test_a_recording_is_what_the_terminal_received() -> None:
+    program = (
+        "import sys, time; print('\\x1b[32mgreen\\x1b[0m'); time.sleep(0.3); print('x' * 25 + str(sys.stdout.isatty()))"
+    )
+    events = terminal.record([sys.executable, "-c", program], 20, os.environ)
+    found = [(p.line, p.column, p.text, p.style) for p in terminal.pieces(events, 20)]
+    assert found == [(0, 0, "green", "green"), (1, 0, "x" * 20, ""), (2, 0, "xxxxxTrue", "")]
+    assert events[-1][0] - events[0][0] > 0.2
+    shown, slower = terminal.paced(events, 1.0)
+    assert slower > 1 and shown[-1][0] - shown[0][0] <= terminal.PAUSE_S + 0.1  # a silence is cut
+    drawn = ElementTree.fromstring(terminal.drawn("program", events, 20, "title"))
+    words = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"title", "green", "xxxxxTrue"} <= set(words) and "$ p" in words
+
+
+def test_a_command_that_fails_is_not_recorded() -> None:
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        terminal.record([sys.executable, "-c", "raise SystemExit(3)"], 80, os.environ)

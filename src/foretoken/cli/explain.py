@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.output import has_colour
+from foretoken.engine.stopping import Detokenizer
 from foretoken.show.texts import token_texts as token_texts
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from foretoken.llm import Output
+    from foretoken.llm import Llm, Output, Piece
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "", "root": ""}
 MARKS = {"accepted": ("[", "]"), "recovered": ("<", ">"), "bonus": ("{", "}"), "plain": ("", "")}
@@ -62,6 +65,80 @@ def print_explained(console: Console, output: Output, tokenizer: Any) -> None:
     console.print(explained(output, tokenizer, colour), soft_wrap=True)
     if output.rounds:
         _print_trees(console, output, tokenizer, colour)
+
+
+def stream_explained(console: Console, llm: Llm, prompt: str, options: Mapping[str, Any]) -> Output:
+    """Generate, and print the legend and the coloured text while it is written, then the trees; give the output.
+
+    Args:
+        console: one that shows colours.
+        llm: what generates; it needs a tokenizer.
+        prompt: the text to complete, printed before its completion on a terminal.
+        options: of the request.
+
+    Raises:
+        ValueError: what :meth:`Llm.stream` refuses; nothing is printed then.
+    """
+    pieces = llm.stream(prompt, **{**options, "explain": True})
+    first = next(pieces)
+    console.print(legend(colour=True), end="", soft_wrap=True)
+    if sys.stdout.isatty():
+        console.print(prompt, style="dim", end="", soft_wrap=True)
+    colours, found = _Colours(llm.tokenizer), [first]
+    try:
+        console.print(colours.push(first), end="", soft_wrap=True)
+        for piece in pieces:
+            found.append(piece)
+            console.print(colours.push(piece), end="", soft_wrap=True)
+    finally:  # an interrupted line is ended too
+        console.print()
+    output = _joined(found)
+    _print_trees(console, output, llm.tokenizer, colour=True)
+    return output
+
+
+class _Colours:
+    """Colours the pieces of a stream; a half-written character belongs to the token that completes it."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decoder = Detokenizer(tokenizer)
+        self._waiting: list[tuple[str, str]] = []
+
+    def push(self, piece: Piece) -> Text:
+        """The new text of a piece; the rest waits, as it may be the beginning of a stop string."""
+        from rich.text import Text
+
+        for token, origin in zip(piece.token_ids, piece.origins, strict=True):
+            self._waiting.append((self._decoder.push([token]), origin))
+        if piece.finish_reason is not None and piece.origins:
+            self._waiting.append((self._decoder.flush(), piece.origins[-1]))
+        result, room = Text(), len(piece.text)
+        while room and self._waiting:
+            text, origin = self._waiting.pop(0)
+            result.append(text[:room], STYLES[origin])
+            if text[room:]:
+                self._waiting.insert(0, (text[room:], origin))
+            room = max(0, room - len(text))
+        return result
+
+
+def _joined(pieces: Sequence[Piece]) -> Output:
+    """The output that a finished stream amounts to."""
+    from foretoken.llm import Output
+
+    last = pieces[-1]
+    assert last.finish_reason is not None and last.stats is not None  # a stream ends with such a piece
+    return Output(
+        "".join(piece.text for piece in pieces),
+        [token for piece in pieces for token in piece.token_ids],
+        last.finish_reason,
+        last.stats,
+        [origin for piece in pieces for origin in piece.origins],
+        last.seed,
+        last.stop_reason,
+        rounds=[one for piece in pieces for one in piece.rounds],
+        why=last.why,
+    )
 
 
 def _print_trees(console: Console, output: Output, tokenizer: Any, colour: bool) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.explain import print_explained
+from foretoken.cli.explain import print_explained, stream_explained
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, screen, status_line
+from foretoken.cli.output import has_colour, json_only, print_json, screen, status_line
 
 if TYPE_CHECKING:
     from foretoken.bench.compare import Arm, Comparison
@@ -57,7 +57,7 @@ def generate_command(
         if compare:
             result = _compare(llm, text, options, repeat)
             report = result.public()
-        elif explain or as_json:
+        elif as_json or (explain and not has_colour(screen())):
             output = llm.generate(text, **options, explain=explain)
             report = {
                 "text": output.text,
@@ -70,6 +70,9 @@ def generate_command(
         print_json({**report, **_inflated(llm)})
     elif compare:
         _print_comparison(llm, text, result, explain)
+    elif explain and has_colour(screen()):
+        output = stream_explained(screen(), llm, text, options)
+        _print_stats(output.stats, output.seed)
     elif explain:
         _print_prompt(text)
         print_explained(screen(), output, llm.tokenizer)

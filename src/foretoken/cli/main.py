@@ -6,9 +6,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from foretoken import __version__
 from foretoken.cli import (
     batch,
     bench,
@@ -31,11 +33,28 @@ from foretoken.cli import (
 
 app = typer.Typer(
     name="foretoken",
-    help="Speculative decoding for Hugging Face models: every method, exact and measured.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"foretoken {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and leave.")
+]
+
+
+@app.callback()
+def root_command(version: Version = False) -> None:
+    """Speculative decoding for Hugging Face models: every method, exact and measured."""
+
+
 app.command("generate")(generate.generate_command)
 app.command("batch")(batch.batch_command)
 app.command("show")(show.show_command)

@@ -51,7 +51,9 @@ def warm_up(llm: Llm) -> None:
         from foretoken.grammar import compile_constraint
 
         compile_constraint("regex", "a", llm.tokenizer, llm.target.vocab_size)
-    except (ModuleNotFoundError, ValueError, RuntimeError) as error:
+    except ModuleNotFoundError:
+        log.info("no structured output: pip install 'foretoken[grammar]' brings it")
+    except (ValueError, RuntimeError) as error:
         log.info("no structured output: %s", str(error).splitlines()[0])
 
 

@@ -45,12 +45,13 @@ class Bars:
 
 @dataclass(frozen=True)
 class Stack:
-    """Horizontal bars made of parts: per row one value per part."""
+    """Horizontal bars made of parts: per row one value per part; ``unit`` follows the sums, which stay away without."""
 
     title: str
     x_label: str
     parts: Sequence[str]
     rows: Sequence[tuple[str, Sequence[float]]]
+    unit: str = "ms"
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,14 @@ PLAIN_MARK = "M-3,0a3,3 0 1,0 6,0a3,3 0 1,0 -6,0Z"
 
 def draw(chart: Chart) -> Markup:
     """The chart with its legend."""
+    picture, entries = parts_of(chart)
+    return join(_legend(entries), picture) if entries else picture
+
+
+def parts_of(chart: Chart) -> tuple[Markup, list[tuple[str, Markup]]]:
+    """The chart alone, and its legend: names and what stands for them."""
     if isinstance(chart, Bars):
-        return _bars(chart)
+        return _bars(chart), []
     return _stack(chart) if isinstance(chart, Stack) else _lines(chart)
 
 
@@ -133,7 +139,7 @@ BADGES = {"identical": "= same", "ties": "≈ ties", "differs": "≠ differs"}
 # -- stacked bars ----------------------------------------------------------------------------------------------------
 
 
-def _stack(chart: Stack) -> Markup:
+def _stack(chart: Stack) -> tuple[Markup, list[tuple[str, Markup]]]:
     left, right, top = _label_width([label for label, _ in chart.rows]), 70.0, 8.0
     bottom = top + ROW * len(chart.rows)
     end = max(max(sum(values) for _, values in chart.rows), 1e-9) * 1.02
@@ -145,7 +151,7 @@ def _stack(chart: Stack) -> Markup:
     picture = _svg(
         f"{chart.title}: {chart.x_label}", WIDTH, bottom + 42, _row_grid(places, to_x, top, bottom), *rows, axis
     )
-    return join(_legend([(part, tag("i", class_=f"swatch p{i}")) for i, part in enumerate(chart.parts)]), picture)
+    return picture, [(part, _swatch(f"p{i}")) for i, part in enumerate(chart.parts)]
 
 
 def _stacked(chart: Stack, label: str, values: Sequence[float], y: float, left: float, scale: float) -> Markup:
@@ -154,7 +160,7 @@ def _stacked(chart: Stack, label: str, values: Sequence[float], y: float, left: 
     for i, (part, value) in enumerate(zip(chart.parts, values, strict=True)):
         width = scale * max(value, 0)
         share = f" ({value / whole:.0%})" if whole > 0 else ""
-        hint = tag("title", f"{label}, {part}: {value:.3f} ms{share}")
+        hint = tag("title", f"{label}, {part}: {value:.3f}{f' {chart.unit}' if chart.unit else ''}{share}")
         parts.append(
             tag(
                 "rect", hint, x=_at(x), y=_at(y + 5), width=_at(width), height=ROW - 10, class_=f"part p{i}",
@@ -162,7 +168,8 @@ def _stacked(chart: Stack, label: str, values: Sequence[float], y: float, left: 
             )
         )  # fmt: skip
         x += width
-    parts.append(_text(x + 7, y + ROW / 2 + 4, f"{whole:.3g} ms", "value"))
+    if chart.unit:
+        parts.append(_text(x + 7, y + ROW / 2 + 4, f"{whole:.3g} {chart.unit}", "value"))
     return tag("g", *parts)
 
 
@@ -194,7 +201,7 @@ class _Frame:
         return "M" + "L".join(f"{_at(self.x(x))},{_at(self.y(y))}" for x, y in points)
 
 
-def _lines(chart: Lines) -> Markup:
+def _lines(chart: Lines) -> tuple[Markup, list[tuple[str, Markup]]]:
     frame = _Frame(chart)
     low, high = chart.x_range()
     x_places = list(chart.x_ticks) or ticks(low, high)
@@ -219,8 +226,8 @@ def _lines(chart: Lines) -> Markup:
     entries += [(g.name, _sample(f"guide g{i}")) for i, g in enumerate(chart.guides)]
     entries += [(name, _sample("mark")) for _, name, _ in chart.marks]
     if chart.band:
-        entries.append(("within 10 % of it", tag("i", class_="swatch band")))
-    return join(_legend(entries), picture)
+        entries.append(("within 10 % of it", _swatch("band")))
+    return picture, entries
 
 
 def _y_axis(chart: Lines, frame: _Frame) -> Markup:
@@ -270,6 +277,11 @@ def _symbol(series: Series) -> Markup:
 
 def _sample(class_: str) -> Markup:
     return tag("svg", tag("path", d="M0,8H24", class_=class_), class_="key", width=24, height=16, aria_hidden="true")
+
+
+def _swatch(class_: str) -> Markup:
+    square = tag("rect", x=0.5, y=0.5, width=14, height=14, rx=2, class_=f"swatch {class_}")
+    return tag("svg", square, class_="key", width=24, height=16, aria_hidden="true")
 
 
 def _legend(entries: Sequence[tuple[str, Markup]]) -> Markup:
