@@ -35,8 +35,8 @@ Reference = dict[str, dict[int, Distribution]]
 
 PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 LENGTHS = (2, 3, 4)
-LEAVES = 60
-"""A longer text is looked at as long as the shorter one had fewer boxes than this."""
+FEW, MANY = 60, 700
+"""A longer text is looked at where the shorter one had few boxes, and left where it turns out to have many."""
 BATCH = 64
 EDGE = 1e-7
 """Cuts that are nearer to each other are one: networks of drafters compute in float32."""
@@ -205,15 +205,18 @@ def play(engine: Engine, points: Points, request: Request, boxes: Sequence[Box])
 
 
 def written(
-    engine: Engine, params: SamplingParams, length: int, prompt: Sequence[int] = PROMPT
-) -> tuple[Distribution, int]:
-    """The distribution of the first ``length`` tokens that an engine writes, and the number of boxes."""
+    engine: Engine, params: SamplingParams, length: int, prompt: Sequence[int] = PROMPT, most: int = 10**6
+) -> tuple[Distribution, int] | None:
+    """The distribution of the first ``length`` tokens that an engine writes, and the number of boxes; nothing if these
+    are more than ``most``."""
     points, request = Points(), Request(prompt, params, length)
     boxes: list[Box] = [[]]
     found: dict[tuple[int, ...], float] = defaultdict(float)
     count = 0
     with watching(points):
         while boxes:
+            if count + len(boxes) > most:
+                return None
             chosen, boxes = boxes[-BATCH:], boxes[:-BATCH]
             for box, run in zip(chosen, play(engine, points, request, chosen), strict=True):
                 weight, others = split(box, run.context.rng.used)  # type: ignore[attr-defined]
@@ -239,12 +242,14 @@ def reference(right: LanguageModel, prompt: Sequence[int] = PROMPT) -> Reference
 def differences(
     engine: Engine, right: Reference, modes: Sequence[str] = tuple(SAMPLED_MODES), prompt: Sequence[int] = PROMPT
 ) -> dict[str, Found]:
-    """What was found in each mode, for the longest texts that ``LEAVES`` allows, two tokens at least."""
-    found = {}
+    """What was found in each mode, for the longest texts that have not too many boxes, two tokens at least."""
+    found: dict[str, Found] = {}
     for mode in modes:
         for length in LENGTHS:
-            distribution, boxes = written(engine, SAMPLED_MODES[mode], length, prompt)
-            found[mode] = Found(total_variation(distribution, right[mode][length]), length, boxes)
-            if boxes > LEAVES or found[mode].difference > TINY:
+            result = written(engine, SAMPLED_MODES[mode], length, prompt, MANY if mode in found else 10**6)
+            if result is None:
+                break
+            found[mode] = Found(total_variation(result[0], right[mode][length]), length, result[1])
+            if result[1] > FEW or found[mode].difference > TINY:
                 break
     return found

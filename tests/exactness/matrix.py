@@ -12,11 +12,11 @@ from torch import Tensor
 from foretoken import registry
 from foretoken.core import Kind
 from foretoken.drafters.base import Drafter
+from foretoken.engine.loop import Engine
 from foretoken.models.base import LanguageModel
 from foretoken.sampling import SamplingParams
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.compatibility import verifiers_for
-from foretoken.engine.loop import Engine
 from toys import joint_distribution, llamas, sampled_p_value, tables
 
 AUTO = "auto"
@@ -83,8 +83,7 @@ def pairs(greedy: bool) -> list[Pair]:
         drafter: Drafter = case.build(*toy_models(case))
         fitting = verifiers_for(drafter.proposals, greedy=False)
         found += [
-            pair_of(name, case, drafter, verifier)
-            for verifier in (AUTO, *fitting, *(["greedy"] if greedy else []))
+            pair_of(name, case, drafter, verifier) for verifier in (AUTO, *fitting, *(["greedy"] if greedy else []))
         ]
     return found
 
@@ -92,9 +91,7 @@ def pairs(greedy: bool) -> list[Pair]:
 def pair_of(name: str, case: Case, drafter: Drafter, verifier: str) -> Pair:
     """The pair of a drafter, which was built for this case, and a verifier."""
     races = verifier == "coupled" or (verifier == AUTO and drafter.prefers_noise)
-    return Pair(
-        name, case, verifier, is_seeded(drafter, verifier), drafter.proposals, races, drafter.shares_state
-    )
+    return Pair(name, case, verifier, is_seeded(drafter, verifier), drafter.proposals, races, drafter.shares_state)
 
 
 def is_seeded(drafter: Drafter, verifier: str = AUTO) -> bool:
