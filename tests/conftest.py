@@ -1,4 +1,4 @@
-"""Puts this folder on the import path (``toys``), keeps tests on one thread and off the network, and marks slow ones."""
+"""Puts this folder on the import path (``toys``), one thread and no network for tests, and a mark on slow ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``python -O`` removes asserts and nothing else: texts are the same, and every mistake is still refused in one line.
 
-A process of its own is asked, for the option belongs to the interpreter; ``tests/server/test_contract.py`` asks a server,
-and ``tests/test_supply_chain.py`` reads the library for asserts.
+The option belongs to the interpreter, so a process of its own is asked; ``tests/server/test_contract.py`` asks a
+server, and ``tests/test_supply_chain.py`` reads the library for asserts.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -231,21 +231,25 @@ def total_variation(one: Mapping[tuple[int, ...], float], other: Mapping[tuple[i
     return 0.5 * sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in {*one, *other})
 
 
-def reference(right: LanguageModel, prompt: Sequence[int] = PROMPT) -> Reference:
-    """The target's own distributions of texts of all lengths, by mode."""
+def reference(right: LanguageModel, prompt: Sequence[int] = PROMPT, lengths: Sequence[int] = LENGTHS) -> Reference:
+    """The target's own distributions of texts of these lengths, by mode."""
     return {
-        mode: {length: joint_distribution(right, params, prompt, length) for length in LENGTHS}
+        mode: {length: joint_distribution(right, params, prompt, length) for length in lengths}
         for mode, params in SAMPLED_MODES.items()
     }
 
 
 def differences(
-    engine: Engine, right: Reference, modes: Sequence[str] = tuple(SAMPLED_MODES), prompt: Sequence[int] = PROMPT
+    engine: Engine,
+    right: Reference,
+    modes: Iterable[str] = tuple(SAMPLED_MODES),
+    prompt: Sequence[int] = PROMPT,
+    lengths: Sequence[int] = LENGTHS,
 ) -> dict[str, Found]:
-    """What was found in each mode, for the longest texts that have not too many boxes, two tokens at least."""
+    """What was found in each mode, for the longest texts that have not too many boxes, the shortest at least."""
     found: dict[str, Found] = {}
     for mode in modes:
-        for length in LENGTHS:
+        for length in lengths:
             result = written(engine, SAMPLED_MODES[mode], length, prompt, MANY if mode in found else 10**6)
             if result is None:
                 break

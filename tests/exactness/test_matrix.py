@@ -160,7 +160,7 @@ def race_requests() -> list[Request]:
 
 @each([pair for pair in SAMPLED_PAIRS if pair.races])
 def test_a_race_writes_what_plain_decoding_writes(pair: Pair) -> None:
-    """Where the request's noise decides, a seed has one text; ``test_seeds.py`` has longer ones and larger vocabularies,
+    """Where noise decides, a seed has one text.  ``test_seeds.py`` has longer ones and larger vocabularies,
     ``test_planted_coupled_errors.py`` the distribution over seeds."""
     target, draft = toy_models(pair.case)
     speculative = engine(target, pair.case.build(target, draft), pair.make_verifier(), max_batch=4)

@@ -48,7 +48,7 @@ def test_planted_errors_are_seen_by_the_sampled_cell(name: str) -> None:
     assert PLANTED[name].chance() < UNLIKELY
 
 
-# -- every cell of the matrix sees an error of its own drafts and of its own scores --------------------------------------
+# -- every cell sees errors of its own ----------------------------------------------------------------------------------
 
 
 @cache
