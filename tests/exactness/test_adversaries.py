@@ -19,13 +19,10 @@ from foretoken.sampling import SamplingParams
 from foretoken.trees.operations import from_paths
 from foretoken.verifiers.base import Verifier
 from toys import (
-    FALSE_ALARM,
     MarkovTable,
     engine,
     fixed_tables,
-    joint_distribution,
     outputs,
-    sampled_p_value,
     serve,
     tables,
 )

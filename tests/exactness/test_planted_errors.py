@@ -48,7 +48,7 @@ def test_planted_errors_are_seen_by_the_sampled_cell(name: str) -> None:
     assert PLANTED[name].chance() < UNLIKELY
 
 
-# -- every cell sees errors of its own ----------------------------------------------------------------------------------
+# -- every cell sees errors of its own --------------------------------------------------------------------------------
 
 
 @cache
