@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from cases import CASES, Case
@@ -76,6 +77,7 @@ def rows_by_name() -> Iterator[tuple[str, Case]]:
         yield f"{name}.{case.label}", case
 
 
+@cache
 def pairs(greedy: bool) -> list[Pair]:
     """Every case with every lossless verifier that the engine lets follow it, ``auto`` first."""
     found = []
