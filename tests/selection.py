@@ -39,6 +39,11 @@ def rule(item: pytest.Item) -> Hashable:
     return pair.verifier, pair.proposals
 
 
+def once(item: pytest.Item) -> Hashable:
+    """The first cell alone."""
+    return True
+
+
 SLOW: dict[str, Sequence[Key]] = {
     "exactness/test_fake_device.py::test_every_drafter": [drafter],
     "exactness/test_fake_device.py::test_every_verifier": [parameter("verifier"), parameter("proposal")],
@@ -66,6 +71,57 @@ SLOW: dict[str, Sequence[Key]] = {
     "exactness/test_tenants.py::test_nothing_of_one_tenant_is_drafted_for_another": [drafter],
     "exactness/test_trained_target.py::test_greedy_under_every_verifier": [rule],
     "exactness/test_trained_target.py::test_the_distribution_is_exactly_the_targets": [rule],
+    # Model families: all of them for trees, state and the lean forward, one for the rest.
+    "models/test_architectures.py": [once],
+    "models/test_architectures.py::test_commit_then_continue_is_a_fresh_prefill": [parameter("subject")],
+    "models/test_architectures.py::test_tree_logits_are_those_of_its_paths": [parameter("subject")],
+    "models/test_bands.py::test_rows_equal_fresh_prefills_whatever_comes_grows_and_goes": [parameter("lean")],
+    "models/test_bitwise.py": [once, parameter("lean")],
+    "models/test_branches.py::test_every_node_sees_its_own_path": [once],
+    "models/test_graphs.py::test_a_session_of_any_shapes": [parameter("recorder")],
+    "models/test_graphs.py::test_other_families_pass_the_check": [once],
+    "models/test_layers.py::test_a_whole_forward_goes_on_where_the_window_ended": [parameter("name")],
+    "models/test_layers.py::test_exits_have_the_hidden_states_of_the_whole_forward": [parameter("name")],
+    "models/test_lean.py::test_lean_is_the_public_forward": [parameter("name")],
+    "models/test_lean_families.py::test_a_planted_fault_is_refused": [parameter("name")],
+    "models/test_lean_families.py::test_bitwise_bits_do_not_depend_on_the_tree": [parameter("dtype")],
+    "models/test_lean_families.py::test_families_are_covered_in_the_dtypes_that_models_come_in": [once],
+    "models/test_lean_families.py::test_lean_is_the_public_forward": [parameter("name")],
+    "models/test_lean_heads.py::test_a_head_follows_weights_that_change": [parameter("name"), parameter("change")],
+    "models/test_packing.py::test_every_layout_multiplies": [parameter("layout", "dtype")],
+    "models/test_packing.py::test_fused_projections_take_the_place_of_layers": [parameter("name"), parameter("layout")],
+    "models/test_packing.py::test_in_blocks_a_rows_bits_do_not_depend_on_the_other_rows": [
+        parameter("layout", "dtype")
+    ],
+    "models/test_parallel.py::test_a_process_that_dies_ends_the_engine": [],
+    "models/test_parallel.py::test_no_process_outlives_a_leader_that_is_killed": [],
+    "models/test_parallel.py::test_other_families": [],
+    "models/test_parallel.py::test_the_command_line_splits_and_refuses": [],
+    "models/test_parallel.py::test_two_processes_write_what_one_writes": [parameter("temperature")],
+    "models/test_sequential.py::test_chain_logits_and_taps_are_the_plain_ones": [once],
+    "models/test_sequential.py::test_trees_are_refused_by_the_name_of_the_layer": [once],
+    "models/test_sparse.py::test_a_subset_is_the_target_with_the_other_slots_masked": [parameter("name")],
+    "models/test_sparse.py::test_a_text_within_the_budget_is_the_target": [parameter("name")],
+    "models/test_stateful.py::test_capability_is_found_by_trial": [parameter("name")],
+    "models/test_stateful.py::test_planted_faults_are_caught": [parameter("fault")],
+    "models/test_stateful_decoding.py::test_greedy_text_is_that_of_plain_decoding_and_of_transformers": [once],
+    "models/test_stateful_decoding.py::test_sampled_text_of_a_seed_is_that_of_plain_decoding": [once],
+    # Training: every recipe from text to a drafter, and one run that is broken off.
+    "training/test_boost.py::test_a_broken_off_stage_goes_on": [],
+    "training/test_boost.py::test_later_models_learn_what_earlier_ones_miss": [],
+    "training/test_boost.py::test_nothing_left_ends_the_series": [],
+    "training/test_distill.py::test_a_killed_run_resumes_to_the_same_bits": [once],
+    "training/test_distill.py::test_alignment_rises": [once],
+    "training/test_optimizers.py::test_a_run_that_is_resumed_ends_with_the_same_bits": [],
+    "training/test_train_drafter.py::test_a_joint_run_resumes_to_the_same_bits": [],
+    "training/test_train_drafter.py::test_a_killed_run_resumes_to_the_same_bits": [once],
+    "training/test_train_drafter.py::test_a_killed_update_resumes_to_the_same_bits": [],
+    "training/test_train_drafter.py::test_a_low_rank_update_of_the_target": [once],
+    "training/test_train_drafter.py::test_early_exits_get_better": [],
+    "training/test_train_drafter.py::test_training_lowers_the_loss_and_guesses_better": [once],
+    "training/test_train_lm.py::test_a_killed_run_resumes_to_the_same_bits": [once],
+    "training/test_train_specdec_pp.py::test_a_killed_run_resumes_to_the_same_bits": [],
+    "training/test_train_specdec_pp.py::test_a_trained_head_beats_the_best_constant": [once],
 }
 
 
