@@ -35,7 +35,7 @@ Reference = dict[str, dict[int, Distribution]]
 
 PROMPT = [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 LENGTHS = (2, 3, 4)
-FEW, MANY = 60, 700
+FEW, MANY = 30, 600
 """A longer text is looked at where the shorter one had few boxes, and left where it turns out to have many."""
 BATCH = 64
 EDGE = 1e-7

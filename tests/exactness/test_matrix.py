@@ -141,14 +141,10 @@ def own_distributions(network: bool) -> Reference:
 
 @each([pair for pair in SAMPLED_PAIRS if not pair.races and not pair.learns])
 def test_the_distribution_is_exactly_the_targets(pair: Pair) -> None:
-    """Every outcome of drafting, verification and plain draws, with its probability: nothing is sampled.
-
-    A rule that is named sees the same trees as the engine's choice, so that two modes are enough for it.
-    """
-    modes = tuple(SAMPLED_MODES) if pair.auto else ("T=1", "processor")
+    """Every outcome of drafting, verification and plain draws, with its probability: nothing is sampled."""
     target, draft = toy_models(pair.case)
     speculative = engine(target, pair.case.build(target, draft), pair.make_verifier(), max_batch=BATCH)
-    found = differences(speculative, own_distributions(pair.case.network), modes)
+    found = differences(speculative, own_distributions(pair.case.network))
     assert max(one.difference for one in found.values()) < TINY, found
 
 
