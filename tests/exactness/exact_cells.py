@@ -40,10 +40,10 @@ FEW, MANY = 30, 600
 BATCH = 64
 EDGE = 1e-7
 """Cuts that are nearer to each other are one: networks of drafters compute in float32."""
-TINY = 1e-5
+TINY = 1e-6
 """Total variation of a right engine from the target: some boxes' edges, each rounded to ``EDGE`` at most."""
 CAUGHT = 1e-3
-"""Total variation at which a planted error counts as caught: a hundred times what a right engine may have."""
+"""Total variation at which a planted error counts as caught: a thousand times what a right engine may have."""
 
 
 class Found(NamedTuple):
