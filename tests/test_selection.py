@@ -125,3 +125,11 @@ def test_the_first_with_a_new_key_stays(keys: list[Callable[[Any], Any]], expect
 def test_a_row_may_name_a_file() -> None:
     assert left_out([], "a/test_b.py") == [0, 1, 2, 3, 4, 5, 6]
     assert left_out([], "a/test_other.py") == []
+
+
+def test_the_two_halves_are_all_and_ci_runs_both() -> None:
+    root = Path(__file__).parents[1]
+    steps = (root / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert {"make test", "make test-slow", "make check"} <= set(steps)
+    make = (root / "Makefile").read_text(encoding="utf-8")
+    assert '-m "not slow"' in make and "-m slow" in make and "test-all: test test-slow" in make
