@@ -325,7 +325,7 @@ def chain(draft: LanguageModel) -> Drafter:
 
 
 def confident() -> Controller:
-    return ConfidenceController(0.4)
+    return ConfidenceController(0.4, adapt=False)  # what it learns from others cannot be enumerated
 
 
 def siblings(kind: type[PlainDrafter] = PlainDrafter) -> Callable[[LanguageModel], Drafter]:
