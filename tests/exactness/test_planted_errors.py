@@ -4,6 +4,7 @@ one.  ``planted.py`` prints what they find."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,12 +19,13 @@ from foretoken.models.base import Feed, LanguageModel, Rows
 from toys import CAUGHT as UNLIKELY
 from toys import FALSE_ALARM, engine
 
+PROPOSING = [pair for pair in pairs(greedy=False) if pair.auto and not pair.races and not pair.learns]
 DRAWN = [
     pair
-    for pair in pairs(greedy=False)
-    if pair.auto and not pair.races and not pair.learns and any(kind is not Kind.POINT for kind, _ in pair.proposals)
+    for pair in PROPOSING
+    if any(kind is not Kind.POINT for kind, _ in pair.proposals)
+    and not {pair.drafter, pair.case.label} & {"cascade", "known", "staged"}  # an inner rule draws
 ]
-PROPOSING = [pair for pair in pairs(greedy=False) if pair.auto and not pair.races and not pair.learns]
 
 
 @cache
@@ -72,10 +74,10 @@ def test_every_cell_sees_scores_of_the_wrong_node(pair: Pair, monkeypatch: pytes
     def shifted(self: Any, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         found = forward(self, feeds, taps)
         if self is target:
-            for feed, rows in zip(feeds, found, strict=True):
+            for index, (feed, rows) in enumerate(zip(feeds, found, strict=True)):
                 parents = feed.parents or range(-1, len(feed.tokens) - 1)
                 if len(rows.logits) == len(feed.tokens) > 1:
-                    rows.logits = rows.logits[[max(parent, 0) for parent in parents]]
+                    found[index] = replace(rows, logits=rows.logits[[max(parent, 0) for parent in parents]])
         return found
 
     monkeypatch.setattr(type(target), "forward", shifted)
