@@ -231,11 +231,16 @@ def total_variation(one: Mapping[tuple[int, ...], float], other: Mapping[tuple[i
     return 0.5 * sum(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in {*one, *other})
 
 
-def reference(right: LanguageModel, prompt: Sequence[int] = PROMPT, lengths: Sequence[int] = LENGTHS) -> Reference:
+def reference(
+    right: LanguageModel,
+    modes: Iterable[str] = tuple(SAMPLED_MODES),
+    prompt: Sequence[int] = PROMPT,
+    lengths: Sequence[int] = LENGTHS,
+) -> Reference:
     """The target's own distributions of texts of these lengths, by mode."""
     return {
-        mode: {length: joint_distribution(right, params, prompt, length) for length in lengths}
-        for mode, params in SAMPLED_MODES.items()
+        mode: {length: joint_distribution(right, SAMPLED_MODES[mode], prompt, length) for length in lengths}
+        for mode in modes
     }
 
 

@@ -50,7 +50,7 @@ def distribution_holds(
 ) -> bool:
     """Whether every outcome has the probability that the target gives it."""
     speculative = engine(target, drafter, verifier, max_batch=BATCH)
-    found = differences(speculative, reference(target, prompt, lengths), modes, prompt, lengths)
+    found = differences(speculative, reference(target, modes, prompt, lengths), modes, prompt, lengths)
     return all(one.difference < TINY for one in found.values())
 
 
