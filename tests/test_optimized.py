@@ -27,7 +27,6 @@ def refused(call):
         return type(error).__name__ if str(error) and "\\n" not in str(error).strip() else f"unclear: {error!r}"
 
 llm = ft.load("builtin", drafter="model,k=3", dtype="float32")
-plain = ft.load("builtin", drafter=None, dtype="float32")
 prompt = sys.argv[1]
 texts = {
     "greedy": llm.generate(prompt, max_new_tokens=16).token_ids,
@@ -42,11 +41,11 @@ mistakes = {
     "lossy": lambda: ft.load("builtin", drafter="ngram", verifier="typical"),
     "controller": lambda: ft.load("builtin", drafter="ngram", controller="nobody"),
     "target": lambda: ft.load("no/such/folder-or-model"),
-    "temperature": lambda: plain.generate(prompt, temperature=-1.0),
-    "top_p": lambda: plain.generate(prompt, temperature=1.0, top_p=0.0),
-    "tokens": lambda: plain.generate(prompt, max_new_tokens=-1),
-    "length": lambda: plain.generate(prompt, max_new_tokens=10**6),
-    "ids": lambda: plain.generate([10**9]),
+    "temperature": lambda: llm.generate(prompt, temperature=-1.0),
+    "top_p": lambda: llm.generate(prompt, temperature=1.0, top_p=0.0),
+    "tokens": lambda: llm.generate(prompt, max_new_tokens=-1),
+    "length": lambda: llm.generate(prompt, max_new_tokens=10**6),
+    "ids": lambda: llm.generate([10**9]),
 }
 
 def answer(arguments):
