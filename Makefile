@@ -10,7 +10,7 @@ CODE   := src tests benchmarks examples docs/*.py
 # A CPU build of torch is enough and small; set TORCH to another requirement (or to a local file) for a GPU.
 TORCH  ?= torch==2.13.0
 
-.PHONY: help setup demo test gguf check format docs reference readme plots first-hour wheels hooks clean
+.PHONY: help setup demo test test-slow test-all gguf check format docs reference readme plots first-hour wheels hooks clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -35,8 +35,13 @@ $(STAMP): $(READY)
 demo: $(READY) ## the built-in model, plain and speculative, side by side
 	@$(BIN)/foretoken generate --compare --explain --dtype float32 --max-new-tokens 128
 
-test: $(STAMP) ## the whole test suite
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+test: $(STAMP) ## the tests that every change needs: minutes, and every kind of cell at least once
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: $(STAMP) ## the other tests: all cells of the matrices, training, other families
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+
+test-all: test test-slow ## the whole test suite
 
 gguf: $(STAMP) ## install what GGUF files need (compiles llama.cpp: about ten minutes on one core)
 	$(BIN)/pip install --editable ".[gguf]"

@@ -1,4 +1,4 @@
-"""Puts this folder on the import path (``toys``) and keeps tests on one thread and off the network."""
+"""Puts this folder on the import path (``toys``), one thread and no network for tests, and a mark on slow ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,16 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+import pytest
 import torch
 
+import selection
+
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before ``-m`` chooses."""
+    for item in selection.slow(items):
+        item.add_marker(pytest.mark.slow)

@@ -55,6 +55,8 @@ def offences(tree: ast.AST) -> list[str]:
                     found.append(at + f"{word.arg}={word.value.value}")
         elif isinstance(node, ast.Assert):
             found.append(at + "assert, which python -O removes: raise an error")
+        elif isinstance(node, ast.Name) and node.id == "__debug__":
+            found.append(at + "__debug__, which is another thing under python -O")
     return found
 
 
@@ -75,6 +77,7 @@ def test_no_file_runs_code_that_came_with_data(file: Path) -> None:
         "run('ls', shell=True)",
         "import numpy as np\nnp.load('x', allow_pickle=True)",
         "assert x",
+        "if __debug__:\n    check(x)",
         "yaml.load(text)",
     ],
 )

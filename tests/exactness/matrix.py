@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from cases import CASES, Case
@@ -12,13 +13,17 @@ from torch import Tensor
 from foretoken import registry
 from foretoken.core import Kind
 from foretoken.drafters.base import Drafter
+from foretoken.engine.loop import Engine
 from foretoken.models.base import LanguageModel
 from foretoken.sampling import SamplingParams
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.compatibility import verifiers_for
-from toys import llamas, tables
+from toys import joint_distribution, llamas, sampled_p_value, tables
 
 AUTO = "auto"
+SAMPLES, SAMPLED_BATCH = 1000, 32
+"""Of every cell that is sampled: so many texts, drawn so many at a time."""
+SAMPLED_PROMPT, SAMPLED_TOKENS = [0, 1, 2, 3, 0, 1], 4
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,17 @@ class Pair:
 
     ``seeded`` says whether a seed fixes a sampled output whatever else is served.  Coupled sampling, which ``auto``
     gives it, always does; with a rule that has draws of its own, drafts must not depend on other requests.
+    ``proposals`` are the drafter's, ``races`` says whether requests without a seed draw on noise all the same, and
+    ``learns`` whether drafts depend on what was served before.
     """
 
     drafter: str
     case: Case
     verifier: str
     seeded: bool = True
+    proposals: frozenset[tuple[Kind, bool]] = frozenset()
+    races: bool = False
+    learns: bool = False
 
     @property
     def id(self) -> str:
@@ -61,6 +71,13 @@ def rows() -> Iterator[tuple[str, Case]]:
             yield row.name, case
 
 
+def rows_by_name() -> Iterator[tuple[str, Case]]:
+    """The same with names of their own, ``drafter.case``."""
+    for name, case in rows():
+        yield f"{name}.{case.label}", case
+
+
+@cache
 def pairs(greedy: bool) -> list[Pair]:
     """Every case with every lossless verifier that the engine lets follow it, ``auto`` first."""
     found = []
@@ -68,10 +85,15 @@ def pairs(greedy: bool) -> list[Pair]:
         drafter: Drafter = case.build(*toy_models(case))
         fitting = verifiers_for(drafter.traits.proposals, greedy=False)
         found += [
-            Pair(name, case, verifier, is_seeded(drafter, verifier))
-            for verifier in (AUTO, *fitting, *(["greedy"] if greedy else []))
+            pair_of(name, case, drafter, verifier) for verifier in (AUTO, *fitting, *(["greedy"] if greedy else []))
         ]
     return found
+
+
+def pair_of(name: str, case: Case, drafter: Drafter, verifier: str) -> Pair:
+    """The pair of a drafter, which was built for this case, and a verifier."""
+    races = verifier == "coupled" or (verifier == AUTO and drafter.traits.prefers_noise)
+    return Pair(name, case, verifier, is_seeded(drafter, verifier), drafter.traits.proposals, races, drafter.traits.shares_state)
 
 
 def is_seeded(drafter: Drafter, verifier: str = AUTO) -> bool:
@@ -113,3 +135,10 @@ SEEDED_MODES = {
     "nucleus": SamplingParams(temperature=1.0, top_p=0.8),
     "bias": SamplingParams(temperature=1.0, logit_bias={3: 2.0, 7: -5.0}),
 }
+
+
+def sampled_chance(speculative: Engine, right: LanguageModel, mode: str = "T=1") -> float:
+    """The p-value of a sampled cell: how likely a right engine is to be so far from what ``right`` would write."""
+    params = {mode: SAMPLED_MODES[mode]}
+    distributions = {mode: joint_distribution(right, params[mode], SAMPLED_PROMPT, SAMPLED_TOKENS)}
+    return sampled_p_value(speculative, params, distributions, SAMPLED_PROMPT, SAMPLED_TOKENS, SAMPLES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
+from exact_cells import BATCH, TINY, differences, reference
 from matrix import SAMPLED_MODES
 
 from foretoken import registry
@@ -18,20 +19,16 @@ from foretoken.sampling import SamplingParams
 from foretoken.trees.operations import from_paths
 from foretoken.verifiers.base import Verifier
 from toys import (
-    FALSE_ALARM,
     MarkovTable,
     engine,
     fixed_tables,
-    joint_distribution,
     outputs,
-    sampled_p_value,
     serve,
     tables,
 )
 
 PROMPT = [0, 1, 2, 3, 0, 1]
-T1 = {"T=1": SamplingParams(temperature=1.0)}
-SAMPLES = 500
+T1 = SAMPLED_MODES["T=1"]
 
 DRAFTERS: dict[str, Callable[[MarkovTable], Drafter]] = {
     "chain": lambda draft: ModelDrafter(draft, k=3),
@@ -48,12 +45,13 @@ def distribution_holds(
     drafter: Drafter,
     verifier: Verifier | None = None,
     prompt: Sequence[int] = PROMPT,
-    tokens: int = 4,
-    modes: dict[str, SamplingParams] = T1,
+    modes: Sequence[str] = ("T=1",),
+    lengths: Sequence[int] = (2, 3),
 ) -> bool:
-    distributions = {mode: joint_distribution(target, params, prompt, tokens) for mode, params in modes.items()}
-    speculative = engine(target, drafter, verifier, max_batch=4)
-    return sampled_p_value(speculative, modes, distributions, prompt, tokens, SAMPLES // len(modes)) > FALSE_ALARM
+    """Whether every outcome has the probability that the target gives it."""
+    speculative = engine(target, drafter, verifier, max_batch=BATCH)
+    found = differences(speculative, reference(target, modes, prompt, lengths), modes, prompt, lengths)
+    return all(one.difference < TINY for one in found.values())
 
 
 # -- distributions
@@ -74,21 +72,21 @@ def distribution_holds(
 )
 def test_extreme_distributions(drafter: str, p: list[float], q: list[float]) -> None:
     target, draft = fixed_tables(p, q)
-    assert distribution_holds(target, DRAFTERS[drafter](draft), tokens=3)
+    assert distribution_holds(target, DRAFTERS[drafter](draft))
 
 
 @pytest.mark.parametrize("verifier", ["multi_round", "kseq", "traversal", "match"])
 def test_duplicate_siblings_under_every_rule(verifier: str) -> None:
     target, draft = fixed_tables([0.4, 0.3, 0.2, 0.1], [0.85, 0.05, 0.05, 0.05])
     rule = registry.make("verifier", verifier)
-    assert distribution_holds(target, ModelDrafter(draft, tree="3x2", draw="iid"), rule, tokens=3)
+    assert distribution_holds(target, ModelDrafter(draft, tree="3x2", draw="iid"), rule)
 
 
 @each_seed
 def test_nothing_is_accepted_from_a_disjoint_draft(seed: int | None) -> None:
     target, draft = fixed_tables([0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.3, 0.7])
     for build in DRAFTERS.values():
-        (run,) = serve(engine(target, build(draft)), [Request(PROMPT, T1["T=1"], 30, seed=seed)])
+        (run,) = serve(engine(target, build(draft)), [Request(PROMPT, T1, 30, seed=seed)])
         assert (run.stats.num_accepted_tokens, run.stats.num_drafts) == (0, 30)
 
 
@@ -99,7 +97,7 @@ def test_the_target_accepts_its_own_draws(drafter: str, seed: int | None) -> Non
     target, _ = tables()
     drafts = DRAFTERS[drafter](target)
     depth = drafts.max_depth
-    (run,) = serve(engine(target, drafts), [Request(PROMPT, T1["T=1"], 10 * (depth + 1), seed=seed)])
+    (run,) = serve(engine(target, drafts), [Request(PROMPT, T1, 10 * (depth + 1), seed=seed)])
     assert run.stats.num_drafts == 10
     assert run.stats.num_accepted_tokens == 10 * depth
     assert run.origins == (["accepted"] * depth + ["bonus"]) * 10
@@ -108,25 +106,23 @@ def test_the_target_accepts_its_own_draws(drafter: str, seed: int | None) -> Non
 @each_drafter
 def test_a_prompt_of_one_token(drafter: str) -> None:
     target, draft = tables(seed=5)
-    assert distribution_holds(target, DRAFTERS[drafter](draft), prompt=[0], tokens=3, modes=SAMPLED_MODES)
+    assert distribution_holds(target, DRAFTERS[drafter](draft), prompt=[0], modes=tuple(SAMPLED_MODES))
 
 
 @pytest.mark.parametrize("eos", [{3}, {1, 2}], ids=["one-eos", "two-eos"])
 @each_drafter
 def test_eos_inside_a_draft(drafter: str, eos: set[int]) -> None:
     target, draft = tables(eos_token_ids=eos)
-    assert distribution_holds(
-        target, DRAFTERS[drafter](draft), modes={name: SAMPLED_MODES[name] for name in ("T=1", "filters")}
-    )
+    assert distribution_holds(target, DRAFTERS[drafter](draft), modes=("T=1", "filters"), lengths=(2, 3, 4))
 
 
 @each_drafter
 def test_one_new_token(drafter: str) -> None:
     target, draft = tables()
     speculative = engine(target, DRAFTERS[drafter](draft))
-    (run,) = serve(speculative, [Request(PROMPT, T1["T=1"], 1, seed=0)])
+    (run,) = serve(speculative, [Request(PROMPT, T1, 1, seed=0)])
     assert (run.stats.num_drafts, run.stats.num_draft_tokens, run.finish_reason) == (1, 0, "length")
-    assert distribution_holds(target, DRAFTERS[drafter](draft), tokens=1)
+    assert distribution_holds(target, DRAFTERS[drafter](draft), lengths=(1,))
 
 
 # -- greedy ----------------------------------------------------------------------------------------------------------

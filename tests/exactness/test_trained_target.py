@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from exact_cells import BATCH, CAUGHT, TINY, Reference, differences, reference
 from matrix import GREEDY_MODES, SAMPLED_MODES, Pair, pairs
-from test_matrix import NEW_TOKENS, PAIR_SAMPLES, PROMPTS, TABLE_TOKENS, TEST_PROMPT, each, greedy_requests
+from test_matrix import NEW_TOKENS, PROMPTS, each, greedy_requests
 
 from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.engine.request import Request
@@ -23,7 +24,7 @@ from foretoken.models.low_rank import add_low_rank, merge_low_rank
 from foretoken.models.parts import TargetParts
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.early_exit import EarlyExitRecipe
-from toys import FALSE_ALARM, Distribution, engine, joint_distribution, llama, outputs, sampled_p_value, serve
+from toys import engine, llama, outputs, serve
 
 STEPS, TEXTS, LENGTH = 40, 4, 40
 SETTINGS = {"layer": "1", "exits": "layer", "labels": "target", "dropout": "0", "rank": "2"}
@@ -74,10 +75,8 @@ def plain(dtype: torch.dtype) -> list[list[int]]:
 
 
 @cache
-def distributions() -> dict[str, Distribution]:
-    return {
-        mode: joint_distribution(target(4), params, TEST_PROMPT, TABLE_TOKENS) for mode, params in SAMPLED_MODES.items()
-    }
+def distributions() -> Reference:
+    return reference(target(4))
 
 
 def test_training_made_another_target_whose_exits_guess_better() -> None:
@@ -120,25 +119,20 @@ def test_greedy_under_every_verifier(pair: Pair) -> None:
     assert outputs(speculative, requests) == [tokens[:12] for tokens in plain(torch.float64)[::5]]
 
 
-@each(rows(greedy=False))
-def test_sampled_distribution(pair: Pair) -> None:
+@each([pair for pair in rows(greedy=False) if not pair.races])
+def test_the_distribution_is_exactly_the_targets(pair: Pair) -> None:
     model = target(4)
-    speculative = engine(model, pair.case.build(model, model), pair.make_verifier(), max_batch=4)
-    assert (
-        sampled_p_value(speculative, SAMPLED_MODES, distributions(), TEST_PROMPT, TABLE_TOKENS, PAIR_SAMPLES)
-        > FALSE_ALARM
-    )
+    speculative = engine(model, pair.case.build(model, model), pair.make_verifier(), max_batch=BATCH)
+    found = differences(speculative, distributions())
+    assert max(one.difference for one in found.values()) < TINY, found
 
 
 def test_the_distribution_is_not_that_of_the_base() -> None:
-    """The negative control: the untrained target's distributions do not describe the samples."""
+    """The negative control: the untrained target's distributions do not describe the texts."""
     model = target(4)
-    base = HuggingFaceModel(llama(4))
-    other = {
-        mode: joint_distribution(base, params, TEST_PROMPT, TABLE_TOKENS) for mode, params in SAMPLED_MODES.items()
-    }
-    speculative = engine(model, EarlyExitDrafter(model, 1, k=3), max_batch=4)
-    assert sampled_p_value(speculative, SAMPLED_MODES, other, TEST_PROMPT, TABLE_TOKENS, 4 * PAIR_SAMPLES) < FALSE_ALARM
+    base = reference(HuggingFaceModel(llama(4)))
+    found = differences(engine(model, EarlyExitDrafter(model, 1, k=3), max_batch=BATCH), base, ["T=1"])
+    assert found["T=1"].difference > CAUGHT
 
 
 @each(AUTO_ROWS)

@@ -1,0 +1,160 @@
+"""Which tests ``make test`` leaves to ``make test-slow``.  This is the one place that decides.
+
+``SLOW`` names tests by file and function, or whole files.  Its values say what stays in ``make test`` all the same: a
+cell stays while it is the first with one of its keys (the first of each drafter, say), and without keys none stays.
+``pytest.mark.slow`` on a test does the same as a row without keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Key = Callable[[pytest.Item], Hashable]
+ROOT = Path(__file__).parent
+
+
+def parameter(*names: str) -> Key:
+    """The values of some parameters."""
+    return lambda item: tuple(str(parameters(item).get(name)) for name in names)
+
+
+def parameters(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def drafter(item: pytest.Item) -> Hashable:
+    """The drafter of a cell of the exactness matrix, whose id is ``drafter.case`` or ``drafter.case.verifier``."""
+    found = re.search(r"(\w+)\.", item.callspec.id if hasattr(item, "callspec") else "")
+    return found[1] if found else item.name
+
+
+def rule(item: pytest.Item) -> Hashable:
+    """The verifier of a pair of the matrix and the sorts of proposals that it sees there."""
+    pair = parameters(item)["pair"]
+    return pair.verifier, pair.proposals
+
+
+def once(item: pytest.Item) -> Hashable:
+    """The first cell alone."""
+    return True
+
+
+SLOW: dict[str, Sequence[Key]] = {
+    "exactness/test_fake_device.py::test_every_drafter": [drafter],
+    "exactness/test_fake_device.py::test_every_verifier": [parameter("verifier"), parameter("proposal")],
+    "exactness/test_graph_steps.py::test_every_drafter": [drafter],
+    "exactness/test_matrix.py::test_a_race_writes_what_plain_decoding_writes": [drafter, rule],
+    "exactness/test_matrix.py::test_greedy_in_a_ragged_batch": [drafter],
+    "exactness/test_matrix.py::test_greedy_in_other_precisions_and_alone": [drafter, parameter("dtype", "batch")],
+    "exactness/test_matrix.py::test_greedy_under_every_verifier": [drafter, rule],
+    "exactness/test_matrix.py::test_the_distribution_is_exactly_the_targets": [drafter, rule],
+    "exactness/test_matrix.py::test_the_first_samples_are_the_same_alone": [drafter, rule],
+    "exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone": [drafter],
+    "exactness/test_planted_errors.py::test_every_cell_sees_draws_from_something_else_than_q": [rule],
+    "exactness/test_planted_errors.py::test_every_cell_sees_scores_of_the_wrong_node": [rule],
+    "exactness/test_planted_errors.py::test_planted_errors_are_seen_by_the_sampled_cell": [],
+    "exactness/test_seeds.py::test_every_controller_leaves_the_text_of_the_seed": [
+        parameter("controller"),
+        parameter("drafter"),
+    ],
+    "exactness/test_seeds.py::test_every_drafter_writes_the_text_of_the_seed": [drafter, parameter("batch")],
+    "exactness/test_state.py::test_caches_equal_a_fresh_prefill_after_every_round": [drafter],
+    "exactness/test_state.py::test_joining_and_leaving_requests_change_nothing": [drafter],
+    "exactness/test_state.py::test_proposals_keep_to_the_budget": [drafter],
+    "exactness/test_state.py::test_the_context_may_be_filled_to_the_last_token": [drafter, parameter("temperature")],
+    "exactness/test_tenants.py::test_drafts_after_a_kept_text_are_those_after_a_text_that_was_read": [drafter],
+    "exactness/test_tenants.py::test_nothing_of_one_tenant_is_drafted_for_another": [drafter],
+    "exactness/test_trained_target.py::test_greedy_under_every_verifier": [rule],
+    "exactness/test_trained_target.py::test_the_distribution_is_exactly_the_targets": [rule],
+    # Processes, clusters, searches and pages that run every command.
+    "cli/test_cli_drafters.py::test_sampled_gains_and_a_table_of_80_columns": [],
+    "docs/test_howto.py::test_commands_run": [],
+    "docs/test_howto.py::test_python_runs": [once],
+    "docs/test_make_readme.py::test_the_parts_are_real": [],
+    "docs/test_pages.py::test_the_reference_has_every_command_and_name": [],
+    "docs/test_pages.py::test_the_site_loads_nothing_from_elsewhere": [],
+    "docs/test_tutorial.py::test_every_block_prints_what_the_page_says": [once],
+    "server/test_hostile.py::test_hostile_requests": [once],
+    "server/test_lifecycle.py::test_a_second_signal_ends_at_once": [],
+    "server/test_lifecycle.py::test_what_takes_longer_than_the_drain_ends_with_an_error": [],
+    "server/test_scale_ray.py": [],
+    "server/test_speculative.py::test_whoever_drafts_the_answer_is_plain_decodings": [parameter("method")],
+    "test_examples.py::test_add_a_method_page_runs": [],
+    "test_examples.py::test_example_runs": [once],
+    # Model families: all of them for trees, state and the lean forward, one for the rest.
+    "models/test_architectures.py": [once],
+    "models/test_architectures.py::test_commit_then_continue_is_a_fresh_prefill": [parameter("subject")],
+    "models/test_architectures.py::test_tree_logits_are_those_of_its_paths": [parameter("subject")],
+    "models/test_bands.py::test_rows_equal_fresh_prefills_whatever_comes_grows_and_goes": [parameter("lean")],
+    "models/test_bitwise.py": [once, parameter("lean")],
+    "models/test_branches.py::test_every_node_sees_its_own_path": [once],
+    "models/test_graphs.py::test_a_session_of_any_shapes": [parameter("recorder")],
+    "models/test_graphs.py::test_other_families_pass_the_check": [once],
+    "models/test_layers.py::test_a_whole_forward_goes_on_where_the_window_ended": [parameter("name")],
+    "models/test_layers.py::test_exits_have_the_hidden_states_of_the_whole_forward": [parameter("name")],
+    "models/test_lean.py::test_lean_is_the_public_forward": [parameter("name")],
+    "models/test_lean_families.py::test_a_planted_fault_is_refused": [parameter("name")],
+    "models/test_lean_families.py::test_bitwise_bits_do_not_depend_on_the_tree": [parameter("dtype")],
+    "models/test_lean_families.py::test_families_are_covered_in_the_dtypes_that_models_come_in": [once],
+    "models/test_lean_families.py::test_lean_is_the_public_forward": [parameter("name")],
+    "models/test_lean_heads.py::test_a_head_follows_weights_that_change": [parameter("name"), parameter("change")],
+    "models/test_packing.py::test_every_layout_multiplies": [parameter("layout", "dtype")],
+    "models/test_packing.py::test_fused_projections_take_the_place_of_layers": [parameter("name"), parameter("layout")],
+    "models/test_packing.py::test_in_blocks_a_rows_bits_do_not_depend_on_the_other_rows": [
+        parameter("layout", "dtype")
+    ],
+    "models/test_parallel.py::test_a_process_that_dies_ends_the_engine": [],
+    "models/test_parallel.py::test_no_process_outlives_a_leader_that_is_killed": [],
+    "models/test_parallel.py::test_other_families": [],
+    "models/test_parallel.py::test_the_command_line_splits_and_refuses": [],
+    "models/test_parallel.py::test_two_processes_write_what_one_writes": [parameter("temperature")],
+    "models/test_sequential.py::test_chain_logits_and_taps_are_the_plain_ones": [once],
+    "models/test_sequential.py::test_trees_are_refused_by_the_name_of_the_layer": [once],
+    "models/test_sparse.py::test_a_subset_is_the_target_with_the_other_slots_masked": [parameter("name")],
+    "models/test_sparse.py::test_a_text_within_the_budget_is_the_target": [parameter("name")],
+    "models/test_stateful.py::test_capability_is_found_by_trial": [parameter("name")],
+    "models/test_stateful.py::test_planted_faults_are_caught": [parameter("fault")],
+    "models/test_stateful_decoding.py::test_greedy_text_is_that_of_plain_decoding_and_of_transformers": [once],
+    "models/test_stateful_decoding.py::test_sampled_text_of_a_seed_is_that_of_plain_decoding": [once],
+    # Training: every recipe from text to a drafter, and one run that is broken off.
+    "training/test_boost.py::test_a_broken_off_stage_goes_on": [],
+    "training/test_boost.py::test_later_models_learn_what_earlier_ones_miss": [],
+    "training/test_boost.py::test_nothing_left_ends_the_series": [],
+    "training/test_distill.py::test_a_killed_run_resumes_to_the_same_bits": [once],
+    "training/test_distill.py::test_alignment_rises": [once],
+    "training/test_optimizers.py::test_a_run_that_is_resumed_ends_with_the_same_bits": [],
+    "training/test_train_drafter.py::test_a_joint_run_resumes_to_the_same_bits": [],
+    "training/test_train_drafter.py::test_a_killed_run_resumes_to_the_same_bits": [once],
+    "training/test_train_drafter.py::test_a_killed_update_resumes_to_the_same_bits": [],
+    "training/test_train_drafter.py::test_a_low_rank_update_of_the_target": [once],
+    "training/test_train_drafter.py::test_early_exits_get_better": [],
+    "training/test_train_drafter.py::test_training_lowers_the_loss_and_guesses_better": [once],
+    "training/test_train_lm.py::test_a_killed_run_resumes_to_the_same_bits": [once],
+    "training/test_train_specdec_pp.py::test_a_killed_run_resumes_to_the_same_bits": [],
+    "training/test_train_specdec_pp.py::test_a_trained_head_beats_the_best_constant": [once],
+}
+
+
+def name_of(item: pytest.Item) -> tuple[str, str]:
+    """The file, relative to this folder, and ``file::function``."""
+    file = str(item.path.relative_to(ROOT)) if item.path.is_relative_to(ROOT) else str(item.path)
+    return file, f"{file}::{item.originalname if isinstance(item, pytest.Function) else item.name}"
+
+
+def slow(items: Iterable[pytest.Item], table: dict[str, Sequence[Key]] = SLOW) -> Iterable[pytest.Item]:
+    """Those of the collected tests that ``make test`` leaves out."""
+    seen: set[Hashable] = set()
+    for item in items:
+        file, function = name_of(item)
+        row = function if function in table else file
+        if row not in table:
+            continue
+        keys = [(function, index, key(item)) for index, key in enumerate(table[row])]
+        if seen.issuperset(keys):
+            yield item
+        seen.update(keys)

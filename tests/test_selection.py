@@ -1,0 +1,135 @@
+"""``make test`` leaves out many cells and no kind of cell."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+
+import selection
+from foretoken import registry
+from foretoken.cli.main import app
+
+PER_DRAFTER = {
+    "greedy": ["exactness/test_matrix.py::test_greedy_in_a_ragged_batch"],
+    "greedy under another rule": ["exactness/test_matrix.py::test_greedy_under_every_verifier"],
+    "seeded": ["exactness/test_seeds.py::test_every_drafter_writes_the_text_of_the_seed"],
+    "sampled": [
+        "exactness/test_matrix.py::test_the_distribution_is_exactly_the_targets",
+        "exactness/test_matrix.py::test_a_race_writes_what_plain_decoding_writes",
+        "exactness/test_matrix.py::test_sampled_distribution_while_the_drafter_learns",
+    ],
+    "caches": ["exactness/test_state.py::test_caches_equal_a_fresh_prefill_after_every_round"],
+    "company": ["exactness/test_state.py::test_joining_and_leaving_requests_change_nothing"],
+    "load": ["exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone"],
+    "tenants": ["exactness/test_tenants.py::test_nothing_of_one_tenant_is_drafted_for_another"],
+    "another device": ["exactness/test_fake_device.py::test_every_drafter"],
+    "graphs": ["exactness/test_graph_steps.py::test_every_drafter"],
+}
+WHOLE = [
+    "docs/test_pages.py::test_commands_exist",
+    "docs/test_pages.py::test_links_lead_somewhere",
+    "exactness/test_planted_coupled_errors.py",
+    "exactness/test_planted_errors.py::test_planted_errors_are_seen_by_the_exact_cell",
+    "server/test_contract.py",
+]
+"""Files and functions that nothing is left out of."""
+
+
+@pytest.fixture
+def quick(request: pytest.FixtureRequest) -> list[pytest.Item]:
+    """What ``make test`` runs; all of it must have been collected."""
+    here = {path.name for path in Path(__file__).parent.iterdir() if path.is_dir() and list(path.glob("test_*.py"))}
+    items = [item for item in request.session.items if item.path.is_relative_to(selection.ROOT)]
+    if not here <= {item.path.parent.name for item in items} or request.config.option.keyword:
+        pytest.skip("only some folders were collected: whether a kind is missing cannot be said")
+    return [item for item in items if item.get_closest_marker("slow") is None]
+
+
+def by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        found.setdefault(selection.name_of(item)[1], []).append(item)
+    return found
+
+
+def test_every_drafter_keeps_a_cell_of_every_kind(quick: list[pytest.Item]) -> None:
+    functions = by_function(quick)
+    drafters = {row.name for row in registry.rows("drafter")}
+    for kind, names in PER_DRAFTER.items():
+        kept = {selection.drafter(item) for name in names for item in functions.get(name, [])}
+        missing = drafters - kept - ({"quantized"} if kind == "another device" else set())  # refused there
+        assert not missing, (kind, missing)
+
+
+def test_every_rule_keeps_a_cell_for_every_sort_of_proposals(quick: list[pytest.Item]) -> None:
+    from matrix import pairs  # of the exactness tests, which have been collected
+
+    functions = by_function(quick)
+    names = [*PER_DRAFTER["sampled"]]
+    kept = {
+        (i.callspec.params["pair"].verifier, i.callspec.params["pair"].proposals) for n in names for i in functions[n]
+    }  # type: ignore[attr-defined]
+    assert kept == {(pair.verifier, pair.proposals) for pair in pairs(greedy=False)}
+
+
+def test_every_command_keeps_a_test(quick: list[pytest.Item]) -> None:
+    texts = {inspect.getsource(inspect.getmodule(item.function)) for item in quick if isinstance(item, pytest.Function)}  # type: ignore[arg-type]
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert len(commands) > 10
+    assert not [name for name in commands if not any(f'"{name}"' in text for text in texts)]
+
+
+def test_what_has_to_stay_whole_is_whole(quick: list[pytest.Item]) -> None:
+    assert set(WHOLE) <= {name for item in quick for name in selection.name_of(item)}
+    assert not [row for row in selection.SLOW if row in WHOLE or row.partition("::")[0] in WHOLE]
+
+
+def test_every_row_of_the_table_names_a_test() -> None:
+    for row in selection.SLOW:
+        file, _, function = row.partition("::")
+        text = (selection.ROOT / file).read_text(encoding="utf-8")
+        assert not function or f"def {function}(" in text, row
+
+
+def item(function: str, **params: Any) -> Any:
+    return SimpleNamespace(
+        path=selection.ROOT / "a/test_b.py", name=function, callspec=SimpleNamespace(params=params, id=str(params))
+    )
+
+
+def left_out(keys: list[selection.Key], row: str = "a/test_b.py::test_c") -> list[int]:
+    items = [item("test_c", x=x, y=y) for x in (1, 2) for y in (1, 2, 3)] + [item("test_d", x=0, y=0)]
+    found: list[Any] = list(selection.slow(items, {row: keys}))
+    return [items.index(one) for one in found]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([], [0, 1, 2, 3, 4, 5]),
+        ([selection.parameter("x")], [1, 2, 4, 5]),
+        ([selection.parameter("x"), selection.parameter("y")], [4, 5]),
+        ([selection.parameter("x", "y")], []),
+    ],
+)
+def test_the_first_with_a_new_key_stays(keys: list[Callable[[Any], Any]], expected: list[int]) -> None:
+    assert left_out(keys) == expected
+
+
+def test_a_row_may_name_a_file() -> None:
+    assert left_out([], "a/test_b.py") == [0, 1, 2, 3, 4, 5, 6]
+    assert left_out([], "a/test_other.py") == []
+
+
+def test_the_two_halves_are_all_and_ci_runs_both() -> None:
+    root = Path(__file__).parents[1]
+    steps = (root / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert {"make test", "make test-slow", "make check"} <= set(steps)
+    make = (root / "Makefile").read_text(encoding="utf-8")
+    assert '-m "not slow"' in make and "-m slow" in make and "test-all: test test-slow" in make
