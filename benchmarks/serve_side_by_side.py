@@ -6,8 +6,8 @@
 The built-in target (``--size`` inflates it: its outputs at the cost of a bigger model) is written once as a
 Transformers folder and as a GGUF file in the same dtype.  All servers run at once and ``foretoken bench serve`` asks
 them in turns, so that each is alone while it is asked; prompt caches are off or salted.  Answers are greedy;
-Transformers and llama.cpp have no drafts here.  ``transformers serve`` runs as it is by default and, with
-``--continuous-batching``, as it is meant for several clients.
+Transformers and llama.cpp have no drafts here.  ``transformers serve`` runs as it is by default;
+``--continuous-batching`` adds it as it is meant for several clients, which on a CPU needs tens of seconds to begin.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def commands(options: argparse.Namespace, checkpoint: Path, gguf: Path) -> dict[
         name, _, spec = given.partition("=")
         found[name] = [*ours, "--drafter", spec.format(draft=ZOO / "draft")]
     found["transformers"] = theirs
-    found["transformers_batching"] = [*theirs, "--continuous-batching"]
+    if options.continuous_batching:
+        found["transformers_batching"] = [*theirs, "--continuous-batching"]
     if options.llama is not None:
         llama = [str(options.llama), "-m", str(gguf), "-t", str(options.threads), "-np", str(most)]
         found["llama.cpp"] = [*llama, "-c", str(1024 * most), "--host", "127.0.0.1", "--no-cache-prompt", "--no-webui"]
@@ -119,6 +120,7 @@ def main() -> None:
     )
     parser.add_argument("--llama", type=Path, help="llama-server")
     parser.add_argument("--without", nargs="*", default=[], help="arms to leave out")
+    parser.add_argument("--continuous-batching", action="store_true", help="one more arm: transformers with it")
     parser.add_argument("--threads", type=int, default=2, help="of llama-server")
     parser.add_argument("--concurrency", default="1,8")
     parser.add_argument("--requests", type=int, default=16)
