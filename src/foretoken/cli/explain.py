@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from foretoken.engine.request import Origin
     from foretoken.llm import Llm, Output, Piece
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "", "root": ""}
@@ -102,7 +103,7 @@ class _Colours:
 
     def __init__(self, tokenizer: Any) -> None:
         self._decoder = Detokenizer(tokenizer)
-        self._waiting: list[tuple[str, str]] = []
+        self._waiting: list[tuple[str, Origin]] = []
 
     def push(self, piece: Piece) -> Text:
         """The new text of a piece; the rest waits, as it may be the beginning of a stop string."""
@@ -114,10 +115,10 @@ class _Colours:
             self._waiting.append((self._decoder.flush(), piece.origins[-1]))
         result, room = Text(), len(piece.text)
         while room and self._waiting:
-            text, origin = self._waiting.pop(0)
-            result.append(text[:room], STYLES[origin])
+            text, whence = self._waiting.pop(0)
+            result.append(text[:room], STYLES[whence])
             if text[room:]:
-                self._waiting.insert(0, (text[room:], origin))
+                self._waiting.insert(0, (text[room:], whence))
             room = max(0, room - len(text))
         return result
 
