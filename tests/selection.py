@@ -52,6 +52,7 @@ SLOW: dict[str, Sequence[Key]] = {
     "exactness/test_matrix.py::test_greedy_in_a_ragged_batch": [drafter],
     "exactness/test_matrix.py::test_greedy_in_other_precisions_and_alone": [drafter, parameter("dtype", "batch")],
     "exactness/test_matrix.py::test_greedy_under_every_verifier": [drafter, rule],
+    "exactness/test_matrix.py::test_sampled_distribution_while_the_drafter_learns": [drafter],
     "exactness/test_matrix.py::test_the_distribution_is_exactly_the_targets": [drafter, rule],
     "exactness/test_matrix.py::test_the_first_samples_are_the_same_alone": [drafter, rule],
     "exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone": [drafter],
