@@ -28,7 +28,6 @@ PER_DRAFTER = {
     "company": ["exactness/test_state.py::test_joining_and_leaving_requests_change_nothing"],
     "load": ["exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone"],
     "tenants": ["exactness/test_tenants.py::test_nothing_of_one_tenant_is_drafted_for_another"],
-    "another device": ["exactness/test_fake_device.py::test_every_drafter"],
     "graphs": ["exactness/test_graph_steps.py::test_every_drafter"],
 }
 WHOLE = [
@@ -63,7 +62,7 @@ def test_every_drafter_keeps_a_cell_of_every_kind(quick: list[pytest.Item]) -> N
     drafters = {row.name for row in registry.rows("drafter")}
     for kind, names in PER_DRAFTER.items():
         kept = {selection.drafter(item) for name in names for item in functions.get(name, [])}
-        missing = drafters - kept - ({"quantized"} if kind == "another device" else set())  # refused there
+        missing = drafters - kept
         assert not missing, (kind, missing)
 
 
