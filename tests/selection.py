@@ -45,13 +45,14 @@ def once(item: pytest.Item) -> Hashable:
 
 
 SLOW: dict[str, Sequence[Key]] = {
-    "exactness/test_fake_device.py::test_every_drafter": [drafter],
-    "exactness/test_fake_device.py::test_every_verifier": [parameter("verifier"), parameter("proposal")],
+    "exactness/test_fake_device.py::test_every_drafter": [parameter("seeded")],
+    "exactness/test_fake_device.py::test_every_verifier": [parameter("proposal")],
     "exactness/test_graph_steps.py::test_every_drafter": [drafter],
     "exactness/test_matrix.py::test_a_race_writes_what_plain_decoding_writes": [drafter, rule],
     "exactness/test_matrix.py::test_greedy_in_a_ragged_batch": [drafter],
-    "exactness/test_matrix.py::test_greedy_in_other_precisions_and_alone": [drafter, parameter("dtype", "batch")],
+    "exactness/test_matrix.py::test_greedy_in_other_precisions_and_alone": [parameter("dtype", "batch")],
     "exactness/test_matrix.py::test_greedy_under_every_verifier": [drafter, rule],
+    "exactness/test_matrix.py::test_sampled_distribution_while_the_drafter_learns": [drafter],
     "exactness/test_matrix.py::test_the_distribution_is_exactly_the_targets": [drafter, rule],
     "exactness/test_matrix.py::test_the_first_samples_are_the_same_alone": [drafter, rule],
     "exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone": [drafter],
@@ -88,8 +89,8 @@ SLOW: dict[str, Sequence[Key]] = {
     "test_examples.py::test_example_runs": [once],
     # Model families: all of them for trees, state and the lean forward, one for the rest.
     "models/test_architectures.py": [once],
-    "models/test_architectures.py::test_commit_then_continue_is_a_fresh_prefill": [parameter("subject")],
-    "models/test_architectures.py::test_tree_logits_are_those_of_its_paths": [parameter("subject")],
+    "models/test_architectures.py::test_commit_then_continue_is_a_fresh_prefill": [parameter("loaded")],
+    "models/test_architectures.py::test_tree_logits_are_those_of_its_paths": [parameter("loaded")],
     "models/test_bands.py::test_rows_equal_fresh_prefills_whatever_comes_grows_and_goes": [parameter("lean")],
     "models/test_bitwise.py": [once, parameter("lean")],
     "models/test_branches.py::test_every_node_sees_its_own_path": [once],
