@@ -93,7 +93,9 @@ def pairs(greedy: bool) -> list[Pair]:
 def pair_of(name: str, case: Case, drafter: Drafter, verifier: str) -> Pair:
     """The pair of a drafter, which was built for this case, and a verifier."""
     races = verifier == "coupled" or (verifier == AUTO and drafter.traits.prefers_noise)
-    return Pair(name, case, verifier, is_seeded(drafter, verifier), drafter.traits.proposals, races, drafter.traits.shares_state)
+    return Pair(
+        name, case, verifier, is_seeded(drafter, verifier), drafter.traits.proposals, races, drafter.traits.shares_state
+    )
 
 
 def is_seeded(drafter: Drafter, verifier: str = AUTO) -> bool:

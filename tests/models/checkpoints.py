@@ -106,7 +106,10 @@ if getattr(GPTJForCausalLM, "_supports_attention_backend", False):  # not before
 
 for _name in ("afmoe", "doge"):  # one views what attention gives it, the other has a mask for every head
     if _name in CONFIG_MAPPING:
-        ARCHITECTURES[_name] = (_name, {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8})
+        ARCHITECTURES[_name] = (
+            _name,
+            {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+        )
 
 
 FLOAT32_ONLY = ("afmoe", "deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss")
