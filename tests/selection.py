@@ -94,6 +94,7 @@ SLOW: dict[str, Sequence[Key]] = {
     "models/test_bands.py::test_rows_equal_fresh_prefills_whatever_comes_grows_and_goes": [parameter("lean")],
     "models/test_bitwise.py": [once, parameter("lean")],
     "models/test_branches.py::test_every_node_sees_its_own_path": [once],
+    "models/test_every_family.py": [once],
     "models/test_graphs.py::test_a_session_of_any_shapes": [parameter("recorder")],
     "models/test_graphs.py::test_other_families_pass_the_check": [once],
     "models/test_layers.py::test_a_whole_forward_goes_on_where_the_window_ended": [parameter("name")],
