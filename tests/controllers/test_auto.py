@@ -191,33 +191,6 @@ def test_a_plan_is_kept_for_some_rounds_but_not_for_other_requests(monkeypatch: 
         assert len(chosen) == anew
 
 
-@pytest.mark.parametrize("left", [4, 4000])
-def test_a_text_that_a_drafter_has_not_read_is_part_of_what_its_drafts_cost(left: int) -> None:
-    """Four hundred tokens to read take as long as four rounds: a draft pays for that in a long answer only."""
-    world = World([Member(0.02, 0.85)], reading_s=0.001)
-    controller = attached(world)
-    world.play(controller, contexts(1), 100)
-    controller.costs.reading[0] = 0.001
-    (request,) = contexts(1, start=5)
-    controller.state(request)
-    request.tokens.extend([0] * 400)
-    request.max_length = len(request.tokens) + left
-    assert (controller.budgets([request])[0].max_depth > 0) == (left > 100)
-
-
-def test_what_reading_costs_is_learned() -> None:
-    world = World([Member(0.02, 0.85)], reading_s=0.003, noise=0.0)
-    controller = attached(world)
-    world.play(controller, contexts(1), 60)
-    (request,) = contexts(1, start=5)
-    world.play(controller, [request], 4)
-    controller._digest()
-    request.tokens.extend([0] * 50)
-    world.play(controller, [request], 4)
-    controller.finish(request)
-    assert controller.costs.reading[0] == pytest.approx(0.003, rel=0.15)
-
-
 # -- profiles, options, telling --------------------------------------------------------------------------------------
 
 

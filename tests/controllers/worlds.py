@@ -38,12 +38,10 @@ class World:
     call_s: float = 0.1
     noise: float = 0.05
     speed: Callable[[int], float] = lambda _: 1.0
-    reading_s: float = 0.0  # for each token that a drafter has not read
     seed: int = 0
     rounds: int = 0
     rng: random.Random = field(init=False)
     written: dict[int, int] = field(default_factory=dict)
-    read: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
@@ -75,7 +73,6 @@ class World:
         target_s = slow * (self.call_s + self.node_s * nodes)
         asked = {member: depth for member, depth, _ in drafts if depth}
         draft_s = slow * sum(self.members[m].call_s + self.members[m].step_s * depth for m, depth in asked.items())
-        draft_s += slow * self.reading_s * self.unread(contexts, drafts)
         total_s = target_s + draft_s + 0.002 * slow
         tokens = 0
         for context, (member, depth, accepted) in zip(contexts, drafts, strict=True):
@@ -89,15 +86,6 @@ class World:
             tokens += 1 + accepted
             self.written[context.request_id] = self.written.get(context.request_id, 0) + 1 + accepted
         return tokens, total_s
-
-    def unread(self, contexts: list[Context], drafts: list[tuple[int, int, int]]) -> int:
-        """Tokens that drafters have to read besides those of their last draft."""
-        whole = 0
-        for context, (member, depth, _) in zip(contexts, drafts, strict=True):
-            if depth:
-                whole += max(len(context.tokens) - self.read.get((context.request_id, member), len(context.tokens)), 0)
-                self.read[context.request_id, member] = len(context.tokens)
-        return whole
 
     def drafted(self, budget: Budget, context: Context) -> tuple[int, int, int]:
         """Who drafts, how many tokens, how many are accepted.  A text consists of stretches of twelve tokens."""

@@ -471,5 +471,8 @@ def test_specs() -> None:
     drafter = built("cascade,k=6,early=4,late=(ngram,n=2),inner=(ngram,n=4,k=5),lenience=3")
     assert (drafter.k, drafter.early, drafter.late.n, drafter.inner.n, drafter.lenience) == (6, 4, 2, 4, 3.0)
     assert drafter.traits.kind is Kind.POINT
-    assert built("cascade").kind is Kind.IID
-    assert (built("staged,k=3,width=2").max_nodes, built("staged,k=3,width=2").kind) == (6, Kind.WITHOUT_REPLACEMENT)
+    assert built("cascade").traits.kind is Kind.IID
+    assert (built("staged,k=3,width=2").max_nodes, built("staged,k=3,width=2").traits.kind) == (
+        6,
+        Kind.WITHOUT_REPLACEMENT,
+    )

@@ -116,7 +116,7 @@ def test_what_a_group_says_of_itself() -> None:
     iid = EnsembleDrafter([chain, NgramDrafter(k=9)])
     assert (iid.traits.kind, iid.traits.draws_trees, iid.max_depth, iid.max_nodes) == (Kind.IID, True, 9, 128)
     assert iid.traits.proposals == {(Kind.IID, True), (Kind.POINT, True)}
-    assert EnsembleDrafter([NgramDrafter(), chain, tree]).kind is Kind.WITHOUT_REPLACEMENT
+    assert EnsembleDrafter([NgramDrafter(), chain, tree]).traits.kind is Kind.WITHOUT_REPLACEMENT
     point = EnsembleDrafter([NgramDrafter(), SuffixDrafter(share=True)])
     assert (point.traits.kind, point.traits.shares_state) == (Kind.POINT, True)
     assert not EnsembleDrafter([NgramDrafter()]).traits.draws_trees

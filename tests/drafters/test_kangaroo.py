@@ -199,7 +199,7 @@ def test_the_distribution_is_the_one_that_was_drawn_from() -> None:
             )
         target.release(context.sequence)
     greedy = drafter_for(target, net, k=3, draw="greedy")
-    assert greedy.kind is Kind.POINT and drafter_for(target, net).kind is Kind.IID
+    assert greedy.traits.kind is Kind.POINT and drafter_for(target, net).traits.kind is Kind.IID
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------

@@ -327,7 +327,7 @@ def test_sampled_distribution(options: dict[str, Any]) -> None:
     assert sampled_p_value(speculative, modes, distributions, prompt, 4, 400) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("rule", right_verifiers(LookaheadDrafter().kind, is_tree=True, greedy=False))
+@pytest.mark.parametrize("rule", right_verifiers(LookaheadDrafter().traits.kind, is_tree=True, greedy=False))
 def test_probes_change_no_verdict(rule: str) -> None:
     """The same coins, or the same noise, decide the same with and without the window; no probe is ever accepted."""
     target, prompt = a_target(4), [1, 3, 2]

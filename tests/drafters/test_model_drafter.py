@@ -126,8 +126,8 @@ def test_a_full_expansion_is_the_same_tree_either_way() -> None:
 def test_reshaped() -> None:
     chain = ModelDrafter(tables(vocab=5)[1], k=2)
     other = chain.reshaped(SHAPE)
-    assert ranks_of(propose(other)[1]) == set(SHAPE) and other.kind is Kind.WITHOUT_REPLACEMENT
-    assert len(propose(chain)[1]) == 3 and chain.kind is Kind.IID
+    assert ranks_of(propose(other)[1]) == set(SHAPE) and other.traits.kind is Kind.WITHOUT_REPLACEMENT
+    assert len(propose(chain)[1]) == 3 and chain.traits.kind is Kind.IID
     with pytest.raises(ValueError, match="without rank 0"):
         chain.reshaped([(1,)])
 

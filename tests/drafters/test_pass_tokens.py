@@ -179,7 +179,7 @@ def test_drawn_drafts_carry_their_distributions() -> None:
     torch.testing.assert_close(second, context.maker.distribution(logits[1], [*context.tokens, tree.tokens[1]]))
     greedy = drafter_for(target, 2, draw="greedy")
     shown(greedy, context, greedy.propose(context, Budget(5, 64)), (), 20)
-    assert greedy.kind is Kind.POINT and greedy.propose(context, Budget(5, 64)).q is None
+    assert greedy.traits.kind is Kind.POINT and greedy.propose(context, Budget(5, 64)).q is None
 
 
 def test_draws_follow_the_distribution() -> None:

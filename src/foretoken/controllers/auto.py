@@ -9,12 +9,11 @@ exploration by discounted upper confidence bounds (Garivier and Moulines, https:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from foretoken.controllers.acceptance_model import POPULATION_KEEP, AcceptanceModel, Counts
 from foretoken.controllers.base import Controller
-from foretoken.controllers.cost_model import CAUGHT_UP, CostModel
+from foretoken.controllers.cost_model import CostModel
 from foretoken.controllers.plan import Draft, Plan, best_drafts, best_plan, planned
 from foretoken.core import Budget, Context, Limits, StepRecord
 from foretoken.costs import RoundCosts
@@ -28,15 +27,7 @@ LONG, FIRST, LATER = 4, 3, 1
 KEPT = 8
 """Rounds that a plan is kept for the same requests."""
 UNKNOWN, ENDING = 1 << 20, 16
-"""Tokens left where nobody says; with no more than the second nothing is measured."""
-
-
-@dataclass
-class Request:
-    """A request, per member: what became of its drafts, and how long the text was when it last drafted."""
-
-    counts: list[Counts]
-    read: list[int]
+"""Tokens left where nobody says; with no more than the second nothing is measured: drafts would be cut short."""
 
 
 class AutoController(Controller):
@@ -114,29 +105,22 @@ class AutoController(Controller):
             member, depth = todo.pop(0)
             if member < 0:
                 return Plan()
-            if self.costs.draft_s(member, depth, batch) < depth * self.costs.round_s(
-                batch, batch
-            ):  # else it never pays
+            if self.costs.draft_s(member, depth, batch) < depth * self.costs.round_s(batch, batch):  # else none pays
                 return Plan((Draft(member, depth, 1.0, 1.0 + depth, 0.0, 1.0),))
         return None
 
     def _choose(self, contexts: Sequence[Context]) -> Plan:
         """The best plan by what is known."""
-        left = sum(map(remaining, contexts)) / len(contexts)
-        drafts = [draft for index in range(len(self.members)) for draft in self._drafts(index, contexts, left)]
-        self._weighed = drafts
-        self.chosen, rival = best_plan(drafts, len(contexts), self.costs, self._pads)
+        self._weighed = [draft for index in range(len(self.members)) for draft in self._drafts(index, contexts)]
+        self.chosen, rival = best_plan(self._weighed, len(contexts), self.costs, self._pads)
         self.rival = rival or self.chosen
         return self.chosen
 
-    def _drafts(self, index: int, contexts: Sequence[Context], left: float) -> list[Draft]:
+    def _drafts(self, index: int, contexts: Sequence[Context]) -> list[Draft]:
         """A member at every length."""
-        batch, states = len(contexts), [self.state(context) for context in contexts]
-        own = Counts.pooled([state.counts[index] for state in states])
+        batch, own = len(contexts), Counts.pooled([self.state(context)[index] for context in contexts])
         depths = self.depths[index]
         outlook = self.acceptance.outlook(contexts[0].maker.greedy, index, own, depths[-1], batch)
-        unread = sum(max(len(c.tokens) - state.read[index], 0) for c, state in zip(contexts, states, strict=True))
-        late_s = self.costs.reading_s(index, unread) / max(left, 1.0)  # per token that is still to come
         found, tokens, squares, done = [], 1.0, 0.0, 0
         for depth in depths:
             for place in range(done, depth):
@@ -145,19 +129,17 @@ class AutoController(Controller):
             done = depth
             variance = max(squares - (tokens - 1.0) ** 2, 0.0)
             hoped = tokens + EXPLORE * (variance / (outlook.drafts + 1.0)) ** 0.5
-            seconds = self.costs.draft_s(index, depth, batch) + late_s * tokens
-            nodes = 1.0 + depth * self.width[index]
+            seconds, nodes = self.costs.draft_s(index, depth, batch), 1.0 + depth * self.width[index]
             found.append(Draft(index, depth, tokens, nodes, seconds, min(hoped, 1.0 + depth), outlook.share))
         return found
 
     # -- learning ----------------------------------------------------------------------------------------------------
 
-    def state(self, context: Context) -> Request:
-        """What is known of a request."""
-        found: Request | None = context.state.get(self)
+    def state(self, context: Context) -> list[Counts]:
+        """What became of a request's drafts, by member."""
+        found: list[Counts] | None = context.state.get(self)
         if found is None:
-            count = len(self.members)
-            found = context.state[self] = Request([Counts() for _ in range(count)], [len(context.tokens)] * count)
+            found = context.state[self] = [Counts() for _ in self.members]
         return found
 
     def observe(self, context: Context, record: StepRecord) -> None:
@@ -175,19 +157,15 @@ class AutoController(Controller):
         seen, self._seen = self._seen, []
         self.acceptance.tick()
         asked: dict[tuple[int, int], int] = {}
-        unread = 0
         for context, record in seen:
-            state, length = self.state(context), len(context.tokens)
-            before = length - 1 - record.num_accepted_tokens
+            before = len(context.tokens) - 1 - record.num_accepted_tokens
             answered = -1 if record.num_draft_tokens == 0 else record.member if self.grouped else 0
             for draft in self.plan.drafts:
                 depth = min(draft.depth, remaining(context, before) - 1) if draft.member == answered else 0
-                own = state.counts[draft.member]
+                own = self.state(context)[draft.member]
                 self.acceptance.add(context.maker.greedy, draft.member, own, depth, record.num_accepted_tokens)
-                late, state.read[draft.member] = max(before - state.read[draft.member], 0), length
                 if draft.member == answered:
                     asked[answered, draft.depth] = asked.get((answered, draft.depth), 0) + 1
-                    unread += late
                     width = record.num_draft_tokens / max(depth, 1)
                     self.width[answered] += 0.05 * (width - self.width[answered])
                     break
@@ -195,11 +173,8 @@ class AutoController(Controller):
         counts = [record.num_nodes for _, record in seen]
         if len(counts) == record.batch_size and max(counts) > min(counts):
             self._pads = record.round_nodes >= record.batch_size * max(counts)
-        mixed = len(asked) > 1 or (len(self.plan.drafts) > 1 and unread > CAUGHT_UP)
-        member, depth = next(iter(asked)) if len(asked) == 1 and not mixed else (-1, 0)
-        self.costs.observe(record, member, depth, sum(asked.values()), unread)
-        if mixed:
-            self.costs.observe_mixed(record.draft_s, asked)
+        member, depth = next(iter(asked)) if len(asked) == 1 else (-1, 0)
+        self.costs.observe(record, member, depth, sum(asked.values()))
 
     # -- telling -----------------------------------------------------------------------------------------------------
 

@@ -32,10 +32,6 @@ DRIFT_RATE, FACTOR_RATE, CLIP = 0.1, 0.05, 0.2
 """How fast the factors follow; a round counts at most as this much (natural logarithm) off: pauses are not costs."""
 FREE = 0.02
 """A draft of a drafter that runs no model, in plain rounds, until one was seen."""
-READING = 0.04
-"""A token that a draft model has to read, in drafts of one token, until it was seen."""
-CAUGHT_UP = 2
-"""Tokens that a draft model may have to read in a round that tells what its drafts cost."""
 
 
 @dataclass
@@ -103,7 +99,6 @@ class CostModel:
         self.rounds = Curve(ROUND_SHAPE)
         self.drafts = [Curve(DRAFT_SHAPE if member.relative_cost else FREE_SHAPE) for member in members]
         self.drift, self.factors = 1.0, [1.0] * len(members)
-        self.reading: list[float | None] = [None] * len(members)
         self._skip = self.SKIPPED if start is None else 0
         if start is not None:
             self._start_from(start)
@@ -128,16 +123,9 @@ class CostModel:
             return (relative * depth if relative else FREE) * self.round_s(batch, batch)
         return curve.at(depth, depth * batch) * self.factors[member]
 
-    def reading_s(self, member: int, tokens: int) -> float:
-        """What a draft takes more when the model has to read so many tokens that others have written."""
-        if tokens <= CAUGHT_UP or not self.members[member].relative_cost:
-            return 0.0
-        each = self.reading[member]
-        return tokens * (READING * self.draft_s(member, 1, 1) if each is None else each)
-
-    def observe(self, record: StepRecord, member: int, depth: int, asked: int, unread: int) -> None:
+    def observe(self, record: StepRecord, member: int, depth: int, asked: int) -> None:
         """Learn from a round in which ``asked`` requests got drafts of ``depth`` from one member (-1: from none, or
-        from several), which had to read ``unread`` tokens besides."""
+        from several)."""
         if self._skip:
             self._skip -= 1
             return
@@ -146,21 +134,9 @@ class CostModel:
         self.drift *= math.exp(DRIFT_RATE * self._learn(self.rounds, point, record.total_s - draft_s, 1.0))
         if member < 0 or depth == 0 or draft_s <= 0:
             return
-        if unread > CAUGHT_UP and self.drafts[member].samples and self.members[member].relative_cost:
-            each = max(draft_s / self.drift - self.draft_s(member, depth, asked), 0.0) / unread
-            before = self.reading[member]
-            self.reading[member] = each if before is None else before + 0.2 * (each - before)
-            return
         point = bucket(depth), bucket(depth * asked)
         off = self._learn(self.drafts[member], point, draft_s, self.factors[member])
         self.factors[member] *= math.exp(FACTOR_RATE * off)
-
-    def observe_mixed(self, draft_s: float, asked: Mapping[tuple[int, int], int]) -> None:
-        """Learn what drafting took where several members drafted, and read what others wrote, as they will again."""
-        expected = self.drift * sum(self.draft_s(member, depth, count) for (member, depth), count in asked.items())
-        off = min(max(math.log(max(draft_s, 1e-9) / expected), -CLIP), CLIP)
-        for member, _ in asked:
-            self.factors[member] *= math.exp(FACTOR_RATE * off)
 
     def _learn(self, curve: Curve, point: tuple[int, int], seconds: float, factor: float) -> float:
         """Calibrate, or say how far off the round was (natural logarithm)."""

@@ -70,7 +70,8 @@ class Plan:
 def planned(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False) -> Plan:
     """The plan of some drafts in this order, with plain decoding where none has a guess, for ``batch`` requests.
 
-    ``pads``: the target runs as many nodes for every request as for the one with most.
+    ``pads``: the target runs as many nodes for every request as for the one with most; not to know it costs .02 of the
+    speed where it does (``benchmarks/auto_simulated.py`` with such a target).
     """
     bare, seen, hoped = 1.0, [], []  # share of the text without a guess; rounds per token, by draft
     for draft in drafts:
