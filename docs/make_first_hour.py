@@ -28,7 +28,7 @@ CLONE = "<this repository>"
 MOST, FIRST, LAST, WIDEST = 36, 22, 12, 160
 """Lines of an output that are kept whole; else the first and the last ones; letters of a line."""
 NOISE = re.compile(
-    r"^(WARNING: Location |Cloning into |done\.$|\[notice\]|\[\d+\]|bash: (cannot set|no job control))|^\s*$"
+    r"^(WARNING: Location |Cloning into |done\.$|Updating files|\[notice\]|\[\d+\]|bash: (cannot|no) )|^\s*$"
 )
 """What pip, git and the shell say about themselves."""
 
