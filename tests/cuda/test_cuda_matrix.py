@@ -83,7 +83,7 @@ BUILDS: dict[str, Callable[[LanguageModel], Drafter]] = {
 PAIRS = [
     (proposal, verifier)
     for proposal, build in BUILDS.items()
-    for verifier in (*verifiers_for(build(HuggingFaceModel(llama())).proposals, greedy=False), "greedy")
+    for verifier in (*verifiers_for(build(HuggingFaceModel(llama())).traits.proposals, greedy=False), "greedy")
 ]
 
 

@@ -24,7 +24,8 @@ DRAWN = [
     pair
     for pair in PROPOSING
     if any(kind is not Kind.POINT for kind, _ in pair.proposals)
-    and not {pair.drafter, pair.case.label} & {"cascade", "known", "staged"}  # an inner rule draws
+    # An inner rule draws in some; a router tries the member that finds its drafts in the text first.
+    and not {pair.drafter, pair.case.label} & {"cascade", "known", "staged", "router"}
 ]
 
 

@@ -55,7 +55,7 @@ def test_few_rows_are_filled_up_where_more_are_cheaper(monkeypatch: pytest.Monke
     """On a CPU with AVX512-BF16 five rows of a stock model were seen to cost 83 ms where one cost 117."""
     times(monkeypatch, {"plain": (143, 133, 171, 189), "onednn": (117, 121, 83, 105), "half": (60, 59, 58, 90)})
     assert least_rows("onednn", BF16, 512, 512) == 5
-    assert least_rows("plain", BF16, 512, 512) == 1 and least_rows("half", BF16, 512, 512) == 1
+    assert least_rows("plain", BF16, 512, 512) == 2 and least_rows("half", BF16, 512, 512) == 5  # by a hair is enough
     # A plain step then costs what five rows cost.
     assert product_costs._cost("onednn", BF16, 512, 512) == 83 + 105
 

@@ -128,7 +128,8 @@ def _joined(pieces: Sequence[Piece]) -> Output:
     from foretoken.llm import Output
 
     last = pieces[-1]
-    assert last.finish_reason is not None and last.stats is not None  # a stream ends with such a piece
+    if last.finish_reason is None or last.stats is None:
+        raise ValueError("this stream has not ended")
     return Output(
         "".join(piece.text for piece in pieces),
         [token for piece in pieces for token in piece.token_ids],

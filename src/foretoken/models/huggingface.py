@@ -25,7 +25,7 @@ from foretoken.models.lean import LeanForward, build_lean
 from foretoken.models.masks import RowPlan, additive_mask
 from foretoken.models.packing import BlockedProducts, Packing, pack_linears, unpack_linears
 from foretoken.models.taps import check_taps, decoder_layers, recording
-from foretoken.models.traits import attention_configs, cache_argument, eos_ids, layer_masks
+from foretoken.models.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
@@ -78,7 +78,7 @@ class HuggingFaceModel(LanguageModel):
         if not self.capabilities.tree_mask:
             raise CapabilityError(f"this model cannot take trees: {self.capabilities.missing['tree_mask']}")
         self.vocab_size = int(self.config.vocab_size)
-        self.context_length = int(getattr(self.config, "max_position_embeddings", 0) or 2**20)
+        self.context_length = context_length_of(self.config)
         self.eos_token_ids = eos_ids(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

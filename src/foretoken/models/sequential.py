@@ -17,7 +17,7 @@ from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageM
 from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
 from foretoken.models.taps import check_taps, decoder_layers, recording
-from foretoken.models.traits import cache_name, eos_ids
+from foretoken.models.traits import cache_name, context_length_of, eos_ids
 
 
 class SequentialModel(LanguageModel):
@@ -38,7 +38,7 @@ class SequentialModel(LanguageModel):
             missing = {"tree_mask": reason, "keep_path": reason, **self.capabilities.missing, "rollback": reason}
             self.capabilities = Capabilities(False, False, False, True, False, missing)
         self.vocab_size = int(self.config.vocab_size)
-        self.context_length = int(getattr(self.config, "max_position_embeddings", 0) or 2**20)
+        self.context_length = context_length_of(self.config)
         self.eos_token_ids = eos_ids(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

@@ -25,7 +25,7 @@ from foretoken.models.delta_rule import recorded, rule_files
 from foretoken.models.self_test import state_fault
 from foretoken.models.state_cache import StateCache
 from foretoken.models.taps import check_taps, decoder_layers, recording
-from foretoken.models.traits import cache_name, eos_ids
+from foretoken.models.traits import cache_name, context_length_of, eos_ids
 
 PREFILL_CHUNK = 512
 """Tokens that are read in one forward when no logits are wanted."""
@@ -64,7 +64,7 @@ class StatefulModel(LanguageModel):
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.vocab_size = int(self.config.vocab_size)
-        self.context_length = int(getattr(self.config, "max_position_embeddings", 0) or 2**20)
+        self.context_length = context_length_of(self.config)
         self.eos_token_ids = eos_ids(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

@@ -25,6 +25,12 @@ def cache_name(module: Any) -> str | None:
     return None
 
 
+def context_length_of(config: Any) -> int:
+    """Most tokens of a text; where the configuration names none (or -1, as XLNet's does), more than anybody has."""
+    found = int(getattr(config, "max_position_embeddings", 0) or 0)
+    return found if found > 0 else 2**20
+
+
 def cache_argument(module: Any) -> str:
     """:func:`cache_name` of a module that must take a cache.
 

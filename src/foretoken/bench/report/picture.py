@@ -25,10 +25,9 @@ def picture(chart: Chart, words: str) -> str:
         words: what somebody who cannot see it is told.
     """
     drawn, entries = parts_of(chart)
-    size = re.search(r'viewBox="0 0 [\d.]+ ([\d.]+)"', drawn)
-    assert size is not None  # every chart has one
+    (height,) = re.findall(r'viewBox="0 0 [\d.]+ ([\d.]+)"', drawn)[:1]
     legend, top = _legend(entries, MARGIN + 26)
-    wide, high = WIDTH + 2 * MARGIN, top + float(size[1]) + 6
+    wide, high = WIDTH + 2 * MARGIN, top + float(height) + 6
     plot = tag("g", drawn, transform=f"translate({MARGIN:g},{top:g})")
     back = tag("rect", x=0.5, y=0.5, width=wide - 1, height=high - 1, rx=10, class_="back")
     head = tag("text", chart.title, x=MARGIN, y=MARGIN + 12, class_="head")
