@@ -23,7 +23,7 @@ def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
         for child in module.children():
             if isinstance(child, nn.ModuleList) and len(child) == wanted and wanted:
                 return module, child
-    family = model.config.get_text_config().model_type
+    family = config.get_text_config().model_type
     raise CapabilityError(f"{family}: cannot find the {wanted} decoder layers of {type(model).__name__}")
 
 
