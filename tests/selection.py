@@ -55,7 +55,11 @@ SLOW: dict[str, Sequence[Key]] = {
     "exactness/test_matrix.py::test_sampled_distribution_while_the_drafter_learns": [drafter],
     "exactness/test_matrix.py::test_the_distribution_is_exactly_the_targets": [drafter, rule],
     "exactness/test_matrix.py::test_the_first_samples_are_the_same_alone": [drafter, rule],
-    "exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone": [drafter],
+    "exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone": [once],
+    "exactness/test_planted_coupled_errors.py::test_the_right_code_writes_what_plain_decoding_writes": [
+        parameter("build"),
+        parameter("mode"),
+    ],
     "exactness/test_planted_errors.py::test_every_cell_sees_draws_from_something_else_than_q": [rule],
     "exactness/test_planted_errors.py::test_every_cell_sees_scores_of_the_wrong_node": [rule],
     "exactness/test_planted_errors.py::test_planted_errors_are_seen_by_the_sampled_cell": [],
@@ -72,8 +76,16 @@ SLOW: dict[str, Sequence[Key]] = {
     "exactness/test_tenants.py::test_nothing_of_one_tenant_is_drafted_for_another": [drafter],
     "exactness/test_trained_target.py::test_greedy_under_every_verifier": [rule],
     "exactness/test_trained_target.py::test_the_distribution_is_exactly_the_targets": [rule],
+    # Many requests at once: every kind of trouble, every controller.
+    "controllers/test_auto.py::test_auto_finds_the_best_and_never_loses": [parameter("batch")],
+    "controllers/test_controllers.py::test_controllers_keep_the_distribution": [parameter("spec"), parameter("shape")],
+    "engine/test_background.py::test_seeds_hold_in_the_middle_of_32": [parameter("controller")],
+    "engine/test_isolation.py::test_a_poisoned_request_ends_alone": [parameter("name")],
     # Processes, clusters, searches and pages that run every command.
+    "cli/test_cli_batch.py::test_a_killed_run_goes_on": [once],
+    "cli/test_cli_drafters.py::test_a_datastore_fits_by_its_tokenizer": [],
     "cli/test_cli_drafters.py::test_sampled_gains_and_a_table_of_80_columns": [],
+    "cli/test_tune_tree.py::test_a_tree_for_a_draft_model": [],
     "docs/test_howto.py::test_commands_run": [],
     "docs/test_howto.py::test_python_runs": [once],
     "docs/test_make_readme.py::test_the_parts_are_real": [],
@@ -87,6 +99,8 @@ SLOW: dict[str, Sequence[Key]] = {
     "server/test_speculative.py::test_whoever_drafts_the_answer_is_plain_decodings": [parameter("method")],
     "test_examples.py::test_add_a_method_page_runs": [],
     "test_examples.py::test_example_runs": [once],
+    "drafters/test_shared_vocab.py::test_networks_of_other_tokenizers": [once],
+    "test_zoo.py::test_trained_drafters_guess_for_the_built_in_target": [once],
     # Model families: all of them for trees, state and the lean forward, one for the rest.
     "models/test_architectures.py": [once],
     "models/test_architectures.py::test_commit_then_continue_is_a_fresh_prefill": [parameter("loaded")],
@@ -107,6 +121,8 @@ SLOW: dict[str, Sequence[Key]] = {
     "models/test_lean_heads.py::test_a_head_follows_weights_that_change": [parameter("name"), parameter("change")],
     "models/test_packing.py::test_every_layout_multiplies": [parameter("layout", "dtype")],
     "models/test_packing.py::test_fused_projections_take_the_place_of_layers": [parameter("name"), parameter("layout")],
+    "models/test_memory.py::test_nothing_grows_over_ten_thousand_tokens": [],
+    "models/test_packing.py::test_there_is_never_a_second_copy_of_all_weights": [],
     "models/test_packing.py::test_in_blocks_a_rows_bits_do_not_depend_on_the_other_rows": [
         parameter("layout", "dtype")
     ],
@@ -130,6 +146,7 @@ SLOW: dict[str, Sequence[Key]] = {
     "training/test_distill.py::test_a_killed_run_resumes_to_the_same_bits": [once],
     "training/test_distill.py::test_alignment_rises": [once],
     "training/test_optimizers.py::test_a_run_that_is_resumed_ends_with_the_same_bits": [],
+    "training/test_train_drafter.py::test_from_text_to_a_drafter": [once],
     "training/test_train_drafter.py::test_a_joint_run_resumes_to_the_same_bits": [],
     "training/test_train_drafter.py::test_a_killed_run_resumes_to_the_same_bits": [once],
     "training/test_train_drafter.py::test_a_killed_update_resumes_to_the_same_bits": [],
