@@ -55,11 +55,7 @@ SLOW: dict[str, Sequence[Key]] = {
     "exactness/test_matrix.py::test_sampled_distribution_while_the_drafter_learns": [drafter],
     "exactness/test_matrix.py::test_the_distribution_is_exactly_the_targets": [drafter, rule],
     "exactness/test_matrix.py::test_the_first_samples_are_the_same_alone": [drafter, rule],
-    "exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone": [once],
-    "exactness/test_planted_coupled_errors.py::test_the_right_code_writes_what_plain_decoding_writes": [
-        parameter("build"),
-        parameter("mode"),
-    ],
+    "exactness/test_mixed_load.py::test_every_request_of_a_random_mix_writes_what_it_writes_alone": [drafter],
     "exactness/test_planted_errors.py::test_every_cell_sees_draws_from_something_else_than_q": [rule],
     "exactness/test_planted_errors.py::test_every_cell_sees_scores_of_the_wrong_node": [rule],
     "exactness/test_planted_errors.py::test_planted_errors_are_seen_by_the_sampled_cell": [],

@@ -237,7 +237,9 @@ def _unpadded(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], 
 
 
 def _seeds(seed: int | Sequence[int] | None, count: int) -> Sequence[int | None]:
-    if seed is None or isinstance(seed, int):
+    if seed is None:  # drawn, so that the text is the same however much is drafted: the controller looks at the clock
+        seed = int(torch.randint(2**62, ()))
+    if isinstance(seed, int):
         return samples_of(seeds_of(seed, 1)[0], count)
     if len(seed) != count:
         raise ValueError(f"{len(seed)} seeds for {count} rows: give one per row, or one number")
