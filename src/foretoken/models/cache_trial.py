@@ -25,8 +25,8 @@ LIMIT, HALF_LIMIT = 1e-3, 0.5
 """Relative differences that no rounding makes, in float32 (at most 1e-6 in random models) and in 16 bits, where it can
 send a token to another expert; logits that have nothing to do with each other make 1.4."""
 
-_TRIED: WeakKeyDictionary[Any, set[tuple[Any, ...]]] = WeakKeyDictionary()
-"""Forms in which models have passed: ``custom_generate`` wraps the same model anew in every call."""
+_FAULTS: WeakKeyDictionary[Any, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
+"""Results by the form a model runs in: ``custom_generate`` wraps the same model anew in every call."""
 
 
 @torch.inference_mode()
@@ -36,9 +36,14 @@ def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
     Raises:
         CapabilityError: the model is not causal, its forward fails, or it gives other rows than it was asked for.
     """
-    key, rollback = _form(model, wrapped), wrapped.capabilities.rollback
-    if key in _TRIED.setdefault(model, set()) or wrapped.context_length < ROWS:
-        return None
+    known, key = _FAULTS.setdefault(model, {}), _form(model, wrapped)
+    if key not in known:
+        known[key] = _tried(model, wrapped) if wrapped.context_length >= ROWS else None
+    return known[key]
+
+
+def _tried(model: Any, wrapped: LanguageModel) -> str | None:
+    rollback = wrapped.capabilities.rollback
     limit = HALF_LIMIT if model.dtype in HALF or getattr(wrapped, "exact", "") == "approximate" else LIMIT
     wanted = _without_cache(model, wrapped.vocab_size, limit)
     if not wanted.isfinite().all():  # damaged weights: decoding says so, with the place
@@ -58,7 +63,6 @@ def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
     difference = relative(found.float(), wanted[KEPT:last].to(found.device))
     if rollback and not difference <= limit:
         return f"its logits of several tokens differ from those without a cache by {difference:.2g} of their size"
-    _TRIED[model].add(key)
     return None
 
 
