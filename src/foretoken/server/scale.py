@@ -244,7 +244,7 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
         health_check_timeout_s=max(10.0, settings.watchdog),
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig(
-            request_router_class="foretoken.server.ray_router:SessionRouter",  # type: ignore[arg-type]
+            request_router_class="foretoken.server.ray_router:SessionRouter",
         ),
         ray_actor_options={
             **_resources(settings),
@@ -318,7 +318,7 @@ def _resources(settings: Settings) -> dict[str, float]:
 def _running(name: str) -> int:
     """Replicas of an application that can serve."""
     from ray import serve
-    from ray.serve.schema import ReplicaState  # type: ignore[attr-defined]
+    from ray.serve.schema import ReplicaState
 
     found = serve.status().applications.get(name)
     if found is None:
