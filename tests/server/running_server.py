@@ -62,10 +62,15 @@ def served(make: Any = make_llm, **settings: Any) -> Iterator[Running]:
     sock.listen(256)
     given = Settings(port=sock.getsockname()[1], **settings)
     serving = Serving(given, make)
-    server = uvicorn.Server(
-        uvicorn.Config(create_app(given, serving), http=GuardedProtocol, lifespan="on", log_config=None, ws="none")
-    )
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[sock])), daemon=True)
+    app = create_app(given, serving)
+    config = uvicorn.Config(app, http=GuardedProtocol, lifespan="on", log_config=None, ws="none")
+    server = uvicorn.Server(config)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(server.serve(sockets=[sock]))
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     url = f"http://127.0.0.1:{given.port}"
     try:

@@ -328,7 +328,13 @@ def test_slow_and_endless_headers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("foretoken.server.protocol.HEADERS_S", 0.3)
     with served(body_timeout=0.5) as running:
         assert raw(running.url, b"GET /health HTTP/1.1\r\nHost: x\r\nX-A: ") == b""
-        assert b" 400 " in raw(running.url, b"GET /health HTTP/1.1\r\n" + b"X-A: b\r\n" * 20_000).split(b"\r\n")[0]
+        begin = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+        for more in (b"X-A: b\r\n" * 20_000, b"X-A: " + b"b" * 200_000, b"X-A: " + b"b" * 40_000 + b"\r\n\r\n"):
+            assert b" 400 " in raw(running.url, begin + more).split(b"\r\n")[0]
+        large = begin + b"Connection: close\r\nX-A: " + b"b" * 30_000 + b"\r\n\r\n"
+        assert b" 200 " in raw(running.url, large).split(b"\r\n")[0]
+        again = raw(running.url, begin + b"\r\n" + begin)  # a second request of the connection, never ended
+        assert again.count(b"HTTP/1.1 200") == 1
         head = (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
         )

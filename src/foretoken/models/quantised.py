@@ -291,11 +291,12 @@ def measured(
     out = max(ROWS4, min(out, MEASURED // width) // ROWS4 * ROWS4)
     # The time of this thread does not count those that other processes take; with several threads it misses theirs.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    weight = torch.randn(out, width)
+    draws = torch.Generator().manual_seed(0)  # never torch's own: a caller's seed must not depend on what is timed
+    weight = torch.randn(out, width, generator=draws)
     found = dict.fromkeys(products, 0.0)
     for product in products:
         copies = [make_product(product, weight, None, group) for _ in range(COPIES)]
-        for x in (torch.randn(count, width) for count in rows):
+        for x in (torch.randn(count, width, generator=draws) for count in rows):
             spent: list[float] = []
             for turn in range(TRIES + 1):
                 for run in copies:
@@ -310,7 +311,7 @@ def measured(
 @torch.inference_mode()
 def wide_rows(product: type[QuantisedProduct], out: int, width: int, group: int) -> int:
     """From how many rows on the dequantised weight is faster by a tenth, measured; a large number where it never is."""
-    made = make_product(product, torch.randn(out, width), None, group)
+    made = make_product(product, torch.ones(out, width), None, group)
     if not product.has_wide or (product.bits == 4 and block4(out) == 0):
         return NEVER
     for rows in (WIDE, 2 * WIDE, 4 * WIDE):

@@ -21,6 +21,7 @@ DEAD = 70
 HEADERS_S = 15.0
 """Seconds in which a connection must have sent the headers of its first request."""
 MOST_HEADER_BYTES = 32 * 1024
+"""Of the headers of a request."""
 
 
 def listener(settings: Settings) -> socket.socket:
@@ -91,9 +92,9 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
         access_log=False,
         server_header=False,
         timeout_keep_alive=30,
-        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
     )
-    return asyncio.run(_serve(uvicorn.Server(config), serving, sock))
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, where it exists
+        return runner.run(_serve(uvicorn.Server(config), serving, sock))
 
 
 async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
