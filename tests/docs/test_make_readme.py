@@ -18,7 +18,7 @@ MACHINE = {
     "versions": {"torch": "2.13", "transformers": "5.24"},
     "hardware": {"cpu": "AMD EPYC", "cores": 2, "cpu_flags": ["avx2", "avx512_bf16"]},
     "threads": {"torch_threads": 2},
-    "dtype": "bfloat16",
+    "dtype": "float32",
 }
 
 
@@ -47,8 +47,20 @@ def test_the_table_of_speeds(tmp_path: Path) -> None:
     assert lines[0] == "| | code [1] | prose [1] | code [2] |"
     assert "| `ngram` | 1.50 (1.40 to 1.60) | 1.25 (1.15 to 1.35) | 1.50 (1.40 to 1.60) |" in lines
     assert lines[-1].startswith(
-        "[2] AMD EPYC, 2 cores, avx512_bf16, 2 threads; builtin, bfloat16, greedy; prompts: 2 code"
+        "[2] AMD EPYC, 2 cores, avx512_bf16, 2 threads; builtin, float32, greedy; prompts: 2 code"
     )
+
+
+def test_a_row_is_a_way_of_decoding_at_its_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(MACHINE, "dtype", "bfloat16")
+    cells = [
+        cell("plain", "code", 1.0),
+        cell("model,k=4", "code", 1.5, identical=False),
+        cell("model,k=6", "code", 1.7),
+    ]
+    lines = make_readme.table(make_readme.figures_of([write_run(tmp_path / "a.jsonl", cells)])).splitlines()
+    assert lines[2:4] == ["| `model` | 1.70 (1.60 to 1.80) |", ""]
+    assert "`model,k=4`, `model,k=6`" in lines[-1] and "near-ties" in lines[-1]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,15 @@ def test_few_rows_are_filled_up_where_more_are_cheaper(monkeypatch: pytest.Monke
     times(monkeypatch, {"plain": (143, 133, 171, 189), "onednn": (117, 121, 83, 105), "half": (60, 59, 58, 90)})
     assert least_rows("onednn", BF16, 512, 512) == 5
     assert least_rows("plain", BF16, 512, 512) == 2 and least_rows("half", BF16, 512, 512) == 5  # by a hair is enough
-    # A plain step then costs what five rows cost.
+    product_costs._times.cache_clear()
+    cache_file().unlink()
+    times(monkeypatch, {"onednn": (30e-6, 31e-6, 25e-6, 40e-6), "half": (60e-6, 60e-6, 50e-6, 90e-6)})
+    assert least_rows("onednn", BF16, 512, 512) == 1  # filling up takes longer than is gained
+    assert least_rows("half", BF16, 512, 512) == 5
+
+
+def test_a_plain_step_may_cost_what_more_rows_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    times(monkeypatch, {"onednn": (117, 121, 83, 105)})
     assert product_costs._cost("onednn", BF16, 512, 512) == 83 + 105
 
 

@@ -223,6 +223,7 @@ def test_a_client_that_goes_away_frees_its_place(server: Running, stream: bool) 
     assert server.complete(max_tokens=2)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_dies_is_noticed() -> None:
     """R6: health says so, and who listens is told by an error, not by an end."""
     with served() as running:

@@ -123,6 +123,10 @@ def _check_extra() -> None:
     """
     import importlib.util
 
-    missing = [name for name in ("fastapi", "uvicorn", "httptools", "prometheus_client") if importlib.util.find_spec(name) is None]
+    missing = [
+        name
+        for name in ("fastapi", "uvicorn", "httptools", "prometheus_client")
+        if importlib.util.find_spec(name) is None
+    ]
     if missing:
         raise ValueError(f"serving needs {', '.join(missing)}: pip install 'foretoken[server]'")

@@ -64,6 +64,7 @@ class Projection:
         self.block = self.layout.block if blocks else 0
         fixed = blocks or self.layout.name == "plain"
         self.least = 1 if fixed else least_rows(self.layout.name, weight.dtype, self.out_features, self.in_features)
+        self._filler = weight.new_zeros(self.least - 1, self.in_features, dtype=self.activations)
 
     @property
     def weight(self) -> Tensor:
@@ -86,7 +87,7 @@ class Projection:
         if self.block:
             return in_blocks(self._product, x, self.block)
         if len(x) < self.least:
-            return self._product(F.pad(x, (0, 0, 0, self.least - len(x))))[: len(x)]
+            return self._product(torch.cat((x, self._filler[len(x) - 1 :])))[: len(x)]
         return self._product(x)
 
     def _product(self, x: Tensor) -> Tensor:
