@@ -78,10 +78,12 @@ def test_what_may_be_better_than_it_seems_is_explored() -> None:
     assert best_plan([replace(unsure, hoped=1.4)], 1, Costs())[0].drafts == ()
 
 
-def test_rounds_have_the_nodes_of_those_who_draft_and_of_those_who_do_not() -> None:
-    """Half of the rounds have nine nodes, the others one."""
+def test_a_target_that_pads_takes_as_long_as_its_widest_request() -> None:
+    """Half of the rounds have nine nodes, the others one: of two requests at least one has nine in three of four."""
     copy, steep = replace(COPY, tokens=1.0, hoped=1.0), Costs(node_s=1.0, call_s=0.0)
     assert planned([copy], 2, steep).seconds == pytest.approx(10)
+    assert planned([copy], 2, steep, pads=True).seconds == pytest.approx(0.75 * 18 + 0.25 * 2)
+    assert planned([copy], 1, steep, pads=True).seconds == pytest.approx(5)
 
 
 def test_a_plan_is_frozen_and_becomes_a_budget() -> None:

@@ -68,7 +68,7 @@ class AutoController(Controller):
         self._weighed: list[Draft] = []
         self._budget, self._given, self._keep = Budget(0, 0), frozenset[int](), 0
         self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
-        self._measures, self._batch, self._seen = False, 1, list[tuple[Context, StepRecord]]()
+        self._measures, self._pads, self._batch, self._seen = False, False, 1, list[tuple[Context, StepRecord]]()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class AutoController(Controller):
     def _choose(self, contexts: Sequence[Context]) -> Plan:
         """The best plan by what is known."""
         self._weighed = [draft for index in range(len(self.members)) for draft in self._drafts(index, contexts)]
-        self.chosen, rival = best_plan(self._weighed, len(contexts), self.costs)
+        self.chosen, rival = best_plan(self._weighed, len(contexts), self.costs, self._pads)
         self.rival = rival or self.chosen
         return self.chosen
 
@@ -169,8 +169,12 @@ class AutoController(Controller):
                     width = record.num_draft_tokens / max(depth, 1)
                     self.width[answered] += 0.05 * (width - self.width[answered])
                     break
+        record = seen[-1][1]
+        counts = [record.num_nodes for _, record in seen]
+        if len(counts) == record.batch_size and max(counts) > min(counts):
+            self._pads = record.round_nodes >= record.batch_size * max(counts)
         member, depth = next(iter(asked)) if len(asked) == 1 else (-1, 0)
-        self.costs.observe(seen[-1][1], member, depth, sum(asked.values()))
+        self.costs.observe(record, member, depth, sum(asked.values()))
 
     # -- telling -----------------------------------------------------------------------------------------------------
 
@@ -195,7 +199,7 @@ class AutoController(Controller):
                 "drafter": names[draft.member],
                 "depth": draft.depth,
                 "tokens": round(draft.tokens, 3),
-                "cost": round(planned([draft], self._batch, self.costs).seconds / plain_s, 3),
+                "cost": round(planned([draft], self._batch, self.costs, self._pads).seconds / plain_s, 3),
                 "share": round(draft.share, 3),
             }
             for draft in options

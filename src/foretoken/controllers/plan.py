@@ -67,29 +67,46 @@ class Plan:
         return f"a round with {who} costs {self.seconds / plain_s:.2f} plain rounds and brings {self.tokens:.2f} tokens"
 
 
-def planned(drafts: Sequence[Draft], batch: int, costs: CostModel) -> Plan:
-    """The plan of some drafts in this order, with plain decoding where none has a guess, for ``batch`` requests."""
-    bare, rounds, fewest = 1.0, [], []  # share of the text without a guess; rounds per token, by draft
+def planned(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False) -> Plan:
+    """The plan of some drafts in this order, with plain decoding where none has a guess, for ``batch`` requests.
+
+    ``pads``: the target runs as many nodes for every request as for the one with most; not to know it costs .02 of the
+    speed where it does (``benchmarks/auto_simulated.py`` with such a target).
+    """
+    bare, seen, hoped = 1.0, [], []  # share of the text without a guess; rounds per token, by draft
     for draft in drafts:
-        rounds.append(bare * draft.share / draft.tokens)
-        fewest.append(bare * draft.share / draft.hoped)
+        seen.append(bare * draft.share / draft.tokens)
+        hoped.append(bare * draft.share / draft.hoped)
         bare *= 1.0 - draft.share
-    tokens, most = 1.0 / (sum(rounds) + bare), 1.0 / (sum(fewest) + bare)
-    seconds, nodes, reached = 0.0, 0.0, 1.0
-    for draft, part in zip(drafts, rounds, strict=True):
+    tokens, most = 1.0 / (sum(seen) + bare), 1.0 / (sum(hoped) + bare)
+    seconds, reached, widths = 0.0, 1.0, []
+    for draft, part in zip(drafts, seen, strict=True):
         seconds += draft.seconds * (1.0 - (1.0 - reached) ** batch)
-        nodes += draft.nodes * part * tokens
+        widths.append((draft.nodes, part * tokens))
         reached = max(reached - part * tokens, 0.0)
-    return Plan(tuple(drafts), tokens, most, seconds + costs.round_s(batch, batch * (nodes + reached)))
+    widths.append((1.0, reached))
+    return Plan(tuple(drafts), tokens, most, seconds + _target_s(widths, batch, costs, pads))
 
 
-def best_plan(drafts: Sequence[Draft], batch: int, costs: CostModel) -> tuple[Plan, Plan | None]:
+def _target_s(widths: Sequence[tuple[float, float]], batch: int, costs: CostModel, pads: bool) -> float:
+    """Seconds of a round without its drafting, whose requests have so many nodes in such parts of the rounds."""
+    if not pads:
+        return costs.round_s(batch, batch * sum(nodes * part for nodes, part in widths))
+    seconds, none_wider = 0.0, 1.0
+    for nodes, part in sorted(widths, reverse=True):
+        fewer = max(none_wider - part, 0.0)
+        seconds += (none_wider**batch - fewer**batch) * costs.round_s(batch, batch * nodes)
+        none_wider = fewer
+    return seconds
+
+
+def best_plan(drafts: Sequence[Draft], batch: int, costs: CostModel, pads: bool = False) -> tuple[Plan, Plan | None]:
     """The plan with the highest goodput, and the best one that drafts: each member at the length that is best for it,
     asked in the order of their rates down to any place, or alone."""
     ranked = best_drafts(drafts, batch, costs)
     orders = [ranked[:place] for place in range(1, len(ranked) + 1)] + [[draft] for draft in ranked[1:]]
     plain = planned((), batch, costs)
-    rival = max((planned(order, batch, costs) for order in orders), key=lambda plan: plan.goodput, default=None)
+    rival = max((planned(order, batch, costs, pads) for order in orders), key=lambda plan: plan.goodput, default=None)
     return (plain if rival is None or plain.goodput >= rival.goodput else rival), rival
 
 
