@@ -81,12 +81,14 @@ class Arm:
             began = time.perf_counter()
             gained = engine.step()
             seconds += time.perf_counter() - began
+            # Prompts of one step are read together, and each request is told the time of all.
+            read = max((run.stats.prefill_s for run, _ in gained if run.id not in known), default=0.0)
+            seconds -= read
+            self.prefill_s += read if counted else 0.0
             for run, emission in gained:
-                seconds -= 0.0 if run.id in known else run.stats.prefill_s
                 known.add(run.id)
                 tokens += len(emission.token_ids)
                 if emission.finish_reason is not None:
-                    self.prefill_s += run.stats.prefill_s if counted else 0.0
                     lengths.append(run.stats.mean_acceptance_length)
             self.rounds += 1
             yield tokens

@@ -141,9 +141,13 @@ def outside_objection(found: Import) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_imports_follow_the_layers(file: Path) -> None:
-    wrong = [f"{found.module}: {reason}" for found in imports_of(file) if (reason := objection(found))]
+def test_imports_follow_the_layers() -> None:
+    wrong = [
+        f"{file.relative_to(ROOT)}: {found.module}: {reason}"
+        for file in FILES
+        for found in imports_of(file)
+        if (reason := objection(found))
+    ]
     assert not wrong
 
 

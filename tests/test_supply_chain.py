@@ -60,9 +60,9 @@ def offences(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("file", FILES, ids=[str(file.relative_to(ROOT)) for file in FILES])
-def test_no_file_runs_code_that_came_with_data(file: Path) -> None:
-    assert offences(ast.parse(file.read_text(encoding="utf-8"))) == []
+def test_no_file_runs_code_that_came_with_data() -> None:
+    found = {str(file.relative_to(ROOT)): offences(ast.parse(file.read_text(encoding="utf-8"))) for file in FILES}
+    assert {file: wrong for file, wrong in found.items() if wrong} == {}
 
 
 @pytest.mark.parametrize(
