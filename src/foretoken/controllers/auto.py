@@ -99,7 +99,8 @@ class AutoController(Controller):
             lengths = {index: sorted({1, min(LONG, self.depths[index][-1])}) for index in models}
             points = [(-1, 0), *((index, depth) for index in models for depth in lengths[index])]
             times = 0 if self._start is not None else LATER if self._to_measure else FIRST
-            todo = self._to_measure[size] = points * times
+            cold = [(-1, 0)] * (self.costs.SKIPPED if times == FIRST else 0)  # rounds of which nothing is learned
+            todo = self._to_measure[size] = cold + points * times
         batch = len(contexts)
         while todo and max(map(remaining, contexts)) > ENDING:
             member, depth = todo.pop(0)
