@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -50,9 +52,15 @@ def test_wrong_links_are_seen() -> None:
     assert complaint(page, "glossary.md#glossary") is None
 
 
+@cache
+def whole_command() -> Any:
+    """``foretoken`` with all its commands; to build it takes long."""
+    return typer.main.get_command(app)
+
+
 def check_command(arguments: list[str]) -> None:
     """Parse a command without running it."""
-    command, name = typer.main.get_command(app), "foretoken"
+    command, name = whole_command(), "foretoken"
     while hasattr(command, "commands") and arguments and arguments[0] in command.commands:
         name, command = arguments[0], command.commands[arguments[0]]
         arguments = arguments[1:]
