@@ -36,7 +36,7 @@ demo: $(READY) ## the built-in model, plain and speculative, side by side
 	@$(BIN)/foretoken generate --compare --explain --dtype float32 --max-new-tokens 128
 
 test: $(STAMP) ## the tests that every change needs: minutes, and every kind of cell at least once
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: $(STAMP) ## the other tests: all cells of the matrices, training, other families
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow

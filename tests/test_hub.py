@@ -93,8 +93,9 @@ def test_greedy_output_is_that_of_generate(model: Any, draft: Any, spec: Any, ba
 
 
 def test_a_draft_model_is_really_used(model: Any, draft: Any) -> None:
+    how = {"drafter": draft, "controller": "constant"}  # the default one may find that it does not pay
     out = model.generate(
-        ONE, max_new_tokens=24, custom_generate=ft.custom_generate, drafter=draft, return_dict_in_generate=True
+        ONE, max_new_tokens=24, custom_generate=ft.custom_generate, return_dict_in_generate=True, **how
     )
     assert isinstance(out, SpeculativeOutput)
     assert out.stats[0].num_accepted_tokens > 0
