@@ -333,6 +333,8 @@ def test_slow_and_endless_headers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -
             assert b" 400 " in raw(running.url, begin + more).split(b"\r\n")[0]
         large = begin + b"Connection: close\r\nX-A: " + b"b" * 30_000 + b"\r\n\r\n"
         assert b" 200 " in raw(running.url, large).split(b"\r\n")[0]
+        upgrade = begin + b"Connection: upgrade, close\r\nUpgrade: websocket\r\n\r\n"  # there are none: a plain answer
+        assert b" 200 " in raw(running.url, upgrade).split(b"\r\n")[0]
         again = raw(running.url, begin + b"\r\n" + begin)  # a second request of the connection, never ended
         assert again.count(b"HTTP/1.1 200") == 1
         head = (

@@ -57,9 +57,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Count what belongs to an incomplete header too: the parser keeps it without a limit."""
-        before = self._taken
+        before, in_body = self._taken, self.cycle is not None and self.cycle.more_body
         super().data_received(data)
-        if self._in_headers and not self.transport.is_closing():
+        if self._in_headers and not in_body and not self.transport.is_closing():
             self._taken = max(self._taken, before + len(data))
             if self._taken > MOST_HEADER_BYTES:
                 self.send_400_response("")
