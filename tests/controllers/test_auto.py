@@ -151,6 +151,21 @@ def test_what_costs_is_measured_first_at_two_lengths(deepest: int, long: int) ->
     assert depths_of(controller, world, contexts(5, start=15), 3) != [0, 1, long]
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_plain_decoding_is_measured_again_where_its_first_rounds_were_slow(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else drafts that do not pay would seem to, for ever."""
+    world = World([Member(0.03, 0.25, deepest=1)], speed=lambda number: 1.6 if number in (3, 5, 7) else 1.0)
+    controller = attached(world)
+    if not again:
+        monkeypatch.setattr("foretoken.controllers.auto.CLOSE", 0.0)
+    for start in range(5):
+        world.play(controller, contexts(1, start=start), 100)
+    drafted = sum(depth > 0 for depth in depths_of(controller, world, contexts(1, start=9), 200))
+    assert (drafted < 60) is again, drafted
+
+
 def test_nothing_is_measured_at_the_end_or_with_a_profile() -> None:
     world = World([Member(0.02, 0.0)])
     controller = attached(world)

@@ -13,7 +13,7 @@ from typing import Any
 
 from foretoken.controllers.acceptance_model import POPULATION_KEEP, AcceptanceModel, Counts
 from foretoken.controllers.base import Controller
-from foretoken.controllers.cost_model import CostModel
+from foretoken.controllers.cost_model import SAMPLES, CostModel
 from foretoken.controllers.plan import Draft, Plan, best_drafts, best_plan, planned
 from foretoken.core import Budget, Context, Limits, StepRecord
 from foretoken.costs import RoundCosts
@@ -26,6 +26,8 @@ LONG, FIRST, LATER = 4, 3, 1
 """The longer draft that is measured (the other one has one token), and how often: for the first batch size, others."""
 KEPT = 8
 """Rounds that a plan is kept for the same requests."""
+CLOSE = 1.5
+"""Up to how much better than plain decoding drafts must seem for its cost to be measured again."""
 UNKNOWN, ENDING = 1 << 20, 16
 """Tokens left where nobody says; with no more than the second nothing is measured: drafts would be cut short."""
 
@@ -68,6 +70,7 @@ class AutoController(Controller):
         self._weighed: list[Draft] = []
         self._budget, self._given, self._keep = Budget(0, 0), frozenset[int](), 0
         self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
+        self._waited = 0  # choices since plain decoding was measured again
         self._measures, self._pads, self._batch, self._seen = False, False, 1, list[tuple[Context, StepRecord]]()
 
     # -- choosing ----------------------------------------------------------------------------------------------------
@@ -84,8 +87,8 @@ class AutoController(Controller):
         alike = size == self._batch.bit_length() and requests <= self._given
         if measured or self._measures or self._keep <= 0 or not alike:
             self._given, self._batch, self._keep = requests, len(contexts), KEPT
-            self._measures = measured is not None
             self.plan = measured or self._choose(contexts)
+            self._measures = measured is not None or self.plan is not self.chosen
             self._budget = self.plan.budget(self.members, self.grouped)
         self._keep -= 1
         return [self._budget] * len(contexts)
@@ -115,7 +118,18 @@ class AutoController(Controller):
         self._weighed = [draft for index in range(len(self.members)) for draft in self._drafts(index, contexts)]
         self.chosen, rival = best_plan(self._weighed, len(contexts), self.costs, self._pads)
         self.rival = rival or self.chosen
-        return self.chosen
+        return Plan() if self._plain_is_due(len(contexts)) else self.chosen
+
+    def _plain_is_due(self, batch: int) -> bool:
+        """Whether to decode plainly for one round, to learn what that costs: at first caches are cold, or another process
+        was in the way, and drafts are asked again by themselves while plain decoding is not."""
+        seen = self.costs.plain_rounds(batch)
+        self._waited += 1
+        close = self.chosen.goodput * self.costs.round_s(batch, batch) < CLOSE
+        if not (self.chosen.drafts and close and seen < SAMPLES and self._waited > seen):
+            return False
+        self._waited = 0
+        return True
 
     def _drafts(self, index: int, contexts: Sequence[Context]) -> list[Draft]:
         """A member at every length."""

@@ -115,6 +115,10 @@ class CostModel:
         """A round without its drafting; 1 until one was seen."""
         return self.rounds.at(batch, max(round(nodes), 1)) if self.rounds.samples else 1.0
 
+    def plain_rounds(self, batch: int) -> int:
+        """Rounds by which plain decoding is calibrated at this size."""
+        return len(self.rounds.samples.get((bucket(batch), bucket(batch)), ()))
+
     def draft_s(self, member: int, depth: int, batch: int) -> float:
         """A draft for so many requests; by its size while none was seen."""
         curve = self.drafts[member]
