@@ -121,8 +121,10 @@ class AutoController(Controller):
         return Plan() if self._plain_is_due(len(contexts)) else self.chosen
 
     def _plain_is_due(self, batch: int) -> bool:
-        """Whether to decode plainly for one round, to learn what that costs: at first caches are cold, or another process
-        was in the way, and drafts are asked again by themselves while plain decoding is not."""
+        """Whether to decode plainly for one round, to learn what that costs.
+
+        At first caches are cold, or another process was in the way; drafts are asked again anyway, this is not.
+        """
         seen = self.costs.plain_rounds(batch)
         self._waited += 1
         close = self.chosen.goodput * self.costs.round_s(batch, batch) < CLOSE
