@@ -69,7 +69,7 @@ def test_a_plain_step_may_cost_what_more_rows_cost(monkeypatch: pytest.MonkeyPat
 
 
 def test_filled_up_rows_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = usable_layouts(BF16)[-1]
+    layout = [name for name in usable_layouts(BF16) if name != "native"][-1]
     if layout == "plain":
         pytest.skip("this machine has the plain layout alone")
     weight = torch.randn(32, 16, generator=torch.Generator().manual_seed(0)).bfloat16()

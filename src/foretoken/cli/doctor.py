@@ -137,6 +137,7 @@ def _print_facts(console: Console, report: dict[str, Any]) -> None:
     facts = {
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "CPU": f"{hardware['cpu']}, {hardware['cores']} cores, {' '.join(hardware['cpu_flags'])}".rstrip(", "),
+        "own products": hardware["native_products"],
         "GPU": ", ".join(hardware["gpus"]) or ("Apple MPS" if hardware["mps"] else "none"),
         "threads": f"{threads['torch_threads']} in use{load}; {variables}",
         "target": f"{target['source']}{size}, {target['dtype']} on {target['device']}, context {target['context']}, "

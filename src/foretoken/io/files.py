@@ -14,6 +14,11 @@ from typing import Any
 from safetensors import SafetensorError
 
 
+def cache_folder() -> Path:
+    """What is kept for this user and machine: ``$XDG_CACHE_HOME/foretoken``, else ``~/.cache/foretoken``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """A draft beside ``path`` that takes its place when the block ends well, and is removed otherwise.

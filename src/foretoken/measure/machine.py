@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foretoken.measure.cpu import cpu_info
+from foretoken.models import native
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.packing import Projection, shapes_of
 from foretoken.models.product_costs import known_times
@@ -52,6 +53,7 @@ def hardware() -> dict[str, Any]:
         "cpu": name or platform.processor() or platform.machine(),
         "cores": os.cpu_count() or 1,
         "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
+        "native_products": native.why_not() or "compiled",
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "mps": bool(torch.backends.mps.is_available()),
     }

@@ -5,6 +5,8 @@
 ``onednn``
     oneDNN's blocked layout, made once.  A plain bfloat16 layer hands oneDNN its weight in row order, which repacks it
     at every call; float32 products of two rows and more gain as well, where MKL's kernels are made for many rows.
+``native``
+    Blocks of 32 outputs for a kernel of our own (:mod:`foretoken.models.native`): bfloat16 on CPUs with AVX512-BF16.
 ``half``
     Float16 weights for FBGEMM's kernels, which widen them in registers and multiply float32 activations: half the bytes
     of float32 and the same arithmetic.  A bfloat16 number has 8 significant bits and a float16 number has 11, so that,
@@ -29,6 +31,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foretoken.models import native
+
 ROWS_HINT = 16
 """The number of rows that oneDNN's layout is chosen for: the size of a usual speculation."""
 NARROW = (torch.bfloat16, torch.float16)
@@ -42,9 +46,9 @@ class Layout(ABC):
     """A weight [out, in] and its product.
 
     Attributes:
-        name: ``plain``, ``onednn`` or ``half``.
+        name: ``plain``, ``onednn``, ``native`` or ``half``.
         block: rows to multiply at once where a row's bits must not depend on how many rows there are (see
-            :data:`foretoken.models.packing.BLOCK`).
+            :data:`foretoken.models.packing.BLOCK`); 0 where they never do.
         activations: dtype of the activations that it multiplies.
     """
 
@@ -132,6 +136,38 @@ class OneDnnLayout(Layout):
         return self._bytes
 
 
+class NativeLayout(Layout):
+    """Blocks of 32 outputs for our own bfloat16 kernel, which sums every row in the same order.
+
+    Raises:
+        ValueError: an odd number of inputs.
+    """
+
+    name = "native"
+    block = 0
+
+    def __init__(self, weight: Tensor) -> None:
+        self.packed, self._out, self.activations = native.laid_out(weight), len(weight), weight.dtype
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The kernel's product."""
+        return native.product(x, self.packed, self._out, bias)
+
+    def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """In one call."""
+        return native.product(x, self.packed, self._out, bias, residual)
+
+    @property
+    def weight(self) -> Tensor:
+        """In row order again."""
+        return native.in_rows(self.packed, self._out)
+
+    @property
+    def num_bytes(self) -> int:
+        """As many as in row order (what fills the last block up is left out)."""
+        return 2 * self._out * 2 * self.packed.shape[1]
+
+
 @dataclass(frozen=True)
 class Halved:
     """A weight as float16 holds it.
@@ -187,7 +223,7 @@ class HalfLayout(Layout):
 
 Maker = Callable[[Tensor], Layout]
 """Lays a weight [out, in] out."""
-LAYOUTS: dict[str, Maker] = {cls.name: cls for cls in (PlainLayout, OneDnnLayout, HalfLayout)}
+LAYOUTS: dict[str, Maker] = {cls.name: cls for cls in (PlainLayout, OneDnnLayout, NativeLayout, HalfLayout)}
 
 
 def halved(weight: Tensor) -> Halved | None:
@@ -214,6 +250,8 @@ def usable_layouts(dtype: torch.dtype, device: torch.device | str = "cpu") -> tu
     names = ["plain"]
     if (dtype == torch.float32 and _has_onednn()) or (dtype == torch.bfloat16 and _has_onednn_bfloat16()):
         names.append("onednn")
+    if dtype == torch.bfloat16 and _has_native():
+        names.append("native")
     if dtype in (torch.float32, *NARROW) and _has_fbgemm():
         names.append("half")
     return tuple(names)
@@ -229,6 +267,11 @@ def _has_onednn_bfloat16() -> bool:
     if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         return False
     return _runs(OneDnnLayout, torch.bfloat16)
+
+
+@cache
+def _has_native() -> bool:
+    return native.why_not() is None and _runs(NativeLayout, torch.bfloat16)
 
 
 @cache

@@ -62,7 +62,7 @@ class Projection:
         self.activations = self.layout.activations
         self.bias = None if bias is None else bias.to(self.activations)
         self.block = self.layout.block if blocks else 0
-        fixed = blocks or self.layout.name == "plain"
+        fixed = blocks or self.layout.name in ("plain", "native")
         self.least = 1 if fixed else least_rows(self.layout.name, weight.dtype, self.out_features, self.in_features)
         self._filler = weight.new_zeros(self.least - 1, self.in_features, dtype=self.activations)
 

@@ -27,7 +27,7 @@ from time import get_clock_info, perf_counter, thread_time
 import torch
 from torch import Tensor
 
-from foretoken.io.files import write_json
+from foretoken.io.files import cache_folder, write_json
 from foretoken.models.layouts import LAYOUTS, Layout, Maker, usable_layouts
 
 ROWS = (1, 2, 5, 8)
@@ -168,8 +168,7 @@ def known_times(dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> Mappin
 
 def cache_file() -> Path:
     """Where measurements of this machine and version of PyTorch are kept."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "foretoken" / f"products-{_machine()}.json"
+    return cache_folder() / f"products-{_machine()}.json"
 
 
 @cache
