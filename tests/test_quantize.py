@@ -20,8 +20,9 @@ from foretoken.loading.checkpoints import LoadError
 from foretoken.models import quantised_linear
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.quantised import Int8Product, IntegerProduct, make_product
+from foretoken.models.quantised import make_product
 from foretoken.models.quantised_linear import QuantisedLinear, SideBySide, quantise_linears
+from foretoken.models.quantised_products import Int8Product, IntegerProduct
 from foretoken.models.quantised_weights import Int8Weight
 from foretoken.sampling import SamplingParams
 from models.checkpoints import new_model, prompt_of

@@ -27,7 +27,7 @@ from foretoken.models.call import Call
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.layers import LayerPlan
 from foretoken.models.packing import pack_linears
-from foretoken.models.quantised import Dequantised, Int4Product, Int8Product, IntegerProduct, QuantisedProduct
+from foretoken.models.quantised_products import Dequantised, Int4Product, Int8Product, IntegerProduct, QuantisedProduct
 from foretoken.models.second_weights import OwnWeightsModel, QuantisedWeights, Scheme
 from foretoken.sampling import SamplingParams
 from models.checkpoints import new_model, prompt_of

@@ -10,23 +10,27 @@ import torch
 from torch import Tensor
 
 from foretoken.models import quantised, quantised_weights
-from foretoken.models.quantised import (
+from foretoken.models.native import why_not
+from foretoken.models.quantised import available, fastest_draft_product, make_product
+from foretoken.models.quantised_products import (
     Dequantised,
     Int4Product,
     Int8Product,
     IntegerProduct,
+    NativeInt4Product,
+    NativeInt8Product,
     QuantisedProduct,
-    available,
-    fastest_draft_product,
-    make_product,
 )
 from foretoken.models.quantised_weights import Int4Weight, Int8Weight, block4
 
-PRODUCTS: list[type[QuantisedProduct]] = [IntegerProduct, Int8Product, Int4Product]
+OURS: list[type[QuantisedProduct]] = [NativeInt8Product, NativeInt4Product] if why_not() is None else []
+PRODUCTS: list[type[QuantisedProduct]] = [IntegerProduct, Int8Product, Int4Product, *OURS]
 TOLERANCE: dict[type[QuantisedProduct], float] = {
     IntegerProduct: 5e-4,
     Int8Product: 6e-3,
     Int4Product: 6e-3,
+    NativeInt8Product: 6e-3,
+    NativeInt4Product: 6e-3,
 }
 """14 bits of input, or 8 bits of it and of the result, in standard deviations of the output."""
 
@@ -146,13 +150,13 @@ def test_weight_only_products_get_bfloat16(
 def test_shapes_that_do_not_fit_int4_are_left_alone() -> None:
     assert fastest_draft_product(24, 64, 32, "4") is None  # 24 is no multiple of 16
     assert fastest_draft_product(32, 48, 32, "4") is None  # 48 is no multiple of 32
-    assert fastest_draft_product(32, 64, 32, "4") is Int4Product
+    assert fastest_draft_product(32, 64, 32, "4") in (Int4Product, NativeInt4Product)
     with pytest.raises(ValueError, match="int4 needs"):
         Int4Weight.of(weight(24), 32)
 
 
 def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9}
+    times = {IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9, NativeInt8Product: 3.0, NativeInt4Product: 3.0}
     monkeypatch.setattr(quantised, "measured", lambda products, *_: {one: times[one] for one in products})
     choose = fastest_draft_product.__wrapped__
     assert choose(32, 64, 32) is IntegerProduct
@@ -168,7 +172,7 @@ def test_products_that_this_build_lacks_are_left_out(monkeypatch: pytest.MonkeyP
         raise RuntimeError("Didn't find engine for operation quantized::linear_prepack NoQEngine")
 
     monkeypatch.setattr(IntegerProduct, "__init__", missing)
-    assert set(available.__wrapped__().values()) == {Int8Product, Int4Product}
+    assert set(available.__wrapped__().values()) == {Int8Product, Int4Product, *OURS}
     monkeypatch.setattr(quantised, "available", dict)
     assert fastest_draft_product.__wrapped__(32, 64, 32) is None
 
@@ -176,7 +180,7 @@ def test_products_that_this_build_lacks_are_left_out(monkeypatch: pytest.MonkeyP
 def test_the_measurement_is_made_and_says_something() -> None:
     times = quantised.measured((Int8Product, IntegerProduct), 64, 64, 32, (1, 8))
     assert set(times) == {Int8Product, IntegerProduct} and min(times.values()) > 0
-    assert fastest_draft_product(64, 64, 32, "8") in (IntegerProduct, Int8Product)
+    assert fastest_draft_product(64, 64, 32, "8") in (IntegerProduct, Int8Product, NativeInt8Product)
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -201,9 +205,8 @@ def test_many_rows_use_the_same_weights(
         return real(self, x)
 
     monkeypatch.setattr(product, "by_dense", spy)
-    monkeypatch.setattr(quantised, "wide_rows", lambda *_: 65)
     assert torch.equal(made(x), narrow) and not seen  # not unless it is allowed
-    made.wide = True
+    made.wide = lambda *_: 65
     found = made(x)
     # Some kernels round to bfloat16 what a weight is made of: the product with the scale, the zero and their sum.
     size = made.dense().abs()

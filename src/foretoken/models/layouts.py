@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.models import native
+from foretoken.models.native import bfloat16
 
 ROWS_HINT = 16
 """The number of rows that oneDNN's layout is chosen for: the size of a usual speculation."""
@@ -147,20 +148,20 @@ class NativeLayout(Layout):
     block = 0
 
     def __init__(self, weight: Tensor) -> None:
-        self.packed, self._out, self.activations = native.laid_out(weight), len(weight), weight.dtype
+        self.packed, self._out, self.activations = bfloat16.laid_out(weight), len(weight), weight.dtype
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The kernel's product."""
-        return native.product(x, self.packed, self._out, bias)
+        return bfloat16.product(x, self.packed, self._out, bias)
 
     def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """In one call."""
-        return native.product(x, self.packed, self._out, bias, residual)
+        return bfloat16.product(x, self.packed, self._out, bias, residual)
 
     @property
     def weight(self) -> Tensor:
         """In row order again."""
-        return native.in_rows(self.packed, self._out)
+        return bfloat16.in_rows(self.packed, self._out)
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError
 from foretoken.models.packing import is_plain
-from foretoken.models.quantised import QuantisedProduct, available, fastest_target_product, make_product
+from foretoken.models.quantised import available, fastest_target_product, make_product, wide_rows
+from foretoken.models.quantised_products import QuantisedProduct
 
 KINDS = ("int8", "int4")
 """What weights can be quantised to."""
@@ -27,7 +28,7 @@ class QuantisedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         bias = None if linear.bias is None else linear.bias.detach()
         self.product = make_product(product, linear.weight, bias, GROUP)
-        self.product.wide = wide
+        self.product.wide = wide_rows if wide else None
         self._dtype = linear.weight.dtype
 
     @property

@@ -22,8 +22,9 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.inflation import available_bytes
 from foretoken.models.layers import LayerPlan, _replace
 from foretoken.models.packing import PackedLinear, Packing, is_plain
-from foretoken.models.quantised import QuantisedProduct, available, fastest_draft_product, make_product
+from foretoken.models.quantised import available, fastest_draft_product, make_product
 from foretoken.models.quantised_linear import QuantisedLinear, is_ready_made
+from foretoken.models.quantised_products import QuantisedProduct
 from foretoken.models.quantised_weights import GROUPS, fits_int4
 from foretoken.models.taps import decoder_layers
 

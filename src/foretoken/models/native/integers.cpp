@@ -1,0 +1,197 @@
+// Products of a few rows by weights in 8 or 4 bits, for CPUs that add up products of bytes (AVX512-VNNI).
+//
+// Activations become integers, row by row: x = scale * (whole + rest / REST), two signed bytes a number, as exact as
+// 15 bits.  Weights are unsigned bytes or halves of bytes.  Sums of integers are exact and sums of groups run in one
+// order, so a row has the same bits whatever stands beside it.
+//
+// Stored are, for 32 outputs, four inputs (8 bits) or eight (4 bits) after the other: [out / 32][in / 4][32][4] bytes,
+// or [out / 32][in / 8][32][4] whose low halves are the first four inputs.
+
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+
+extern "C" int omp_get_thread_num(void);
+extern "C" int omp_get_num_threads(void);
+
+#define INTEGERS __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni")))
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace {
+
+constexpr long WIDTH = 32;             // outputs of a tile: two registers
+constexpr long MOST8 = 6, MOST4 = 4;   // rows of a tile: four and six registers each
+constexpr long CHUNK = 16;             // tiles that share a block of weights before the next one is read
+constexpr long ONE_THREAD = 1 << 16;   // weights that one thread multiplies before a second has woken up
+constexpr float WHOLE = 127, REST = 254;
+constexpr int MIDDLE8 = 128;           // what is added to a weight in 8 bits to make it unsigned
+constexpr float MIDDLE4 = 8;
+
+typedef std::uint16_t bfloat16;
+typedef std::int32_t __attribute__((may_alias)) four;  // bytes of four inputs
+
+// sums += four products of bytes, unsigned times signed.  (By its intrinsic GCC moves every sum twice.)
+INTEGERS inline void add(__m512i &sums, __m512i weight, __m512i x) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weight), "v"(x));
+}
+
+float widened(bfloat16 x) {
+    const std::uint32_t bits = std::uint32_t(x) << 16;
+    float found;
+    std::memcpy(&found, &bits, sizeof found);
+    return found;
+}
+
+// Rows of activations as integers: bytes [rows, in / 4, 2, 4], whole numbers and rests of four inputs side by side, a
+// scale for each row, and sums for each group of inputs.
+struct Activations {
+    std::int8_t *bytes;
+    float *scale, *sums;  // [rows], [rows, in / group]
+
+    Activations(char *work, long rows, long in)
+        : bytes((std::int8_t *)work), scale((float *)(bytes + 2 * rows * in)), sums(scale + rows) {}
+
+    INTEGERS void fill(const bfloat16 *x, long row, long in, long group) const {
+        int top = 0;  // the largest magnitude by its bits, so that what is not a number counts as larger than all others
+        for (long i = 0; i < in; i++) top = top < (x[i] & 0x7fff) ? (x[i] & 0x7fff) : top;
+        const float size = top ? widened(bfloat16(top)) / WHOLE : 1.0f, inverse = 1.0f / size;
+        scale[row] = size;
+        for (long from = 0; from < in; from += group) {
+            int large = 0, small = 0;
+            for (long i = from; i < from + group; i++) {
+                const float scaled = widened(x[i]) * inverse, near = __builtin_roundevenf(scaled);
+                const int first = int(near), second = int(__builtin_roundevenf((scaled - near) * REST));
+                std::int8_t *place = bytes + 2 * (row * in + i - i % 4) + i % 4;
+                place[0] = std::int8_t(first);
+                place[4] = std::int8_t(second);
+                large += first;
+                small += second;
+            }
+            sums[row * (in / group) + from / group] = float(large) + float(small) / REST;
+        }
+    }
+};
+
+INTEGERS inline __m512 expanded(const bfloat16 *from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
+}
+
+// Sums times the rows' scales to `width` bfloat16 results of each row.
+template <int ROWS>
+INTEGERS inline void finish(const __m512 (&sums)[2][ROWS], const float *scale, bfloat16 *result, long out, int width) {
+    UNROLL for (int half = 0; half < 2; half++) {
+        const int left = width - 16 * half;
+        if (left <= 0) break;
+        const __mmask16 real = left >= 16 ? 0xffff : (1u << left) - 1;
+        UNROLL for (int row = 0; row < ROWS; row++) {
+            const __m512 sum = _mm512_mul_ps(sums[half][row], _mm512_set1_ps(scale[row]));
+            _mm256_mask_storeu_epi16(result + row * out + 16 * half, real, (__m256i)_mm512_cvtneps_pbh(sum));
+        }
+    }
+}
+
+// Weights in 8 bits with a scale [WIDTH] for each output.
+template <int ROWS>
+INTEGERS void tile8(const Activations &x, long row, long in, long, const std::uint8_t *weight, const bfloat16 *scales,
+                    bfloat16 *result, long out, int width) {
+    const four *inputs = (const four *)(x.bytes + 2 * row * in);
+    __m512i large[2][ROWS], small[2][ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        large[0][r] = large[1][r] = small[0][r] = small[1][r] = _mm512_setzero_si512();
+    for (long k = 0; k < in / 4; k++, weight += 4 * WIDTH) {
+        const __m512i first = _mm512_loadu_si512(weight), second = _mm512_loadu_si512(weight + 64);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            const four *both = inputs + 2 * (r * (in / 4) + k);
+            const __m512i a = _mm512_set1_epi32(both[0]), b = _mm512_set1_epi32(both[1]);
+            add(large[0][r], first, a);
+            add(large[1][r], second, a);
+            add(small[0][r], first, b);
+            add(small[1][r], second, b);
+        }
+    }
+    __m512 sums[2][ROWS];
+    UNROLL for (int half = 0; half < 2; half++) {
+        const __m512 scale = expanded(scales + 16 * half);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(small[half][r]), _mm512_set1_ps(1 / REST),
+                                         _mm512_cvtepi32_ps(large[half][r]));
+            sum = _mm512_sub_ps(sum, _mm512_set1_ps(MIDDLE8 * x.sums[row + r]));
+            sums[half][r] = _mm512_mul_ps(sum, scale);
+        }
+    }
+    finish<ROWS>(sums, x.scale + row, result, out, width);
+}
+
+// Weights in 4 bits; scales and zeros [in / group][2][WIDTH].
+template <int ROWS>
+INTEGERS void tile4(const Activations &x, long row, long in, long group, const std::uint8_t *weight,
+                    const bfloat16 *scales, bfloat16 *result, long out, int width) {
+    const four *inputs = (const four *)(x.bytes + 2 * row * in);
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512 sums[2][ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++) sums[0][r] = sums[1][r] = _mm512_setzero_ps();
+    for (long g = 0; g < in / group; g++, scales += 2 * WIDTH) {
+        __m512i large[2][ROWS], small[2][ROWS];
+        UNROLL for (int r = 0; r < ROWS; r++)
+            large[0][r] = large[1][r] = small[0][r] = small[1][r] = _mm512_setzero_si512();
+        for (long k = g * group / 4; k < (g + 1) * group / 4; k += 2, weight += 4 * WIDTH) {
+            const __m512i first = _mm512_loadu_si512(weight), second = _mm512_loadu_si512(weight + 64);
+            const __m512i parts[2][2] = {
+                {_mm512_and_si512(first, low), _mm512_and_si512(second, low)},
+                {_mm512_and_si512(_mm512_srli_epi16(first, 4), low), _mm512_and_si512(_mm512_srli_epi16(second, 4), low)}};
+            UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int part = 0; part < 2; part++) {
+                const four *both = inputs + 2 * (r * (in / 4) + k + part);
+                const __m512i a = _mm512_set1_epi32(both[0]), b = _mm512_set1_epi32(both[1]);
+                UNROLL for (int half = 0; half < 2; half++) {
+                    add(large[half][r], parts[part][half], a);
+                    add(small[half][r], parts[part][half], b);
+                }
+            }
+        }
+        UNROLL for (int half = 0; half < 2; half++) {
+            const __m512 scale = expanded(scales + 16 * half);
+            const __m512 zero = _mm512_fnmadd_ps(scale, _mm512_set1_ps(MIDDLE4), expanded(scales + WIDTH + 16 * half));
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(small[half][r]), _mm512_set1_ps(1 / REST),
+                                                   _mm512_cvtepi32_ps(large[half][r]));
+                const __m512 all = _mm512_set1_ps(x.sums[(row + r) * (in / group) + g]);
+                sums[half][r] = _mm512_fmadd_ps(sum, scale, _mm512_fmadd_ps(all, zero, sums[half][r]));
+            }
+        }
+    }
+    finish<ROWS>(sums, x.scale + row, result, out, width);
+}
+
+typedef void (*Tile)(const Activations &, long, long, long, const std::uint8_t *, const bfloat16 *, bfloat16 *, long,
+                     int);
+const Tile TILES8[MOST8 + 1] = {nullptr, tile8<1>, tile8<2>, tile8<3>, tile8<4>, tile8<5>, tile8<6>};
+const Tile TILES4[MOST4 + 1] = {nullptr, tile4<1>, tile4<2>, tile4<3>, tile4<4>};
+
+}  // namespace
+
+// result [rows, out] = x [rows, in] weight^T with weights in `bits` 8 or 4.  x is `stride` numbers from row to row, `in` a
+// multiple of `group` and that of 8; `work` holds 2 rows in bytes and rows (1 + in / group) floats.
+extern "C" void integer_product(const bfloat16 *x, long rows, long in, long stride, const std::uint8_t *weight, long bits,
+                                long group, const bfloat16 *scales, long out, bfloat16 *result, char *work) {
+    const long blocks = (out + WIDTH - 1) / WIDTH, most = bits == 8 ? MOST8 : MOST4, tiles = (rows + most - 1) / most;
+    const long weights = WIDTH * in * bits / 8, numbers = bits == 8 ? WIDTH : 2 * WIDTH * (in / group);
+    const Tile *tile = bits == 8 ? TILES8 : TILES4;
+    const Activations activations(work, rows, in);
+#pragma omp parallel if (in * out > ONE_THREAD)
+    {
+        const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        for (long row = thread; row < rows; row += threads) activations.fill(x + row * stride, row, in, group);
+#pragma omp barrier
+        const long from = blocks * thread / threads, to = blocks * (thread + 1) / threads;
+        for (long chunk = 0; chunk < tiles; chunk += CHUNK)
+            for (long block = from; block < to; block++) {
+                const long column = block * WIDTH;
+                const int width = out - column < WIDTH ? int(out - column) : int(WIDTH);
+                for (long t = chunk; t < tiles && t < chunk + CHUNK; t++) {
+                    const long row = rows * t / tiles;
+                    tile[rows * (t + 1) / tiles - row](activations, row, in, group, weight + block * weights,
+                                                       scales + block * numbers, result + row * out + column, out, width);
+                }
+            }
+    }
+}

@@ -1,0 +1,86 @@
+"""Products by weights in 8 or 4 bits in a kernel of our own, which multiplies integers.
+
+PyTorch's weight-only products read their weights at half of the memory's speed and slow down with every row.  These
+take a row of activations apart into two signed bytes a number (15 bits, scaled by its own largest), so that the CPU
+adds up products of bytes: eight rows cost hardly more than one, and a row's bits do not depend on the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foretoken.models.native.library import address, function
+from foretoken.models.quantised_weights import Int4Weight, Int8Weight
+
+WIDTH, FOUR, EIGHT = 32, 4, 8
+"""Outputs, and inputs in 8 and in 4 bits, that are stored together, as in the source."""
+
+
+def fits(inner: int) -> bool:
+    """Whether weights of so many inputs can be stored."""
+    return inner % EIGHT == 0
+
+
+def laid_out8(weight: Int8Weight) -> tuple[Tensor, Tensor]:
+    """Bytes [ceil(out / 32), in / 4, 32, 4] and scales [ceil(out / 32) * 32]."""
+    values = (weight.values.to(torch.int16) + 128).to(torch.uint8)
+    return _blocks(values, FOUR), _filled(weight.scale)
+
+
+def values8(packed: Tensor, out: int) -> Tensor:
+    """The values [out, in] that :func:`laid_out8` was given."""
+    return (_rows(packed, out).to(torch.int16) - 128).to(torch.int8)
+
+
+def laid_out4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
+    """Bytes [ceil(out / 32), in / 8, 32, 4], of eight inputs the first four in the low halves, and scales and zeros
+    [ceil(out / 32), in / group, 2, 32]."""
+    eights = weight.values.to(torch.uint8).unflatten(1, (-1, 2, FOUR))
+    bytes_ = (eights[:, :, 0] | eights[:, :, 1] << 4).flatten(1)
+    both = _filled(torch.stack([weight.scale, weight.zero], -1))  # [out, in / group, 2]
+    return _blocks(bytes_, FOUR), both.unflatten(0, (-1, WIDTH)).permute(0, 2, 3, 1).contiguous()
+
+
+def values4(packed: Tensor, out: int) -> Tensor:
+    """The values [out, in] that :func:`laid_out4` was given."""
+    bytes_ = _rows(packed, out).unflatten(1, (-1, FOUR))
+    return torch.stack([bytes_ & 15, bytes_ >> 4], 2).flatten(1).to(torch.int32)
+
+
+def product(x: Tensor, packed: Tensor, scales: Tensor, out: int, group: int) -> Tensor:
+    """``x W^T`` [n, out] in bfloat16.
+
+    Args:
+        x: [n, in] bfloat16.
+        packed, scales: as :func:`laid_out8` (``group`` is then 0) or :func:`laid_out4` gives them.
+        out: outputs of the weight.
+        group: inputs that share a scale.
+    """
+    rows, inner = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    bits, group = (4, group) if group else (8, inner)
+    result = x.new_empty(rows, out)
+    work = torch.empty(2 * rows * inner + 4 * rows * (1 + inner // group), dtype=torch.uint8)
+    weight = address(packed), bits, group, address(scales), out
+    multiply = function("integer_product", "pnnnpnnpnpp")
+    multiply(address(x), rows, inner, x.stride(0), *weight, address(result), address(work))
+    return result
+
+
+def _blocks(rows: Tensor, inputs: int) -> Tensor:
+    """Bytes [out, n] as [ceil(out / 32), n / inputs, 32, inputs]."""
+    return _filled(rows).view(-1, WIDTH, rows.shape[1] // inputs, inputs).transpose(1, 2).contiguous()
+
+
+def _rows(packed: Tensor, out: int) -> Tensor:
+    """The bytes [out, n] that :func:`_blocks` was given."""
+    return packed.transpose(1, 2).reshape(len(packed) * WIDTH, -1)[:out]
+
+
+def _filled(x: Tensor) -> Tensor:
+    """With zeros up to a whole block of outputs."""
+    missing = -len(x) % WIDTH
+    return F.pad(x, [0, 0] * (x.dim() - 1) + [0, missing]) if missing else x

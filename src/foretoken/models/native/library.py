@@ -1,0 +1,140 @@
+"""The library of our own kernels, which the machine's C++ compiler makes once from the sources beside this file.
+
+It lies in the user's cache folder under the hash of its sources.  A machine without a compiler, or whose CPU has other
+instructions, uses PyTorch's products (:func:`why_not` says why).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from foretoken.io.files import cache_folder, replacing
+
+SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in ("bfloat16", "integers")]
+COMPILERS = ("g++", "c++")
+"""Tried in this order; the environment's ``CXX`` comes first."""
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
+COMPILING_S = 120
+"""A compiler that takes longer is given up: it needs one second."""
+
+
+def why_not() -> str | None:
+    """Why this machine has no such products, ``None`` where it has them."""
+    found = _loaded()
+    return found if isinstance(found, str) else None
+
+
+@cache
+def function(name: str, kinds: str) -> Callable[..., None]:
+    """A function of the library.
+
+    Args:
+        name: of the function.
+        kinds: of its arguments, a letter each: ``p`` for a pointer, ``n`` for a number.
+
+    Raises:
+        RuntimeError: this machine has no such library.
+    """
+    library = _loaded()
+    if isinstance(library, str):
+        raise RuntimeError(f"no products of our own: {library}")
+    found = library[name]
+    found.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_long for kind in kinds]
+    found.restype = None
+    return found
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Of a tensor's first number; ``None`` is a null pointer."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+@cache
+def _loaded() -> ctypes.CDLL | str:
+    """The compiled library, or why there is none."""
+    lacking = _lacking()
+    if lacking is not None:
+        return lacking
+    try:
+        try:
+            return ctypes.CDLL(str(_library()))
+        except OSError:  # damaged, or from another system that shares the folder
+            return ctypes.CDLL(str(_library(again=True)))
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"the kernels could not be compiled: {str(error).strip().splitlines()[-1]}"
+
+
+def _lacking() -> str | None:
+    """What of the kernel's conditions this machine does not meet."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return "made for Linux on x86-64"
+    if not (_cpu_has("_is_avx512_bf16_supported") and _cpu_has("_is_vnni_supported")):
+        return "the CPU has no AVX512-BF16"
+    if _cpu_has("_is_amx_tile_supported"):
+        return "not measured on CPUs with AMX, whose oneDNN products score 32 rows for the cost of one"
+    if _compiler() is None:
+        return f"no C++ compiler ({', '.join(COMPILERS)}, or what CXX names)"
+    return None
+
+
+def _cpu_has(question: str) -> bool:
+    ask = getattr(torch.cpu, question, None)
+    return bool(ask is not None and ask())
+
+
+def _compiler() -> str | None:
+    names = [name for name in (os.environ.get("CXX"), *COMPILERS) if name]
+    return next((found for name in names if (found := shutil.which(name)) is not None), None)
+
+
+def _file() -> Path:
+    """Where the library is kept: under the hash of what it is made from."""
+    text = "\n".join([*(source.read_text(encoding="utf-8") for source in SOURCES), *FLAGS])
+    return cache_folder() / f"native-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}.so"
+
+
+def _library(again: bool = False) -> Path:
+    """The library, compiled where it is not there yet, or ``again``.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it cannot be compiled or written.
+    """
+    file = _file()
+    if file.exists() and not again:
+        return file
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return _compiled(file)
+    except OSError:  # the cache cannot be written: once for each process, then
+        return _compiled(Path(tempfile.mkdtemp(prefix="foretoken-")) / file.name)
+
+
+def _compiled(file: Path) -> Path:
+    compiler = _compiler()
+    assert compiler is not None
+    with tempfile.TemporaryDirectory() as folder, replacing(file) as draft:
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
+        for source, made in zip(SOURCES, objects, strict=True):
+            _run(compiler, *FLAGS, "-fopenmp", "-c", str(source), "-o", made)
+        # Linked without OpenMP's library: its symbols are those that PyTorch has loaded.
+        _run(compiler, "-shared", *objects, "-o", str(draft))
+    return file
+
+
+def _run(*command: str) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILING_S)
+    except subprocess.CalledProcessError as error:
+        raise OSError(error.stderr or error) from None
