@@ -42,6 +42,14 @@ float widened(bfloat16 x) {
     return found;
 }
 
+INTEGERS inline __m512 expanded(__m256i numbers) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+}
+
+INTEGERS inline __m512 expanded(const bfloat16 *from) { return expanded(_mm256_loadu_si256((const __m256i *)from)); }
+
+inline __mmask16 few(long left) { return left >= 16 ? 0xffff : (1u << left) - 1; }
+
 // Rows of activations as integers: bytes [rows, in / 4, 2, 4], whole numbers and rests of four inputs side by side, a
 // scale for each row, and sums for each group of inputs.
 struct Activations {
@@ -51,30 +59,40 @@ struct Activations {
     Activations(char *work, long rows, long in)
         : bytes((std::int8_t *)work), scale((float *)(bytes + 2 * rows * in)), sums(scale + rows) {}
 
+    // Sixteen inputs at a time, the last ones masked; `group` is a multiple of 8.
     INTEGERS void fill(const bfloat16 *x, long row, long in, long group) const {
-        int top = 0;  // the largest magnitude by its bits, so that what is not a number counts as larger than all others
-        for (long i = 0; i < in; i++) top = top < (x[i] & 0x7fff) ? (x[i] & 0x7fff) : top;
-        const float size = top ? widened(bfloat16(top)) / WHOLE : 1.0f, inverse = 1.0f / size;
+        // The largest magnitude by its bits, so that what is not a number counts as larger than all others.
+        __m256i top = _mm256_setzero_si256();
+        for (long i = 0; i < in; i += 16) {
+            const __m256i bits = _mm256_maskz_loadu_epi16(few(in - i), x + i);
+            top = _mm256_max_epu16(top, _mm256_and_si256(bits, _mm256_set1_epi16(0x7fff)));
+        }
+        const int largest = _mm512_reduce_max_epi32(_mm512_cvtepu16_epi32(top));
+        const float size = largest ? widened(bfloat16(largest)) / WHOLE : 1.0f;
+        const __m512 inverse = _mm512_set1_ps(1.0f / size);
         scale[row] = size;
+        std::int8_t *place = bytes + 2 * row * in;
         for (long from = 0; from < in; from += group) {
-            int large = 0, small = 0;
-            for (long i = from; i < from + group; i++) {
-                const float scaled = widened(x[i]) * inverse, near = __builtin_roundevenf(scaled);
-                const int first = int(near), second = int(__builtin_roundevenf((scaled - near) * REST));
-                std::int8_t *place = bytes + 2 * (row * in + i - i % 4) + i % 4;
-                place[0] = std::int8_t(first);
-                place[4] = std::int8_t(second);
-                large += first;
-                small += second;
+            __m512i large = _mm512_setzero_si512(), small = _mm512_setzero_si512();
+            for (long i = from; i < from + group; i += 16, place += 32) {
+                const __mmask16 real = few(from + group - i);
+                const __m512 scaled = _mm512_mul_ps(expanded(_mm256_maskz_loadu_epi16(real, x + i)), inverse);
+                const __m512 near = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+                const __m512i first = _mm512_cvtps_epi32(near);
+                const __m512i second =
+                    _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(scaled, near), _mm512_set1_ps(REST)));
+                const __m128i whole = _mm512_cvtepi32_epi8(first), rest = _mm512_cvtepi32_epi8(second);
+                const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi32(whole, rest), _mm_unpacklo_epi32(whole, rest));
+                _mm256_mask_storeu_epi16(place, real, both);
+                large = _mm512_add_epi32(large, first);
+                small = _mm512_add_epi32(small, second);
             }
-            sums[row * (in / group) + from / group] = float(large) + float(small) / REST;
+            sums[row * (in / group) + from / group] =
+                float(_mm512_reduce_add_epi32(large)) + float(_mm512_reduce_add_epi32(small)) / REST;
+            place = bytes + 2 * (row * in + from + group);
         }
     }
 };
-
-INTEGERS inline __m512 expanded(const bfloat16 *from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
-}
 
 // Sums times the rows' scales to `width` bfloat16 results of each row.
 template <int ROWS>
@@ -82,7 +100,7 @@ INTEGERS inline void finish(const __m512 (&sums)[2][ROWS], const float *scale, b
     UNROLL for (int half = 0; half < 2; half++) {
         const int left = width - 16 * half;
         if (left <= 0) break;
-        const __mmask16 real = left >= 16 ? 0xffff : (1u << left) - 1;
+        const __mmask16 real = few(left);
         UNROLL for (int row = 0; row < ROWS; row++) {
             const __m512 sum = _mm512_mul_ps(sums[half][row], _mm512_set1_ps(scale[row]));
             _mm256_mask_storeu_epi16(result + row * out + 16 * half, real, (__m256i)_mm512_cvtneps_pbh(sum));
