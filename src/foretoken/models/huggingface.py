@@ -29,9 +29,9 @@ from foretoken.models.traits import attention_configs, cache_argument, context_l
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
-SPARED = 24
+SPARED, SPARED_NATIVE = 24, 4
 """Rows of padding from which on a lean forward leaves it out: with fewer, gathering and spreading costs more than they
-do (``docs/log.md``)."""
+do; where weights are read at the memory's speed, rows are the larger part (``docs/log.md``)."""
 SCRATCH_ROOM = 512
 """Slots beyond the context for scratch nodes."""
 
@@ -469,7 +469,8 @@ class HuggingFaceModel(LanguageModel):
     def _counts(self, rows: Sequence[RowPlan], width: int) -> list[int] | None:
         """Nodes by row, where leaving out the padding saves more than it costs."""
         counts = [row.new for row in rows]
-        return None if self._lean is None or len(rows) * width - sum(counts) < SPARED else counts
+        spared = SPARED_NATIVE if self.packing.layout == "native" else SPARED
+        return None if self._lean is None or len(rows) * width - sum(counts) < spared else counts
 
     def _padded(self, inputs: Sequence[Sequence[Tensor]], feeds: Sequence[Feed], low: int, ids: Tensor) -> Tensor:
         """Hidden states [b, width, D] of the fed nodes, zero elsewhere."""
