@@ -50,8 +50,9 @@ class HuggingFaceModel(LanguageModel):
 
     Args:
         model: any causal LM whose attention takes additive 4-D masks.
-        exact: ``"distribution"`` (any kernel) or ``"bitwise"`` (attention sums in float64 and matrix products on a
-            constant number of rows, so that a bfloat16 target gives the same tokens with and without speculation), or
+        exact: ``"distribution"`` (any kernel) or ``"bitwise"`` (our own kernels, or sums of attention in float64 and
+            products on a constant number of rows, so that a bfloat16 target gives the same tokens with and without
+            speculation), or
             ``"approximate"`` (cheaper arithmetic for a draft model, whose distribution may be anything).
         lean: run models of known families on a forward with few Python calls, after checking it against the public one.
         in_place: the model is ours to change: projections take the place of its linear layers where this machine
@@ -64,6 +65,8 @@ class HuggingFaceModel(LanguageModel):
 
     _extra: tuple[Tensor, ...] = ()
     _second: Mapping[str, SecondWeights] = MappingProxyType({})
+    spared: int = SPARED
+    """Rows of padding from which on it is left out."""
     graphs: Any = None
     """What runs forwards as CUDA graphs (:mod:`foretoken.models.graphs`), if anything does."""
     graphs_off: str = "not asked for"
@@ -94,6 +97,8 @@ class HuggingFaceModel(LanguageModel):
         self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
         self._lean: Any = None
         self.packing = Packing.of(model, self.dtype, self.device, exact == "bitwise", in_place)
+        if self.packing.layout == "native":
+            self.spared = SPARED_NATIVE
         if lean:
             self._lean = build_lean(self)
         if in_place and not self.is_lean and exact != "bitwise":
@@ -469,8 +474,7 @@ class HuggingFaceModel(LanguageModel):
     def _counts(self, rows: Sequence[RowPlan], width: int) -> list[int] | None:
         """Nodes by row, where leaving out the padding saves more than it costs."""
         counts = [row.new for row in rows]
-        spared = SPARED_NATIVE if self.packing.layout == "native" else SPARED
-        return None if self._lean is None or len(rows) * width - sum(counts) < spared else counts
+        return None if self._lean is None or len(rows) * width - sum(counts) < self.spared else counts
 
     def _padded(self, inputs: Sequence[Sequence[Tensor]], feeds: Sequence[Feed], low: int, ids: Tensor) -> Tensor:
         """Hidden states [b, width, D] of the fed nodes, zero elsewhere."""

@@ -87,6 +87,7 @@ class LeanForward:
                 kind="" if owner._single_mask or not kinds else kinds[i],
                 rope=kinds[i] if "" not in self.rotary else "",
                 packing=packing,
+                dtype=None if self.dtype != owner.dtype or owner.device.type != "cpu" else self.dtype,
             )
             for i, layer in enumerate(decoder.layers)
         ]
@@ -166,7 +167,8 @@ class LeanForward:
     def _masks(self, call: Call) -> Mapping[str, Tensor | None]:
         """Masks as the layers read them: scaled_dot_product_attention sees the heads of a group as more rows."""
         groups = self.size.heads // self.size.kv_heads
-        if groups == 1 or call.ids.shape[1] == 1 or self.layers[0].explicit is not None:
+        first = self.layers[0]
+        if groups == 1 or call.ids.shape[1] == 1 or first.native or first.explicit is not None:
             return call.masks
         return {name: None if mask is None else mask.repeat(1, 1, groups, 1) for name, mask in call.masks.items()}
 

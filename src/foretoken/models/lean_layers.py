@@ -19,6 +19,7 @@ from foretoken.models.attention import exact_attention, folded_attention
 from foretoken.models.cache import TreeCache
 from foretoken.models.lean_families import Family, part
 from foretoken.models.lean_parts import Joined, Output, mlp_of, norm_of
+from foretoken.models.native import attention as native
 from foretoken.models.packing import Packing
 
 
@@ -89,9 +90,19 @@ class LeanLayer:
         kind: layer type, the key of its mask in :attr:`Pass.masks`.
         rope: the key of its rotary embedding in :attr:`Pass.turns`.
         packing: how its linear layers become projections; where those multiply in blocks, attention sums in float64.
+        dtype: of queries, keys and values; ``None``: never bfloat16.
     """
 
-    def __init__(self, layer: Any, family: Family, size: Heads, kind: str, rope: str, packing: Packing) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        family: Family,
+        size: Heads,
+        kind: str,
+        rope: str,
+        packing: Packing,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         attention = part(layer, family.attention)
         self.size, self.mask, self.rope, self.interleaved = size, kind, rope, family.interleaved
         norms = (family.norm_attention, family.after_attention, family.norm_mlp, family.after_mlp)
@@ -108,6 +119,7 @@ class LeanLayer:
         self.norms_heads = self.q_norm is None or attention.q_norm.weight.shape[-1] == size.dim
         self.scaling = float(getattr(attention, "scaling", size.dim**-0.5))
         self.soft_cap: float | None = part(attention, family.soft_cap)
+        self.native = self.soft_cap is None and native.fits(dtype, size.dim)  # one mask for all heads
         # Either takes a mask for every query head; scaled_dot_product_attention has no soft cap.
         self.explicit = exact_attention if packing.blocks else folded_attention if self.soft_cap is not None else None
         self.parallel = bool(part(layer, family.parallel))
@@ -135,7 +147,9 @@ class LeanLayer:
         padded = places.padded(qk).transpose(1, 2)
         query, mask = padded[:, : size.heads], group.masks[self.mask]
         keys, values = group.cache.update(padded[:, size.heads :], places.padded(value).transpose(1, 2), index)
-        if self.explicit is not None:
+        if self.native:
+            out = native.attention(query, keys, values, mask, self.scaling)
+        elif self.explicit is not None:
             out = self.explicit(None, query, keys, values, mask, self.scaling, softcap=self.soft_cap)[0]  # type: ignore[arg-type]
         else:
             folded = query.reshape(places.b, size.kv_heads, -1, size.dim)

@@ -16,16 +16,19 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.io.files import cache_folder, replacing
 
-SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in ("bfloat16", "integers")]
+SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers")]
 COMPILERS = ("g++", "c++")
 """Tried in this order; the environment's ``CXX`` comes first."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
+KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_long, "d": ctypes.c_double}
+"""Arguments of functions: a pointer, a whole number, a number."""
 COMPILING_S = 120
 """A compiler that takes longer is given up: it needs one second."""
 
@@ -42,7 +45,7 @@ def function(name: str, kinds: str) -> Callable[..., None]:
 
     Args:
         name: of the function.
-        kinds: of its arguments, a letter each: ``p`` for a pointer, ``n`` for a number.
+        kinds: of its arguments, a letter each, see :data:`KINDS`.
 
     Raises:
         RuntimeError: this machine has no such library.
@@ -51,7 +54,7 @@ def function(name: str, kinds: str) -> Callable[..., None]:
     if isinstance(library, str):
         raise RuntimeError(f"no products of our own: {library}")
     found = library[name]
-    found.argtypes = [ctypes.c_void_p if kind == "p" else ctypes.c_long for kind in kinds]
+    found.argtypes = [KINDS[kind] for kind in kinds]
     found.restype = None
     return found
 

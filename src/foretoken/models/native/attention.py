@@ -1,0 +1,47 @@
+"""Attention of a few rows over cached bfloat16 keys and values in a kernel of our own.
+
+A row's bits depend on the tokens that it sees and on nothing else: not on other rows, and not on the slots in which its
+ancestors lie.  With products of the same kind a token inside a tree has the logits that plain decoding gives it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from foretoken.models.native.library import address, function, why_not
+
+SIZES = (32, 64, 96, 128, 256)
+"""Numbers of a head that the kernel is made for."""
+_Strides = ctypes.c_long * 9
+
+
+def fits(dtype: torch.dtype | None, size: int) -> bool:
+    """Whether this machine has the kernel for heads of so many numbers in this dtype."""
+    return dtype == torch.bfloat16 and size in SIZES and why_not() is None
+
+
+def attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[b, n, H, d], computed in float32.
+
+    Args:
+        query: [b, H, n, d] bfloat16 like all others; numbers of a head lie side by side.
+        keys, values: [b, H', S, d].
+        mask: [b, 1, n, S], zero at the slots that a row sees; ``None``: all.
+        scale: of the scores.
+    """
+    batch, heads, rows, size = query.shape
+    slots = keys.shape[2]
+    if mask is not None and mask.stride(3) != 1:
+        mask = mask.contiguous()
+    result = query.new_empty(batch, rows, heads, size)
+    work = torch.empty(2 * (slots + 16) * torch.get_num_threads())
+    strides = _Strides(*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
+    seen = (address(mask), 0, 0) if mask is None else (address(mask), mask.stride(0), mask.stride(2))
+    sizes = batch, heads, keys.shape[1], rows, slots, size
+    places = address(query), address(keys), address(values), ctypes.addressof(strides)
+    attend = function("attention", "pppppnnnnnnnndpp")
+    attend(*places, *seen, *sizes, scale, address(result), address(work))
+    return result

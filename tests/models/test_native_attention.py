@@ -1,0 +1,144 @@
+"""Our own attention: right to one rounding, and a row's bits depend on what it sees alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+import foretoken as ft
+from foretoken.models.native import why_not
+from foretoken.models.native.attention import SIZES, attention, fits
+
+needs_it = pytest.mark.skipif(why_not() is not None, reason=f"no kernels of our own: {why_not()}")
+HIDDEN = torch.finfo(torch.bfloat16).min
+SHAPES = [(1, 6, 2, 1, 1), (1, 6, 2, 5, 37), (3, 4, 4, 2, 130), (2, 8, 1, 7, 300)]
+"""Texts, heads, heads of keys, rows, slots."""
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def case(b: int, heads: int, groups: int, n: int, slots: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values as views of larger buffers, and a mask that hides two fifths of the slots."""
+    query = numbers(b, n, heads, size, seed=1).transpose(1, 2)
+    keys = numbers(b, groups, slots + 9, size, seed=2)[:, :, :slots]
+    values = numbers(b + 1, groups, slots + 5, size, seed=3)[1:, :, :slots]
+    hidden = torch.rand(b, 1, n, slots, generator=torch.Generator().manual_seed(4)) < 0.4
+    mask = torch.zeros(b, 1, n, slots, dtype=torch.bfloat16).masked_fill(hidden, HIDDEN)
+    mask[..., 0] = -0.0
+    return query, keys, values, mask
+
+
+def twin(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """The same in float64."""
+    each = query.shape[1] // keys.shape[1]
+    wide = [x.double().repeat_interleave(each, 1) for x in (keys, values)]
+    scores = query.double() @ wide[0].transpose(-1, -2) * scale
+    return (torch.softmax(scores if mask is None else scores + mask.double(), -1) @ wide[1]).transpose(1, 2)
+
+
+@needs_it
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scale", [0.125, 3.0])
+def test_it_is_the_twin_rounded_once(size: int, shape: tuple[int, ...], masked: bool, scale: float) -> None:
+    query, keys, values, mask = case(*shape, size)  # type: ignore[arg-type]
+    given = mask if masked else None
+    found, wanted = attention(query, keys, values, given, scale), twin(query, keys, values, given, scale)
+    assert found.shape == wanted.shape and found.dtype == torch.bfloat16
+    # Float32 scores of up to 3 x 5 sqrt(size) are off by 2^-22 of that, weights by as much more.
+    assert ((found.double() - wanted).abs() <= 2**-8 * wanted.abs() + 2e-5 * scale * size**0.5 + 1e-5).all()
+
+
+@needs_it
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_rows_bits_depend_on_what_it_sees_alone(shape: tuple[int, ...]) -> None:
+    """In a batch, beside other rows, with hidden slots between: what it gets when nothing else is there."""
+    query, keys, values, mask = case(*shape, 64)  # type: ignore[arg-type]
+    found = attention(query, keys, values, mask, 0.125)
+    for text in range(shape[0]):
+        for row in range(shape[3]):
+            seen = (mask[text, 0, row] == 0).nonzero()[:, 0]
+            one = slice(text, text + 1)
+            alone = attention(query[one, :, row : row + 1], keys[one][:, :, seen], values[one][:, :, seen], None, 0.125)
+            assert torch.equal(alone[0, 0], found[text, row])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(attention(query, keys, values, mask, 0.125), found)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_it
+def test_hidden_slots_may_hold_anything() -> None:
+    query, keys, values, mask = case(1, 6, 2, 5, 37, 64)
+    mask[..., 20:24] = HIDDEN
+    wanted = attention(query, keys, values, mask, 0.125)
+    keys[:, :, 20:24], values[:, :, 20:24] = float("nan"), float("inf")
+    assert torch.equal(attention(query, keys, values, mask, 0.125), wanted)
+    values[:, :, 0] = float("nan")
+    assert attention(query, keys, values, mask, 0.125).isnan().all()
+
+
+@needs_it
+def test_very_large_and_very_small_scores() -> None:
+    query, keys, values, _ = case(1, 2, 1, 1, 40, 32)
+    for factor in (1e-3, 1e3, 1e5):
+        found, wanted = attention(query, keys, values, None, factor), twin(query, keys, values, None, factor)
+        assert torch.isfinite(found).all()
+        if factor != 1e5:
+            assert ((found.double() - wanted).abs() <= 2**-7 * wanted.abs() + 2e-3).all()
+
+
+def test_what_it_fits() -> None:
+    assert fits(torch.bfloat16, 64) == (why_not() is None)
+    assert not fits(torch.float32, 64) and not fits(None, 64) and not fits(torch.bfloat16, 80)
+
+
+# -- through the engine ------------------------------------------------------------------------------------------------
+
+DRAFTERS = ("model,k=4", "model,tree=3x2x1", "ngram,k=6", "recycling", "eagle,nodes=15,depth=4", "quantized,k=3")
+
+
+@needs_it
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bfloat16_text_with_drafts_is_that_of_plain_decoding(drafter: str, temperature: float) -> None:
+    """To the last bit and by default, alone and in a batch: there are no near-ties to be decided otherwise."""
+    prompts = ["def parse(text):\n", "It was a cold morning", "for i in range(10):\n    print(", "The sea"]
+    how = {"max_new_tokens": 40, "temperature": temperature, "seed": 5 if temperature else None}
+    plain = ft.load("builtin", drafter=None, dtype="bfloat16")
+    llm = ft.load("builtin", drafter=drafter, dtype="bfloat16", controller="constant")
+    wanted = [plain.generate(prompt, **how).token_ids for prompt in prompts]
+    assert [llm.generate(prompt, **how).token_ids for prompt in prompts] == wanted
+    assert [one.token_ids for one in llm.generate(prompts, **how)] == wanted
+    assert [one.token_ids for one in plain.generate(prompts, **how)] == wanted
+
+
+@needs_it
+def test_so_are_the_logits() -> None:
+    from foretoken.loading import load_model
+    from foretoken.models.base import Feed
+
+    model, rng = load_model("builtin", dtype="bfloat16"), random.Random(0)
+    assert model.is_lean and model._lean.layers[0].native  # type: ignore[attr-defined]
+    prompt, path = [rng.randrange(3, 8000) for _ in range(30)], [rng.randrange(3, 8000) for _ in range(5)]
+    plain, tree = model.open(), model.open()
+    model.prefill(plain, prompt)
+    model.prefill(tree, prompt)
+    rows = []
+    for token in path:
+        rows.append(model.forward([Feed(plain, [token])])[0].logits[0])
+        model.commit(plain, [0])
+    # The path among other nodes: 0 - 2 - 3 - 6 - 7.
+    others = [rng.randrange(3, 8000) for _ in range(3)]
+    nodes = [path[0], others[0], path[1], path[2], others[1], others[2], path[3], path[4]]
+    found = model.forward([Feed(tree, nodes, [-1, 0, 0, 2, 2, 3, 3, 6])])[0].logits
+    assert torch.equal(found[[0, 2, 3, 6, 7]], torch.stack(rows))
