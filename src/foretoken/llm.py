@@ -251,9 +251,9 @@ def load(
             and cpu that there is.  By default the cpu, or where a handed-in model is; draft models go where the target
             is.
         allow_lossy: permit verifiers that change the target's distribution.
-        exact: ``"distribution"`` or ``"bitwise"`` (sums do not depend on how many tokens are scored together: a bfloat16
-            target then gives the same tokens with and without speculation; slower, but for CPUs with kernels of our
-            own, where it is so by default).
+        exact: ``"distribution"`` or ``"bitwise"`` (sums do not depend on how many tokens are scored together: a
+            bfloat16 target then gives the same tokens with and without speculation; slower, but for CPUs with kernels
+            of our own, where it is so by default).
         profile: a JSON file with ``drafter``, ``verifier`` and ``controller`` specs for what is left at ``"auto"``, and
             with the costs that ``foretoken tune`` measured.
         inflate: for benchmarks, make the target one of this size (``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, or a number
