@@ -15,7 +15,7 @@ from torch import Tensor
 from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
-from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
+from foretoken.models.huggingface import SCRATCH_ROOM, SPARED, HuggingFaceModel
 from foretoken.models.layers import WHOLE
 from foretoken.models.lean_heads import HeadRun, LeanHead
 from foretoken.models.masks import LayerMask
@@ -43,7 +43,7 @@ class FeatureModel(HuggingFaceModel):
         self.eos_token_ids = target.eos_token_ids
         self.device = parts.device
         self.dtype = torch.float32
-        self.exact = "distribution"
+        self.exact, self.spared = "distribution", SPARED
         self.layer_masks = {"": getattr(net, "mask", LayerMask())}
         self.num_layers = 1
         self.num_layer_runs = 0.0

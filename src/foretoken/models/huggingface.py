@@ -30,8 +30,7 @@ from foretoken.models.traits import attention_configs, cache_argument, context_l
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
 SPARED, SPARED_NATIVE = 24, 4
-"""Rows of padding from which on a lean forward leaves it out: with fewer, gathering and spreading costs more than they
-do; where weights are read at the memory's speed, rows are the larger part (``docs/log.md``)."""
+"""Rows of padding from which on a lean forward leaves it out: gathering costs as much as fewer do (``docs/log.md``)."""
 SCRATCH_ROOM = 512
 """Slots beyond the context for scratch nodes."""
 
@@ -50,9 +49,8 @@ class HuggingFaceModel(LanguageModel):
 
     Args:
         model: any causal LM whose attention takes additive 4-D masks.
-        exact: ``"distribution"`` (any kernel) or ``"bitwise"`` (our own kernels, or sums of attention in float64 and
-            products on a constant number of rows, so that a bfloat16 target gives the same tokens with and without
-            speculation), or
+        exact: ``"distribution"`` (any kernel), ``"bitwise"`` (our own kernels, or attention in float64 and products of
+            constant numbers of rows: a bfloat16 target gives the same tokens with and without speculation), or
             ``"approximate"`` (cheaper arithmetic for a draft model, whose distribution may be anything).
         lean: run models of known families on a forward with few Python calls, after checking it against the public one.
         in_place: the model is ours to change: projections take the place of its linear layers where this machine
@@ -65,8 +63,6 @@ class HuggingFaceModel(LanguageModel):
 
     _extra: tuple[Tensor, ...] = ()
     _second: Mapping[str, SecondWeights] = MappingProxyType({})
-    spared: int = SPARED
-    """Rows of padding from which on it is left out."""
     graphs: Any = None
     """What runs forwards as CUDA graphs (:mod:`foretoken.models.graphs`), if anything does."""
     graphs_off: str = "not asked for"
@@ -97,8 +93,7 @@ class HuggingFaceModel(LanguageModel):
         self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
         self._lean: Any = None
         self.packing = Packing.of(model, self.dtype, self.device, exact == "bitwise", in_place)
-        if self.packing.layout == "native":
-            self.spared = SPARED_NATIVE
+        self.spared = SPARED_NATIVE if self.packing.layout == "native" else SPARED
         if lean:
             self._lean = build_lean(self)
         if in_place and not self.is_lean and exact != "bitwise":

@@ -126,7 +126,8 @@ def _library(again: bool = False) -> Path:
 
 def _compiled(file: Path) -> Path:
     compiler = _compiler()
-    assert compiler is not None
+    if compiler is None:
+        raise OSError("no C++ compiler")
     with tempfile.TemporaryDirectory() as folder, replacing(file) as draft:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
         for source, made in zip(SOURCES, objects, strict=True):
