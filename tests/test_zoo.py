@@ -60,9 +60,7 @@ def test_trained_drafters_state_their_acceptance_and_how_they_were_made(name: st
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_drafters_guess_for_the_built_in_target(name: str) -> None:
-    llm = ft.load(
-        dtype="float32", drafter=name, controller="constant"
-    )  # the default one may decode plainly on a busy machine
+    llm = ft.load(dtype="float32", drafter=name, controller="constant")  # the default one may decode plainly
     drafted = accepted = 0
     for prompt in (CODE, PROSE):
         out = llm.generate(prompt, max_new_tokens=40)
