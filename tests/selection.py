@@ -146,6 +146,7 @@ SLOW: dict[str, Sequence[Key]] = {
     "drafters/test_kangaroo.py::test_families_write_what_they_write_alone": [once],
     "drafters/test_layer_skip.py::test_argmax_drafts_under_a_soft_distribution_are_caught": [],
     "drafters/test_native_mtp.py::test_greedy_text_is_that_of_plain_decoding": [once],
+    "models/test_native_attention.py::test_bfloat16_text_with_drafts_is_that_of_plain_decoding": [parameter("drafter")],
     "drafters/test_native_mtp.py::test_hybrid_targets_draft_chains_with_their_own_head": [once],
     "drafters/test_online.py::test_acceptance_rises_on_a_stationary_stream": [],
     "drafters/test_online.py::test_mistakes_are_the_recovered_tokens_with_the_distribution_before_them": [once],
