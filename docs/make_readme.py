@@ -23,7 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures"
 SPEEDS = FIGURES / "speeds.json"
-DEMO = ("generate", "def read_lines(path):", "--drafter", "model,k=4", "--max-new-tokens", "64", "--compare")
+DEMO = ("generate", "def read_lines(path):", "--drafter", "model,k=4", "--max-new-tokens", "64", "--inflate", "300m",
+        "--compare")  # fmt: skip
 SHOWN = ("show", "def read_lines(path):", "--drafter", "model,tree=3x2x1", "--verifier", "without_replacement",
          "--temperature", "1", "--seed", "3", "--max-new-tokens", "40")  # fmt: skip
 COLUMNS = 104
