@@ -252,8 +252,8 @@ def load(
             is.
         allow_lossy: permit verifiers that change the target's distribution.
         exact: ``"distribution"`` or ``"bitwise"`` (sums do not depend on how many tokens are scored together: a
-            bfloat16 target then gives the same tokens with and without speculation; slower, but for CPUs with kernels
-            of our own, where it is so by default).
+            bfloat16 target then gives the same tokens with and without speculation; slower. With kernels of our
+            own, ``docs/packing.md``, most models do so by default).
         profile: a JSON file with ``drafter``, ``verifier`` and ``controller`` specs for what is left at ``"auto"``, and
             with the costs that ``foretoken tune`` measured.
         inflate: for benchmarks, make the target one of this size (``"300m"``, ``"1b"``, ``"3b"``, ``"7b"``, or a number
