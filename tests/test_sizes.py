@@ -1,4 +1,4 @@
-"""Files and functions stay small enough to be read: 350 lines a file, 60 lines in a function's body.
+"""Files and functions stay small enough to be read: 400 lines a file, 60 lines in a function's body.
 
 A function's signature, decorators and docstring do not count.  What is larger today is listed with its size and may
 only shrink; whoever splits it takes it off the list.
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(
     file for pattern in ("src/**/*.py", "benchmarks/*.py", "examples/*.py", "docs/*.py") for file in ROOT.glob(pattern)
 )
-MOST_FILE, MOST_BODY = 350, 60
+MOST_FILE, MOST_BODY = 400, 60
 
 LARGER_FILES = {
     "src/foretoken/models/huggingface.py": 568,

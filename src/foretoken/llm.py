@@ -187,6 +187,16 @@ class Llm:
             "weight_bytes": target.weight_bytes,
         }
 
+    @property
+    def exactness(self) -> str:
+        """``"bitwise"``: drafts, batches and company never change a text; ``"rounding"``: near-ties may differ."""
+        return self.target.exactness
+
+    def describe(self) -> dict[str, Any]:
+        """How the target runs: ``{"forward", "weights", "exactness", "exactness_why", "threads", "refused"}``, where
+        ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and not taken."""
+        return self.target.describe()
+
     def _run(self, requests: Sequence[Request]) -> list[Output]:
         ids: list[int] = []
         done: dict[int, Running] = {}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from foretoken.models.packing import unpack_linears, weight_bytes
@@ -169,6 +170,25 @@ class Snapshot:
         return sum(part.numel() * part.element_size() for pair in self.layers if pair for part in pair)
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """A faster path, or a promise, that a model does not get.
+
+    Attributes:
+        path: its name ("lean forward", "int4 kernel", "CUDA graphs", "bitwise").
+        why: the reason, in words.
+        costs: what is lost by it, in words.
+    """
+
+    path: str
+    why: str
+    costs: str
+
+    def __str__(self) -> str:
+        """The one line that users see."""
+        return f"{self.path}: refused, {self.why}; {self.costs}"
+
+
 class LanguageModel(ABC):
     """How a causal language model is run.
 
@@ -179,8 +199,15 @@ class LanguageModel(ABC):
         capabilities: what the model offers.
         run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
         run_rows: rows of hidden states that it computed in this time, padding included.
+        exactness: ``"bitwise"``: the bits of a token's logits do not depend on what is scored beside it, so that text
+            with drafts, in batches and alone is the same; ``"rounding"``: near-ties may fall differently.
+        exactness_why: how that is known, in words.
+        refused: faster paths that were tried at load and not taken.
     """
 
+    exactness: str = "rounding"
+    exactness_why: str = "this kind of model was not tried"
+    refused: tuple[Refusal, ...] = ()
     run_s: float = 0.0
     run_rows: int = 0
     vocab_size: int
@@ -192,6 +219,17 @@ class LanguageModel(ABC):
     def trouble(self) -> str | None:
         """Why it cannot run anything any more; ``None`` as long as it can."""
         return None
+
+    def describe(self) -> dict[str, Any]:
+        """How the model runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``."""
+        return {
+            "forward": "public" if not getattr(self, "is_lean", False) else "lean",
+            "weights": str(getattr(self, "dtype", "")).removeprefix("torch."),
+            "exactness": self.exactness,
+            "exactness_why": self.exactness_why,
+            "threads": torch.get_num_threads(),
+            "refused": [asdict(refusal) for refusal in self.refused],
+        }
 
     @property
     def kv_bytes(self) -> int:
