@@ -18,12 +18,16 @@ from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageM
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.capabilities import detect
+from foretoken.models.checks import Checks, Probe
 from foretoken.models.clock import now
 from foretoken.models.extra import check_rows, embedding_rows
+from foretoken.models.judging import refusal
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
 from foretoken.models.lean import LeanForward, build_lean
 from foretoken.models.masks import RowPlan, additive_mask
-from foretoken.models.packing import BlockedProducts, Packing, pack_linears, unpack_linears
+from foretoken.models.packing import BlockedProducts, Packing, unpack_linears
+from foretoken.models.public_layouts import lay_out
+from foretoken.models.restating import comes_before, keep_common, without_first
 from foretoken.models.taps import check_taps, decoder_layers, recording
 from foretoken.models.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks
 
@@ -56,6 +60,7 @@ class HuggingFaceModel(LanguageModel):
         in_place: the model is ours to change: projections take the place of its linear layers where this machine
             multiplies them faster in another layout (:meth:`unpack` takes that back).  Otherwise the lean forward has
             copies of the weights, and large models are not run on it.
+        probe: gives ids of an ordinary text for the checks of fast paths (:mod:`foretoken.models.checks`).
 
     Raises:
         CapabilityError: the model cannot take trees (use :func:`foretoken.models.wrap`, which falls back).
@@ -68,7 +73,15 @@ class HuggingFaceModel(LanguageModel):
     graphs_off: str = "not asked for"
     """Why nothing does; empty where it does."""
 
-    def __init__(self, model: Any, *, exact: str = "distribution", lean: bool = True, in_place: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        exact: str = "distribution",
+        lean: bool = True,
+        in_place: bool = False,
+        probe: Probe | None = None,
+    ) -> None:
         if exact not in ("distribution", "bitwise", "approximate"):
             raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
         self.model = model.eval()
@@ -94,10 +107,23 @@ class HuggingFaceModel(LanguageModel):
         self._lean: Any = None
         self.packing = Packing.of(model, self.dtype, self.device, exact == "bitwise", in_place)
         self.spared = SPARED_NATIVE if self.packing.layout == "native" else SPARED
+        checks = Checks(self, probe)
         if lean:
-            self._lean = build_lean(self)
-        if in_place and not self.is_lean and exact != "bitwise":
-            pack_linears(model, self.packing)
+            self._lean = build_lean(self, checks)
+        if not self.is_lean:
+            lay_out(self, checks)
+        if exact != "approximate":
+            self.exactness, self.exactness_why = checks.exactness(self.way)
+
+    @property
+    def way(self) -> str:
+        """What makes the forwards of one network different ones."""
+        home = "" if self.packing.home is None else " in place"
+        return f"{'lean' if self.is_lean else 'public'} {self.packing.layout} {self.exact}{home}"
+
+    def refuse(self, path: str, why: str, costs: str) -> None:
+        """Note, and say once, that a fast path is not taken."""
+        self.refused = (*self.refused, refusal(path, why, costs))
 
     @property
     def is_lean(self) -> bool:
@@ -347,15 +373,15 @@ class HuggingFaceModel(LanguageModel):
         """A whole forward of trees whose leading nodes have run the first layers already."""
         exits = {feed.sequence.exit_layer for feed in feeds if feed.sequence.exit_layer}
         exit_tap = f"layer:{min(exits, default=0)}"
-        if len(exits) != 1 or any(_comes_before(name, min(exits)) for name in taps):
+        if len(exits) != 1 or any(comes_before(name, min(exits)) for name in taps):
             for feed in feeds:  # nothing to go on from, or hidden states of the first layers are asked for
                 feed.sequence.clear_scratch()
             return self._whole(feeds, taps)
         window = LayerPlan(stop=exits.pop())
         try:
             for feed in feeds:
-                _keep_common(feed)
-            rest = [_without_first(feed, len(feed.sequence.scratch_tokens)) for feed in feeds]
+                keep_common(feed)
+            rest = [without_first(feed, len(feed.sequence.scratch_tokens)) for feed in feeds]
             fresh = [feed for feed in rest if feed.tokens]
             if fresh:
                 self.forward_part(fresh, window)
@@ -538,31 +564,3 @@ class HuggingFaceModel(LanguageModel):
 def picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
     """Those of the items, of which there may be none at all."""
     return [items[index] for index in indices] if items else []
-
-
-def _comes_before(tap: str, layer: int) -> bool:
-    """Whether a tap is a hidden state before the exit layer, which provisional nodes have not kept."""
-    kind, _, number = tap.partition(":")
-    return kind == "layer" and int(number) < layer
-
-
-def _parents_of(feed: Feed) -> Sequence[int]:
-    return range(-1, len(feed.tokens) - 1) if feed.parents is None else feed.parents
-
-
-def _keep_common(feed: Feed) -> None:
-    """Drop provisional nodes from the first one on that the feed does not restate."""
-    sequence = feed.sequence
-    restated = zip(feed.tokens, _parents_of(feed), sequence.scratch_tokens, sequence.scratch_parents, strict=False)
-    same = 0
-    for token, parent, old_token, old_parent in restated:
-        if token != old_token or parent != old_parent:
-            break
-        same += 1
-    same = min(same, len(sequence.exit_states))
-    sequence.drop_last(len(sequence.scratch_tokens) - same)
-
-
-def _without_first(feed: Feed, count: int) -> Feed:
-    """The nodes behind the first ``count``; no logits wanted."""
-    return Feed(feed.sequence, feed.tokens[count:], _parents_of(feed)[count:], wanted=0)

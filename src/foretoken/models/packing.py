@@ -72,6 +72,11 @@ class Projection:
         return self.layout.weight
 
     @property
+    def alone(self) -> bool:
+        """Whether a row's bits do not depend on the other rows."""
+        return self.block > 0 or self.layout.block == 0
+
+    @property
     def num_bytes(self) -> int:
         """Memory of weight and bias."""
         return self.layout.num_bytes + (0 if self.bias is None else self.bias.nbytes)
