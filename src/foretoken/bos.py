@@ -17,6 +17,8 @@ def ids_with_one_bos(text: str, tokenizer: Any, special: bool = True) -> list[in
         special: whether the tokenizer puts its special tokens around the text.
     """
     ids: list[int] = list(tokenizer(text, add_special_tokens=special)["input_ids"])
-    bos, written = getattr(tokenizer, "bos_token_id", None), getattr(tokenizer, "bos_token", None)
-    doubled = special and bos is not None and ids[:2] == [bos, bos] and text.startswith(str(written))
-    return ids[1:] if doubled else ids
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if not special or bos is None or ids[:2] != [bos, bos]:
+        return ids
+    written: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids[1:] if written[:1] == [bos] and len(written) < len(ids) else ids
