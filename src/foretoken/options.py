@@ -143,19 +143,19 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}: known are {', '.join(KNOWN)}")
     given: dict[str, Any] = dict(options)
-    bias, allowed = given.get("logit_bias"), given.get("allowed_token_ids")
+    bias, allowed, stops = (given.get(name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"))
     params = SamplingParams(
         **{name: given[name] for name in _SAMPLING if name in given},
         logit_bias={} if bias is None else bias,
-        processors=tuple(given.get("logits_processor", ())),
+        processors=tuple(given.get("logits_processor") or ()),
     )
     return Request(
         encode(prompt, tokenizer),
         params,
-        stop=texts_of("stop", given.get("stop")),
-        stop_token_ids=frozenset(ids_of("stop_token_ids", given.get("stop_token_ids", ()))),
+        stop=texts_of("stop", given.get("stop"), "stop string"),
+        stop_token_ids=frozenset(ids_of("stop_token_ids", () if stops is None else stops)),
         allowed_token_ids=None if allowed is None else frozenset(ids_of("allowed_token_ids", allowed)),
-        bad_words=_spelled(texts_of("bad_words", given.get("bad_words")), tokenizer),
+        bad_words=_spelled(texts_of("bad_words", given.get("bad_words"), "word"), tokenizer),
         prediction=_prediction(given.get("prediction"), tokenizer),
         **{name: given[name] for name in _AS_IT_IS if name in given},
     )

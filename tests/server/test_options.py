@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from running_server import Running
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 PROMPT = "def fib(n):"
 SCHEMA = {
@@ -88,6 +90,19 @@ def test_a_special_token_as_a_stop_string(server: Running) -> None:
     assert shown["text"] == special
     answer = server.post("/v1/completions", prompt=PROMPT, stop=f"\n{special}")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "stop"
+
+
+def test_a_text_that_brings_its_bos_gets_no_second(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``/tokenize`` and completions, with a tokenizer that puts one before every text."""
+    words = Tokenizer(models.WordLevel({"<s>": 0, "?": 1, "hi": 2, "you": 3}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    adding = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="?")
+    monkeypatch.setattr(server.serving.llm, "tokenizer", adding)
+    for text in ("hi you", "<s>hi you"):
+        assert server.post("/tokenize", prompt=text).json()["tokens"] == [0, 2, 3]
+        found = server.complete(text, max_tokens=1, return_token_ids=True)
+        assert found["choices"][0]["prompt_token_ids"] == [0, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,13 @@ def check_text(option: str, value: Any) -> None:
         raise OptionError(option, f"{option} holds half a surrogate pair, which is no character") from None
 
 
-def texts_of(option: str, value: Any) -> tuple[str, ...]:
+def texts_of(option: str, value: Any, each: str) -> tuple[str, ...]:
     """One text or several.
+
+    Args:
+        option: its name.
+        value: what was given.
+        each: what one of them is called.
 
     Raises:
         OptionError: anything else, an empty text, or text that is no Unicode.
@@ -75,7 +80,7 @@ def texts_of(option: str, value: Any) -> tuple[str, ...]:
     for one in given:
         check_text(option, one)
         if not one:
-            raise OptionError(option, f"{option} must not be empty text")
+            raise OptionError(option, f"{option}: a {each} must not be empty")
     return given
 
 

@@ -52,7 +52,7 @@ def _check_kinds(request: Request) -> None:
         check_flag(name, getattr(request, name))
     if request.deadline_s is not None:
         check_real("deadline_s", request.deadline_s)
-    texts_of("stop", request.stop)
+    texts_of("stop", request.stop, "stop string")
 
 
 def _named_ids(request: Request) -> Iterable[tuple[str, Iterable[int]]]:

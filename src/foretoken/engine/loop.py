@@ -265,7 +265,8 @@ class Engine(Requests):
             path = [0, *verdict.path]
             self.target.commit(run.text, path)
             tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
-            written = next((i for i in range(len(tokens)) if tuple(tokens[:i]) in scores.stuck), len(tokens))
+            stuck = (i for i in range(len(tokens)) if tuple(tokens[:i]) in scores.stuck)
+            written = next(stuck, len(tokens)) if scores.stuck else len(tokens)
             kept, reason = run.stopper.push(tokens[:written])
             if reason is None and written < len(tokens):
                 reason = end_where_nothing_follows(run, tokens[:written])
