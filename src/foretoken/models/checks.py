@@ -130,7 +130,7 @@ def fingerprint(model: nn.Module) -> str | None:
         some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].double().cpu()
         digest.update(f"{name} {weight.dtype} {weight.device} {tuple(weight.shape)}".encode() + some.numpy().tobytes())
     config: Any = getattr(model, "config", None)
-    digest.update("" if config is None else config.to_json_string(use_diff=False).encode())
+    digest.update(b"" if config is None else str(config.to_json_string(use_diff=False)).encode())
     return digest.hexdigest()
 
 
