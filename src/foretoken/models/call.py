@@ -26,6 +26,7 @@ class Call:
         counts: nodes of each row, from column 0 on, when much of the rest is padding that a forward may leave out;
             ``None``: run all of it.
         states: [b, width, D] hidden states at layer ``plan.start``, instead of the embedded ids.
+        lengths: [b, width] for how long a text the rotary embeddings turn each node, where they change with that.
     """
 
     cache: TreeCache
@@ -37,6 +38,7 @@ class Call:
     plan: LayerPlan = WHOLE
     states: Tensor | None = None
     counts: Sequence[int] | None = None
+    lengths: Tensor | None = None
 
     @property
     def first(self) -> int:
