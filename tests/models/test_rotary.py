@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import PLAIN_ROPE, new_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from checkpoints import PLAIN_ROPE, new_model
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.layer_skip import LayerSkipDrafter
