@@ -24,7 +24,7 @@ def check(request: Request, target: LanguageModel) -> None:
     _check_kinds(request)
     if request.seed is not None:
         check_seed(request.seed)
-    _check_lengths(request, target.context_length)
+    _check_lengths(request, target.context_length, target.context_why)
     for option, ids in _named_ids(request):
         check_ids(option, ids, target.vocab_size)
     if request.allowed_token_ids is not None and not request.allowed_token_ids:
@@ -63,13 +63,14 @@ def _named_ids(request: Request) -> Iterable[tuple[str, Iterable[int]]]:
     yield "prediction", request.prediction or ()
 
 
-def _check_lengths(request: Request, context_length: int) -> None:
+def _check_lengths(request: Request, context_length: int, why: str) -> None:
     room = context_length - len(request.prompt)
+    because = f" ({why})" if why else ""
     if not request.prompt:
         raise ValueError("the prompt is empty: give at least one token")
     if room < 1:
         raise ValueError(
-            f"the prompt has {len(request.prompt)} tokens and the model's context is {context_length}: "
+            f"the prompt has {len(request.prompt)} tokens and the model's context is {context_length}{because}: "
             "shorten the prompt"
         )
     if request.max_new_tokens < 1:
@@ -78,7 +79,7 @@ def _check_lengths(request: Request, context_length: int) -> None:
         raise OptionError(
             "max_new_tokens",
             f"max_new_tokens={request.max_new_tokens} goes past the model's context: the prompt has "
-            f"{len(request.prompt)} tokens, so at most {room} of {context_length} are left",
+            f"{len(request.prompt)} tokens, so at most {room} of {context_length} are left{because}",
         )
 
 

@@ -221,9 +221,10 @@ class Engine(Requests):
         return Budget(limits.max_depth, limits.max_nodes, member=member)
 
     def _fit(self, run: Running, budget: Budget) -> Budget:
-        """Never draft past the room that is left (one token of every round is the target's own) or past what the
-        request allows."""
+        """Never draft past the room that is left (one token of every round is the target's own), past what the
+        target can read in one way, or past what the request allows."""
         depth = min(budget.max_depth, run.context.max_length - len(run.context.tokens) - 1)
+        depth = min(depth, self.target.room(run.text) - 1)  # the root takes one
         if run.request.max_draft_tokens is not None:
             depth = min(depth, run.request.max_draft_tokens)
         if depth < budget.max_depth:

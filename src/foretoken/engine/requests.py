@@ -23,7 +23,7 @@ from foretoken.engine.admission import KvBudget, check
 from foretoken.engine.errors import is_full_memory
 from foretoken.engine.joining import check_rules, join, stopper_of
 from foretoken.engine.leaving import Texts
-from foretoken.engine.reading import ALL, read, shares
+from foretoken.engine.reading import ALL, open_text, read, shares
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stopping import FinishReason
 from foretoken.models.base import CapabilityError, LanguageModel
@@ -234,7 +234,7 @@ class Requests(ABC):
     def _open(self, turns: Sequence[Turn]) -> None:
         """Give requests their texts, and those what an earlier text has of the same beginning."""
         for run in (turn.run for turn in turns):
-            run.sequence = run.context.sequence = self.target.open()
+            open_text(self.target, run)
             self.texts.take_over(run, self.running)
 
     def _read(self) -> None:

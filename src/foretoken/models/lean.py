@@ -22,6 +22,7 @@ from foretoken.models.lean_families import Family, family_of, part
 from foretoken.models.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary, joined
 from foretoken.models.lean_parts import Norm, norm_of
 from foretoken.models.packing import Projection, is_plain, pays_packed, unpack_linears
+from foretoken.models.rotary import LeanTurns
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
@@ -69,6 +70,7 @@ class LeanForward:
         self.size = Heads.of(config)
         kinds: Any = getattr(config, "layer_types", None)
         self.rotary = _rotary(decoder.rotary_emb, kinds, self.dtype)
+        self.turns = None if owner.rotary is None else LeanTurns(owner.rotary, tuple(self.rotary), self.dtype)
         self.layers = [
             LeanLayer(
                 layer,
@@ -155,7 +157,11 @@ class LeanForward:
         x = joined(states)
         if calls[0].states is None:
             x = self._embed(x)
-        return Pass(groups, {kind: rotary(positions) for kind, rotary in self.rotary.items()}), x
+        if self.turns is None:
+            return Pass(groups, {kind: rotary(positions) for kind, rotary in self.rotary.items()}), x
+        told = [call.positions + 1 if call.lengths is None else call.lengths for call in calls]
+        lengths = joined([place.taken(each) for place, each in zip(places, told, strict=True)])
+        return Pass(groups, self.turns(positions, lengths)), x
 
     def _embed(self, ids: Tensor) -> Tensor:
         """What the first layer reads [n, D] of ids [n]."""

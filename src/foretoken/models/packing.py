@@ -146,6 +146,11 @@ class Packing:
         layout = fastest_layout(dtype, shapes, usable_layouts(dtype, device)) if narrow else "auto"
         return cls(layout, blocks, model if in_place else None)
 
+    @property
+    def way(self) -> str:
+        """The layout, and whether it takes the place of the model's layers."""
+        return self.layout if self.home is None else f"{self.layout} in place"
+
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         """What the projections of weights of ``dtype`` are best fed with."""
         return torch.float32 if self.layout == "half" else dtype

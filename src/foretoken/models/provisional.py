@@ -1,4 +1,4 @@
-"""A whole forward restates nodes that a part of the layers has run: which of them can go on from there."""
+"""Provisional nodes: scored by a part of the layers, and restated by the whole forward that follows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def comes_before(tap: str, layer: int) -> bool:
 
 
 def parents_of(feed: Feed) -> Sequence[int]:
-    """Parents of a feed's nodes, a chain's too."""
+    """The parents of its nodes in a scratch that it states from the first node on."""
     return range(-1, len(feed.tokens) - 1) if feed.parents is None else feed.parents
 
 
