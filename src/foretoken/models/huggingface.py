@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from foretoken.models.alone import alone
 from foretoken.models.attention import EXACT, FOLDED
 from foretoken.models.bands import Bands, in_bands
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState, Snapshot
@@ -26,6 +27,7 @@ from foretoken.models.masks import RowPlan, additive_mask
 from foretoken.models.packing import BlockedProducts, Packing, pack_linears, unpack_linears
 from foretoken.models.taps import check_taps, decoder_layers, recording
 from foretoken.models.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks
+from foretoken.models.watch import Watch, has_hooks
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
@@ -92,12 +94,31 @@ class HuggingFaceModel(LanguageModel):
         self._checked_plans: set[LayerPlan] = set()
         self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
         self._lean: Any = None
-        self.packing = Packing.of(model, self.dtype, self.device, exact == "bitwise", in_place)
+        self._wants_lean, self._in_place = lean, in_place
+        with alone(model):
+            self._choose_forward()
+            self._watch = Watch(model)
+
+    def _choose_forward(self) -> None:
+        """Lay the linear layers out and build the lean forward, where that can be: it calls no hooks."""
+        exact = self.exact == "bitwise"
+        self.packing = Packing.of(self.model, self.dtype, self.device, exact, self._in_place)
         self.spared = SPARED_NATIVE if self.packing.layout == "native" else SPARED
-        if lean:
-            self._lean = build_lean(self)
-        if in_place and not self.is_lean and exact != "bitwise":
-            pack_linears(model, self.packing)
+        self._lean = build_lean(self) if self._wants_lean and not has_hooks(self.model) else None
+        if self._in_place and not self.is_lean and not exact:
+            pack_linears(self.model, self.packing)
+
+    def _renew(self) -> None:
+        """Fused copies of the weights are made anew; open sequences keep a cache that nobody else writes to."""
+        self.device, self.dtype = self.model.device, self.model.dtype
+        if self._in_place and not has_hooks(self.model):  # hooks are called where packed layers have taken the place
+            unpack_linears(self.model)
+        if self.graphs is not None:
+            self.graphs, self.graphs_off = None, "the model was changed after it was loaded"
+        self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
+        self._configs = attention_configs(self.model)
+        self._choose_forward()
+        self._watch = Watch(self.model)
 
     @property
     def is_lean(self) -> bool:
@@ -121,8 +142,10 @@ class HuggingFaceModel(LanguageModel):
             raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
         unpack_linears(self.model)
         self._lean, self._second = None, {}
+        self._wants_lean = self._in_place = False
         self.graphs, self.graphs_off = None, "the model was unpacked"
         self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
+        self._watch = Watch(self.model)
 
     def extra_embeddings(self, rows: Tensor) -> int:
         """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
@@ -159,6 +182,8 @@ class HuggingFaceModel(LanguageModel):
                 mine.copy_(new)
         if self._lean is not None:
             self._lean = LeanForward(self)  # its fused weights are copies
+        if self._watch is not None:
+            self._watch = Watch(self.model)
 
     def sibling(self) -> HuggingFaceModel:
         """The same weights with sequences of their own, for engines that take turns.
@@ -196,6 +221,7 @@ class HuggingFaceModel(LanguageModel):
 
     def open(self) -> SequenceState:
         """A new, empty sequence in a row of its own."""
+        self.follow()
         return self.bands.open(SequenceState(row=0))
 
     def release(self, sequence: SequenceState) -> None:
@@ -501,7 +527,7 @@ class HuggingFaceModel(LanguageModel):
         if self._single_mask:
             mask = mask[""]
         products = BlockedProducts() if self.exact == "bitwise" else nullcontext()
-        part = running(self.model, call.plan, call.states)
+        part = running(self.model, call.plan, call.states)  # starts below, when nobody else runs the network
         rows = self.extra_rows
         embedding = nullcontext(ids) if rows is None else embedding_rows(self.model, ids, rows, self.vocab_size)
         with self._switched_attention(), products, recording(self.model, call.taps) as hidden, part, embedding as known:
@@ -525,14 +551,15 @@ class HuggingFaceModel(LanguageModel):
     @contextmanager
     def _switched_attention(self) -> Iterator[None]:
         """Use the folded attention for the time of a forward, then put back what was there."""
-        before = [config._attn_implementation_internal for config in self._configs]
-        for config in self._configs:
-            config._attn_implementation_internal = self._attention
-        try:
-            yield
-        finally:
-            for config, name in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = name
+        with alone(self.model):
+            before = [config._attn_implementation_internal for config in self._configs]
+            for config in self._configs:
+                config._attn_implementation_internal = self._attention
+            try:
+                yield
+            finally:
+                for config, name in zip(self._configs, before, strict=True):
+                    config._attn_implementation_internal = name
 
 
 def picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
