@@ -49,6 +49,7 @@ class Watch:
         network: what is watched.
     """
 
+    @torch.inference_mode()
     def __init__(self, network: nn.Module) -> None:
         self.network = network
         modules = list(network.modules())
@@ -64,6 +65,7 @@ class Watch:
             kinds.setdefault((numbers.dtype, numbers.device), []).append(numbers)
         self._samples = [(views, torch.cat(views)) for views in kinds.values()]
 
+    @torch.inference_mode()
     def has_changed(self) -> bool:
         """Whether the network is another one now; takes some ten microseconds per layer."""
         if self._members() != self._before or self._counts() != self._written:
@@ -78,8 +80,16 @@ class Watch:
 
     def _counts(self) -> list[int]:
         counts = [tensor.data_ptr() for tensor in self._tensors]
-        counts.extend(0 if tensor.is_inference() else tensor._version for tensor in self._tensors)
+        counts.extend(_writes(tensor) for tensor in self._tensors)
         return counts
+
+
+def _writes(tensor: Tensor) -> int:
+    """How often it was written to; 0 for tensors of inference mode, which do not count."""
+    try:
+        return tensor._version
+    except RuntimeError:  # also where is_inference() is false: a parameter that was given such data later
+        return 0
 
 
 def _saved_buffers(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
