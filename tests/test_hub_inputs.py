@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_hub import MASK, ONE, THREE, both, llama
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TextIteratorStreamer
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import foretoken as ft
 from foretoken.loading import load_tokenizer
+from test_hub import MASK, ONE, THREE, both, llama
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
 
@@ -145,7 +145,7 @@ def test_peft_itself(kind: str) -> None:
         plain = tuned.generate(input_ids=ONE, **GREEDY)
         assert torch.equal(tuned.generate(input_ids=ONE, custom_generate=ft.custom_generate, **GREEDY), plain)
         return
-    with pytest.raises(ValueError, match="PEFT's .* tuning"):
+    with pytest.raises(ValueError, match=r"PEFT's .* tuning"):
         tuned.generate(input_ids=ONE, custom_generate=ft.custom_generate, **GREEDY)
 
 
@@ -155,9 +155,7 @@ def test_peft_itself(kind: str) -> None:
 @pytest.mark.parametrize("name", ["streamer", "token_streamer"])
 @pytest.mark.parametrize("skip_prompt", [False, True])
 @pytest.mark.parametrize("kept", [False, True])
-def test_text_iterators_show_the_text_and_end(
-    model: Any, words: Any, name: str, skip_prompt: bool, kept: bool
-) -> None:
+def test_text_iterators_show_the_text_and_end(model: Any, words: Any, name: str, skip_prompt: bool, kept: bool) -> None:
     streamer = TextIteratorStreamer(words, skip_prompt=skip_prompt, timeout=20)
     generate = ft.CustomGenerate(drafter="ngram") if kept else ft.custom_generate
     options = {**GREEDY, name: streamer}

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_hub import llama
 
 import foretoken as ft
 from foretoken.models import wrap
 from foretoken.models.huggingface import HuggingFaceModel
+from test_hub import llama
 
 THREADS, CALLS = 4, 32
 PROMPTS = [[3 + i % 7, 9, 5 + i % 11, 3, 9] for i in range(CALLS)]
@@ -65,7 +65,7 @@ def test_the_hook_from_several_threads(public: None, kept: bool) -> None:
 
 
 def test_wrapped_twice_and_used_at_once(public: None) -> None:
-    """A hook in one thread, an ``Llm`` of the same network in another one: taps and skipped layers are written on it."""
+    """A hook in one thread, an ``Llm`` of the same network in another one: both write taps on it."""
     model = llama(eos=None)
     wanted = plain_texts(model)
     llms = [ft.load(model, drafter=spec, prefix_cache=False) for spec in ("early_exit,layer=1", None)]

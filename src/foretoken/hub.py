@@ -217,7 +217,7 @@ class CustomGenerate:
 
 @dataclass
 class _Row:
-    """One row of the batch: ``full`` holds padding, prompt and output; ``shown`` whether its streamer has the prompt."""
+    """One row of the batch: ``full`` holds padding, prompt and output; ``shown``: its streamer has the prompt."""
 
     full: list[int]
     padding: int

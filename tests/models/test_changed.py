@@ -1,4 +1,4 @@
-"""A network that is changed after ``ft.load``: noticed with the next request, which gets the text of the network as it is."""
+"""A network that is changed after ``ft.load``: the next request gets the text of the network as it is now."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import new_model, prompt_of, save
-from test_hub import llama
 from torch import nn
 
 import foretoken as ft
@@ -17,6 +16,7 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.llm import Llm
 from foretoken.models import wrap
 from foretoken.models.watch import Watch
+from test_hub import llama
 
 PROMPT = [5, 3, 9, 5, 3, 8, 1, 4, 9, 9, 2, 7, 5, 3, 9, 11, 12, 13, 5, 3]  # long enough to be kept
 SHORT: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
@@ -205,7 +205,7 @@ def test_requests_that_run_while_the_model_changes_end_with_an_error() -> None:
     next(stream)
     new_state(model)
     assert said(llm) == truth(model)
-    with pytest.raises(ValueError, match="the model was changed .* while this request ran: ask again"):
+    with pytest.raises(ValueError, match=r"the model was changed .* while this request ran: ask again"):
         list(stream)
     stream = llm.stream(PROMPT, **SHORT)
     next(stream)

@@ -21,6 +21,7 @@ from foretoken.models.call import Call
 from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
 from foretoken.models.extra import check_rows, embedding_rows
+from foretoken.models.feeds import comes_before, keep_common, picked, without_first
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
 from foretoken.models.lean import LeanForward, build_lean
 from foretoken.models.masks import RowPlan, additive_mask
@@ -373,15 +374,15 @@ class HuggingFaceModel(LanguageModel):
         """A whole forward of trees whose leading nodes have run the first layers already."""
         exits = {feed.sequence.exit_layer for feed in feeds if feed.sequence.exit_layer}
         exit_tap = f"layer:{min(exits, default=0)}"
-        if len(exits) != 1 or any(_comes_before(name, min(exits)) for name in taps):
+        if len(exits) != 1 or any(comes_before(name, min(exits)) for name in taps):
             for feed in feeds:  # nothing to go on from, or hidden states of the first layers are asked for
                 feed.sequence.clear_scratch()
             return self._whole(feeds, taps)
         window = LayerPlan(stop=exits.pop())
         try:
             for feed in feeds:
-                _keep_common(feed)
-            rest = [_without_first(feed, len(feed.sequence.scratch_tokens)) for feed in feeds]
+                keep_common(feed)
+            rest = [without_first(feed, len(feed.sequence.scratch_tokens)) for feed in feeds]
             fresh = [feed for feed in rest if feed.tokens]
             if fresh:
                 self.forward_part(fresh, window)
@@ -560,36 +561,3 @@ class HuggingFaceModel(LanguageModel):
             finally:
                 for config, name in zip(self._configs, before, strict=True):
                     config._attn_implementation_internal = name
-
-
-def picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
-    """Those of the items, of which there may be none at all."""
-    return [items[index] for index in indices] if items else []
-
-
-def _comes_before(tap: str, layer: int) -> bool:
-    """Whether a tap is a hidden state before the exit layer, which provisional nodes have not kept."""
-    kind, _, number = tap.partition(":")
-    return kind == "layer" and int(number) < layer
-
-
-def _parents_of(feed: Feed) -> Sequence[int]:
-    return range(-1, len(feed.tokens) - 1) if feed.parents is None else feed.parents
-
-
-def _keep_common(feed: Feed) -> None:
-    """Drop provisional nodes from the first one on that the feed does not restate."""
-    sequence = feed.sequence
-    restated = zip(feed.tokens, _parents_of(feed), sequence.scratch_tokens, sequence.scratch_parents, strict=False)
-    same = 0
-    for token, parent, old_token, old_parent in restated:
-        if token != old_token or parent != old_parent:
-            break
-        same += 1
-    same = min(same, len(sequence.exit_states))
-    sequence.drop_last(len(sequence.scratch_tokens) - same)
-
-
-def _without_first(feed: Feed, count: int) -> Feed:
-    """The nodes behind the first ``count``; no logits wanted."""
-    return Feed(feed.sequence, feed.tokens[count:], _parents_of(feed)[count:], wanted=0)

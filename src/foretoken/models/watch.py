@@ -100,8 +100,9 @@ def _saved_buffers(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
 
 
 def _sampled(tensor: Tensor) -> Tensor:
-    """A view [n] of the bits of some numbers of a tensor, spread over all of it where it is dense."""
-    if not tensor.is_contiguous() or tensor.element_size() not in INTEGERS:
+    """A view [n] of the bits of some numbers of a tensor, spread over all of it; none where it cannot be viewed so."""
+    try:
+        step = max(1, tensor.numel() // SAMPLES)
+        return tensor.view(-1).view(INTEGERS[tensor.element_size()])[step - 1 :: step]
+    except (RuntimeError, KeyError):  # not dense, complex, or a parameter with data of inference mode
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    step = max(1, tensor.numel() // SAMPLES)
-    return tensor.view(-1).view(INTEGERS[tensor.element_size()])[step - 1 :: step]
