@@ -6,7 +6,7 @@ its own decoding loop.  Keyword arguments of ``generate`` with the names of our 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +24,13 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
-from foretoken.hub_params import STATEFUL, params_of
+from foretoken.hub_inputs import caller_of_generate, check_supported
+from foretoken.hub_params import params_of
 from foretoken.llm import Llm, load
-from foretoken.loading import check_vocabularies, load_tokenizer
-from foretoken.models import wrap
+from foretoken.loading import load_model, load_tokenizer
+from foretoken.loading.draft_models import given_draft_model
+from foretoken.models.alone import lock_of
+from foretoken.models.watch import Watch
 from foretoken.verifiers.base import Verifier
 
 if TYPE_CHECKING:
@@ -75,40 +78,46 @@ def custom_generate(
             row's ids [1, n].
         generation_config: pad token and output form.
         synced_gpus: not supported.
-        streamer: Transformers (5.24) does not hand it to a custom loop: use ``token_streamer``.
+        streamer: a Transformers streamer that gets the prompt and then every round's tokens (one row only).
         drafter: spec string, drafter, a draft model (``PreTrainedModel``), or ``None`` for plain decoding.
         verifier: as in :func:`foretoken.load`.
         controller: as in :func:`foretoken.load`.
         allow_lossy: permit verifiers that change the distribution.
         seed: fixes sampled output, whatever drafts; one per row, or one from which the rows count up.  Without one,
             randomness comes from torch's own generator, so that ``torch.manual_seed`` works.
-        token_streamer: a Transformers streamer that gets the prompt and then every round's tokens (one row only).
+        token_streamer: the same under another name.
         prediction: what the caller expects in the answer, as in :meth:`foretoken.llm.Llm.generate`: text or token ids
             for all rows, or ids for each.
         exact: as in :func:`foretoken.load`.
         profile: as in :func:`foretoken.load`.
-        model_kwargs: what the model's own forward would get; only ``attention_mask`` is used.
+        model_kwargs: what the model's own forward would get.  ``attention_mask`` says where padding is; a cache that
+            is not empty, positions that do not count from 0, embeddings and everything else that would change the text
+            is refused by name.
 
     Returns:
         [B, n + new] token ids, shorter rows padded on the right.
 
     Raises:
         ValueError: beams, encoder-decoder models, scores or attentions as output, stateful processors, padding that is
-            not on the left, or what :func:`foretoken.load` refuses.
+            not on the left, inputs that would be dropped (see ``model_kwargs``), a model whose inputs PEFT's prompt
+            learning prepares, or what :func:`foretoken.load` refuses.
     """
-    _check_supported(model, input_ids, generation_config, logits_processor, synced_gpus)
+    call = caller_of_generate(model)
+    check_supported(model, input_ids, generation_config, logits_processor, synced_gpus, model_kwargs, call)
+    knows_prompt = call.get("streamer") is not None  # generate has shown it the prompt
+    streamer = _streamer(call["streamer"] if knows_prompt else streamer, token_streamer)
     prompts, paddings = _unpadded(input_ids, model_kwargs.get("attention_mask"))
     rows = [
-        _Row(list(full), padding, streamer or token_streamer)
+        _Row(list(full), padding, streamer, knows_prompt)
         for full, padding in zip(input_ids.tolist(), paddings, strict=True)
     ]
     if rows[0].streamer is not None and len(rows) > 1:
-        raise ValueError("a streamer shows one row: pass a batch of one, or no token_streamer")
+        raise ValueError("a streamer shows one row: pass a batch of one, or no streamer")
     lengths = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
     room = min(lengths, default=input_ids.shape[1] + 20) - input_ids.shape[1]
     seeds = _seeds(seed, len(rows))
     predictions = _predictions(model, prediction, len(rows))
-    with _evaluating(model):
+    with _undisturbed(model):
         kept = isinstance(drafter, CustomGenerate)
         own = drafter if kept else CustomGenerate(drafter, verifier, controller, allow_lossy, exact, profile)
         llm = own.llm(model, prediction is not None)
@@ -150,11 +159,22 @@ class CustomGenerate:
         self.drafter, self.verifier, self.controller = drafter, verifier, controller
         self.allow_lossy, self.exact, self.profile = allow_lossy, exact, profile
         self._llm: Llm | None = None
-        self._made_for: Hashable = None
+        self._predicted = False
+        self._watch: Watch | None = None
 
-    def __call__(self, model: Any, input_ids: Tensor, *args: Any, **options: Any) -> Tensor | SpeculativeOutput:
-        """What :meth:`generate` of a Transformers model calls."""
-        return custom_generate(model, input_ids, *args, drafter=self, **options)  # type: ignore[misc]
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        *args: Any,
+        seed: int | Sequence[int] | None = None,
+        token_streamer: BaseStreamer | None = None,
+        prediction: str | Sequence[int] | Sequence[Sequence[int]] | None = None,
+        **options: Any,
+    ) -> Tensor | SpeculativeOutput:
+        """What :meth:`generate` of a Transformers model calls, which looks for these names."""
+        own: dict[str, Any] = {"seed": seed, "token_streamer": token_streamer, "prediction": prediction}
+        return custom_generate(model, input_ids, *args, drafter=self, **own, **options)  # type: ignore[misc]
 
     def llm(self, model: Any, predicted: bool = False) -> Llm:
         """The engine for a model.
@@ -163,22 +183,26 @@ class CustomGenerate:
             model: a ``PreTrainedModel``.
             predicted: whether the caller says what is expected in the answer, which is then drafted first.
         """
-        made_for = (id(model), _state_of(model), predicted)
-        if self._llm is None or self._made_for != made_for:
-            self._llm, self._made_for = self._make(model, predicted), made_for
-        return self._llm
+        with lock_of(self, "call"):
+            with lock_of(model):
+                same = self._watch is not None and self._watch.network is model and not self._watch.has_changed()
+            if self._llm is None or not same or self._predicted != predicted:
+                with lock_of(model):
+                    self._watch = Watch(model)
+                self._llm, self._predicted = self._make(model, predicted), predicted
+            return self._llm
 
     def _make(self, model: Any, predicted: bool) -> Llm:
-        drafter = self.drafter
+        drafter, target, tokenizer = self.drafter, model, load_tokenizer(model)
         if drafter is not None and not isinstance(drafter, str | Drafter | list | tuple):
-            target, draft = wrap(model), wrap(drafter)
-            check_vocabularies(target, draft, type(drafter).__name__)
-            drafter = ModelDrafter(draft)
+            target = load_model(model, exact=self.exact)
+            drafter = ModelDrafter(given_draft_model(drafter, target, tokenizer), target=target)
         return load(
-            model,
+            target,
             drafter,
             self.verifier,
             self.controller,
+            tokenizer=tokenizer,
             exact=self.exact,
             profile=self.profile,
             allow_lossy=self.allow_lossy,
@@ -193,31 +217,21 @@ class CustomGenerate:
 
 @dataclass
 class _Row:
-    """One row of the batch: ``full`` holds padding, prompt and output."""
+    """One row of the batch: ``full`` holds padding, prompt and output; ``shown``: its streamer has the prompt."""
 
     full: list[int]
     padding: int
     streamer: Any = None
+    shown: bool = False
     stats: SpecStats = field(default_factory=SpecStats)
     done: bool = False
 
 
-def _check_supported(
-    model: Any, input_ids: Tensor, config: GenerationConfig, processors: Sequence[Any], synced_gpus: bool
-) -> None:
-    problems = {
-        "encoder-decoder models": bool(getattr(model.config, "is_encoder_decoder", False)),
-        "beam search (num_beams > 1)": (config.num_beams or 1) > 1,
-        "inputs_embeds without input_ids": input_ids.shape[1] == 0,
-        "synced_gpus": synced_gpus,
-    }
-    if config.return_dict_in_generate:
-        for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
-            problems[name] = bool(getattr(config, name, False))
-    problems.update({type(p).__name__: isinstance(p, STATEFUL) for p in processors})
-    found = [name for name, wrong in problems.items() if wrong]
-    if found:
-        raise ValueError(f"foretoken.custom_generate does not support {', '.join(found)}: leave it out of this call")
+def _streamer(streamer: BaseStreamer | None, token_streamer: BaseStreamer | None) -> BaseStreamer | None:
+    """The one streamer of a call."""
+    if streamer is not None and token_streamer is not None and streamer is not token_streamer:
+        raise ValueError("streamer= and token_streamer= name two streamers: pass one of them")
+    return token_streamer if streamer is None else streamer
 
 
 def _unpadded(input_ids: Tensor, mask: Tensor | None) -> tuple[list[list[int]], list[int]]:
@@ -262,23 +276,18 @@ def _predictions(model: Any, prediction: Any, count: int) -> Sequence[Sequence[i
     return [list(row) for row in prediction]
 
 
-def _state_of(model: Any) -> Hashable:
-    """Changes when a weight is replaced, moved, or written to in place."""
-    return tuple(
-        (id(weight), weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-        for weight in model.parameters()
-    )
-
-
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Switch dropout off; put a model in training back into training."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def _undisturbed(model: Any) -> Iterator[None]:
+    """One call of a model at a time; put one in training, whose dropout loading switches off, back into training."""
+    with lock_of(model, "call"):
+        with lock_of(model):
+            training = [module for module in model.modules() if module.training]
+        try:
+            yield
+        finally:
+            with lock_of(model):
+                for module in training:
+                    module.training = True
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
@@ -294,7 +303,7 @@ def _run(
     try:
         for request, row in zip(requests, rows, strict=True):
             by_id[llm.engine.add(request)] = row
-            if row.streamer is not None:
+            if row.streamer is not None and not row.shown:
                 row.streamer.put(torch.tensor([row.full]))
         while llm.engine.busy:
             for run, emission in llm.engine.step():
@@ -309,9 +318,9 @@ def _run(
                     llm.engine.cancel(run.id)
     finally:
         llm.engine.close()
-    for row in rows:
-        if row.streamer is not None:
-            row.streamer.end()
+        for row in rows:
+            if row.streamer is not None:
+                row.streamer.end()  # after an error, too: its reader may be waiting in another thread
 
 
 def _kept(row: _Row, tokens: Sequence[int], eos: set[int], others: Sequence[Any], device: torch.device) -> list[int]:

@@ -22,6 +22,7 @@ from foretoken.loading import BUILTIN, build_controller, build_drafter, default_
 from foretoken.loading import read_profile as read_profile
 from foretoken.loading.memory import told_when_full
 from foretoken.measure.profile import costs_for
+from foretoken.models.alone import lock_of
 from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import with_graphs
 from foretoken.options import BatchOptions, Options, Prompt, encode, make_request
@@ -34,6 +35,13 @@ PREFIX_BYTES = 64 * 2**20
 
 class Llm:
     """A target, a drafter, a verifier and a controller, ready to generate.  Made by :func:`load`.
+
+    Several threads may use one: they take turns between rounds, and one round serves the requests of all of them.  A
+    service that wants its requests served together whatever its threads do has :class:`foretoken.AsyncLlm`.
+
+    The target's network may change between two requests (training steps, ``load_state_dict``, adapters, ``to``, hooks):
+    that is noticed when a request begins, which is answered by the network as it is then, and when one ends, which is
+    an error for those that were running.
 
     Args:
         target: the model that answers.
@@ -67,6 +75,7 @@ class Llm:
             prefix_bytes=prefix_bytes,
         )
         self._boxes: dict[int, deque[tuple[Running, Emission]]] = {}
+        self._turn = lock_of(target, "call")  # the target's: another Llm of the same one shares its cache
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -131,13 +140,15 @@ class Llm:
     # what each gained waits in a box of its own until it is asked for.
 
     def _enter(self, request: Request) -> int:
-        request_id = self.engine.add(request)
-        self._boxes[request_id] = deque()
-        return request_id
+        with self._turn:
+            request_id = self.engine.add(request)
+            self._boxes[request_id] = deque()
+            return request_id
 
     def _exit(self, request_id: int) -> None:
-        self._boxes.pop(request_id, None)
-        self.engine.cancel(request_id)
+        with self._turn:
+            self._boxes.pop(request_id, None)
+            self.engine.cancel(request_id)
 
     def _next(self, request_id: int) -> tuple[Running, Emission]:
         """What a request gained in its next round.
@@ -147,15 +158,22 @@ class Llm:
         """
         box = self._boxes[request_id]
         while not box:
-            if not self.engine.holds(request_id):
-                raise RuntimeError("the request was dropped when a round was broken off: ask again")
-            for run, emission in self.engine.step():
-                if run.id in self._boxes:
-                    self._boxes[run.id].append((run, emission))
+            with self._turn:
+                self._round(request_id)
         run, emission = box.popleft()
         if emission.error is not None:
             raise emission.error
         return run, emission
+
+    def _round(self, request_id: int) -> None:
+        """One round, unless another thread has served this request meanwhile."""
+        if self._boxes[request_id]:
+            return
+        if not self.engine.holds(request_id):
+            raise RuntimeError("the request was dropped when a round was broken off: ask again")
+        for run, emission in self.engine.step():
+            if run.id in self._boxes:
+                self._boxes[run.id].append((run, emission))
 
     def request(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
         """A checked request.

@@ -27,7 +27,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.engine.ends import end_where_nothing_follows
 from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Emission, Origin, Running
-from foretoken.engine.requests import Requests, Turn
+from foretoken.engine.requests import CHANGED, Requests, Turn
 from foretoken.engine.trace import trace
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.clock import now
@@ -131,6 +131,7 @@ class Engine(Requests):
         """
         before = {run.id: len(run.context.tokens) for run in self.running}
         try:
+            self._drop_stale()
             self._admit()
             self._read()
             emissions = self._round([run for run in self.running if run.started])
@@ -173,6 +174,9 @@ class Engine(Requests):
         """Let requests leave that have all their tokens."""
         for turn in turns:
             if turn.emission.finish_reason is not None:
+                self.target.follow()
+                if turn.run.weights_version != self.target.weights_version:
+                    raise ValueError(CHANGED)
                 self._leave(turn.run)
 
     def _propose(self, turns: Sequence[Turn]) -> None:

@@ -93,6 +93,7 @@ class Running:
         prompt_logprobs: of the prompt's tokens, if they were asked for; the first has none.
         rounds: traces, if they were asked for.
         error: what ended it with finish reason ``error``.
+        weights_version: of the target, when its text was opened.
         why: why it drafted as it did in the end, as the controller says.
     """
 
@@ -111,6 +112,7 @@ class Running:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     rounds: list[RoundTrace] = field(default_factory=list)
     error: Exception | None = None
+    weights_version: int = 0
     why: str = ""
 
     @property

@@ -30,6 +30,10 @@ from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.clock import now
 from foretoken.verifiers.base import Verifier
 
+CHANGED = (
+    "the model was changed (its weights, layers or hooks) while this request ran: ask again, and change it only "
+    "between requests"
+)
 log = logging.getLogger("foretoken.engine")
 
 
@@ -87,6 +91,7 @@ class Requests(ABC):
         self.texts = Texts(target, self.taps, prefix_bytes)
         self._ended: list[tuple[Running, Emission]] = []
         self._ids = 0
+        self._weights_version = target.weights_version
         self._device = getattr(target, "device", None)  # whose work the times of a round wait for
 
     @abstractmethod
@@ -235,7 +240,19 @@ class Requests(ABC):
         """Give requests their texts, and those what an earlier text has of the same beginning."""
         for run in (turn.run for turn in turns):
             open_text(self.target, run)
+            run.weights_version = self.target.weights_version
+            self._drop_stale()
             self.texts.take_over(run, self.running)
+
+    def _drop_stale(self) -> None:
+        """Forget what the target computed before it was changed, and end the requests that go on from that."""
+        version = self.target.weights_version
+        if version == self._weights_version:
+            return
+        self._weights_version = version
+        self.texts.prefixes.clear()
+        for run in [run for run in self.running if run.sequence is not None and run.weights_version != version]:
+            self._end(run, "error", ValueError(CHANGED))
 
     def _read(self) -> None:
         """Let the target read prompts, all of them or a piece, and the drafter those that are whole."""

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from foretoken.loading.checkpoints import BUILTIN, is_builtin, resolve
 from foretoken.loading.models import load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
+from foretoken.models import wrap
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.graphs import follow
 from foretoken.models.packing import pays_packed
@@ -48,6 +49,19 @@ def build_draft_model(
     check_vocabularies(target, draft, path)
     if tokenizer is not None and path != BUILTIN:
         check_same_tokenizer(tokenizer, load_tokenizer(path), path)
+    return draft
+
+
+def given_draft_model(network: Any, target: LanguageModel, tokenizer: Any | None) -> LanguageModel:
+    """A draft model that is handed in as a ``PreTrainedModel``, checked against the target like one from a folder.
+
+    Raises:
+        ValueError: another vocabulary or tokenizer than the target's.
+    """
+    draft, name = wrap(network), type(network).__name__
+    check_vocabularies(target, draft, name)
+    if tokenizer is not None:
+        check_same_tokenizer(tokenizer, load_tokenizer(network), name)
     return draft
 
 

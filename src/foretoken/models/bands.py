@@ -119,7 +119,7 @@ class Bands:
         """Free what a rectangle that lost a text does not need any more."""
         if not cache.texts:
             cache.clear()
-            if cache is not self.first:
+            if cache is not self.first and cache in self.caches:  # not one of before the model was changed
                 self.caches.remove(cache)
             return
         slots = max(text.num_slots for text in cache.texts) + CHUNK

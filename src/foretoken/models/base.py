@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from foretoken.models.alone import lock_of
 from foretoken.models.packing import unpack_linears, weight_bytes
+from foretoken.models.watch import Watch
 
 if TYPE_CHECKING:
     from foretoken.models.layers import LayerPlan
@@ -218,7 +220,12 @@ class LanguageModel(ABC):
             with drafts, in batches and alone is the same; ``"rounding"``: near-ties may fall differently.
         exactness_why: how that is known, in words.
         refused: faster paths that were tried at load and not taken.
+        weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before that is of no
+            use any more.
     """
+
+    weights_version: int = 0
+    _watch: Watch | None = None
 
     exactness: str = "rounding"
     exactness_why: str = "this kind of model was not tried"
@@ -246,6 +253,20 @@ class LanguageModel(ABC):
             "threads": torch.get_num_threads(),
             "refused": [asdict(refusal) for refusal in self.refused],
         }
+
+    def follow(self) -> None:
+        """Notice whether the network was changed from outside (its weights, its layers, hooks), and run it as it is
+        now.  :meth:`open` does so; open sequences then hold what another network has computed."""
+        if self._watch is not None:
+            with lock_of(self._watch.network):
+                if self._watch.has_changed():
+                    self._renew()
+                    self.weights_version += 1
+
+    def _renew(self) -> None:
+        """Take the network as it is now."""
+        if self._watch is not None:
+            self._watch = Watch(self._watch.network)
 
     @property
     def kv_bytes(self) -> int:

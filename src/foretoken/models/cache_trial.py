@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from foretoken.models.alone import alone
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.self_test import relative
 
@@ -93,7 +94,8 @@ def _forward(model: Any, tokens: list[int]) -> Tensor:
     given: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     if "position_ids" in parameters:  # as generate gives them
         given["position_ids"] = torch.arange(len(tokens), device=model.device)[None]
-    logits: Tensor = model(input_ids=ids, **given).logits
+    with alone(model):
+        logits: Tensor = model(input_ids=ids, **given).logits
     return logits[0].float()
 
 

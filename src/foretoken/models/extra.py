@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from foretoken.models.alone import switched_attention
 from foretoken.models.base import CapabilityError
 from foretoken.models.cache import growing_cache
 from foretoken.models.masks import RowPlan, additive_mask
@@ -86,7 +87,7 @@ def branch_states(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, rows
     ids = (model.vocab_size + torch.arange(k, device=tokens.device)).repeat(b, groups)
     cache = growing_cache()
     as_is = nullcontext() if model.dtype == torch.float32 else torch.autocast(model.device.type, enabled=False)
-    with as_is, model._switched_attention(), recording(model.model, ("last",)) as found:
+    with as_is, switched_attention(model), recording(model.model, ("last",)) as found:
         with torch.no_grad():
             _run(model, tokens, [text] * b, cache)
         with embedding_rows(model.model, ids, rows, model.vocab_size) as known:

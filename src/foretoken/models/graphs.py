@@ -21,6 +21,7 @@ from foretoken.models.clock import now
 from foretoken.models.fixed_cache import FixedCache
 from foretoken.models.fixed_step import TREE, Bucket, FixedStep, size_of
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.judging import APART, MOST, ROUNDING, WIDER, ordinary_ids, widened
 from foretoken.models.layers import WHOLE
 from foretoken.models.masks import RowPlan
 
@@ -35,8 +36,6 @@ MOST_ROWS = 1024
 """Rows of a whole step: beyond, arithmetic is the larger part, and padding is no longer free."""
 MOST_GRAPHS = 64
 """Graphs that are kept; the one that was not used for longest is dropped."""
-TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-"""Root mean square difference to the ordinary forward that is rounding, in standard deviations of the logits."""
 
 
 class Graphs:
@@ -212,11 +211,11 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
     before = model.cache
     model._separate(type(before)(before.num_layers, before.max_slots))
     try:
-        wanted = _sample(model)
+        wanted, truth = _sample(model), _truth(model)
         model._separate(FixedCache(before.num_layers, before.max_slots))
         model.graphs = graphs = Graphs(model, recorder or CudaGraphs(model.device))
         found = _sample(model)
-        reason = graphs.stopped or _difference(wanted, found, model.dtype)
+        reason = graphs.stopped or _difference(wanted, found, truth, model.dtype)
     except RuntimeError as error:
         reason = _first_line(error)
     if reason:
@@ -234,35 +233,56 @@ CHECKED_TOKENS = 32
 @torch.inference_mode()
 def _sample(model: HuggingFaceModel) -> Tensor:
     """Logits [n, V] of two texts in four rounds of trees, of which a branch is kept each time."""
-    texts = ([1, 2, 3, 4, 5], [6])
+    ids = ordinary_ids(model.vocab_size)
+    texts = (ids[:5], ids[5:6])
     sequences: list[SequenceState] = [model.open() for _ in texts]
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
     try:
         for sequence, text in zip(sequences, texts, strict=True):
-            model.prefill(sequence, [token % model.vocab_size for token in text])
-        for tokens, parents, path in (
+            model.prefill(sequence, text)
+        for places, parents, path in (
             ((7, 8, 9, 8, 5), (-1, 0, 0, 2, 3), (0, 2, 3)),
             ((4, 3, 6), (-1, -1, 1), (1, 2)),
             ((2,), (-1,), (0,)),
             ((5, 5, 3, 4, 1), (-1, -1, 1, 1, 2), (1, 2)),  # a shape that is there already, with other numbers
         ):
-            ids = [token % model.vocab_size for token in tokens]
-            rows = model.forward([Feed(sequence, ids, parents) for sequence in sequences])
-            found += [row.logits for row in rows]
+            rows = model.forward([Feed(sequence, [ids[i] for i in places], parents) for sequence in sequences])
+            logits += [row.logits for row in rows]
             for sequence in sequences:
                 model.commit(sequence, path)
     finally:
         for sequence in reversed(sequences):
             model.release(sequence)
-    return torch.cat(found).double()
+    return torch.cat(logits).double()
 
 
-def _difference(wanted: Tensor, found: Tensor, dtype: torch.dtype) -> str:
+def _truth(model: HuggingFaceModel) -> Tensor | None:
+    """The same of the public forward in the next wider precision; ``None`` where the network has none."""
+    wide, before = WIDER.get(model.dtype), model.dtype
+    if wide is None:
+        return None
+    public = model.sibling()
+    public._lean, public.dtype = None, wide
+    try:
+        with widened(model.model, wide):
+            return _sample(public)
+    except RuntimeError:  # a kernel that knows one dtype
+        return None
+    finally:
+        public.dtype = before
+
+
+def _difference(wanted: Tensor, fixed: Tensor, truth: Tensor | None, dtype: torch.dtype) -> str:
     """What is wrong with the logits of fixed steps; empty when nothing is."""
-    if not bool(torch.isfinite(found).all()):
+    if not bool(torch.isfinite(fixed).all()):
         return "fixed steps gave logits that are not finite"
-    difference = float((wanted - found).square().mean().sqrt()) / float(wanted.std())
-    return "" if difference <= TOLERANCE.get(dtype, 1e-2) else f"fixed steps gave other logits (by {difference:.1e})"
+    limit, judge = (APART, wanted) if truth is None else (ROUNDING, truth)
+    own, other = (
+        float(((logits - judge).square().mean(-1).sqrt() / judge.std(-1)).mean()) for logits in (wanted, fixed)
+    )
+    if other <= MOST * own + limit[dtype]:
+        return ""
+    return f"fixed steps gave other logits (off by {other:.1e}, the ordinary forward by {own:.1e})"
 
 
 def follow(draft: LanguageModel, target: Any) -> LanguageModel:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from foretoken.models.alone import alone
 from foretoken.models.attention import EXACT, FOLDED
 from foretoken.models.bands import Bands, in_bands, picked
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState, Snapshot
@@ -20,17 +20,19 @@ from foretoken.models.call import Call, inputs_of, padded_states
 from foretoken.models.capabilities import detect
 from foretoken.models.checks import Checks, Probe
 from foretoken.models.clock import now
-from foretoken.models.extra import check_rows, embedding_rows
+from foretoken.models.extra import check_rows
 from foretoken.models.judging import refusal
-from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
+from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers
 from foretoken.models.lean import LeanForward, build_lean
 from foretoken.models.masks import RowPlan, additive_mask
-from foretoken.models.packing import BlockedProducts, Packing, unpack_linears
+from foretoken.models.packing import Packing, unpack_linears
 from foretoken.models.provisional import comes_before, keep_common, without_first
+from foretoken.models.public import run_public
 from foretoken.models.public_layouts import lay_out
 from foretoken.models.rotary import ChangingRotary, context_of
-from foretoken.models.taps import check_taps, decoder_layers, recording
+from foretoken.models.taps import check_taps, decoder_layers
 from foretoken.models.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks
+from foretoken.models.watch import Watch, has_hooks
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
@@ -109,14 +111,23 @@ class HuggingFaceModel(LanguageModel):
         self._checked_plans: set[LayerPlan] = set()
         self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
         self._lean: Any = None
-        self.packing = Packing.of(model, self.dtype, self.device, exact == "bitwise", in_place)
+        self._wants_lean, self._in_place, self._probe = lean, in_place, probe
+        with alone(model):
+            self._choose_forward()
+            self._watch = Watch(model)
+
+    def _choose_forward(self) -> None:
+        """Lay the linear layers out and build the lean forward, where that can be: it calls no hooks."""
+        exact = self.exact == "bitwise"
+        self.packing = Packing.of(self.model, self.dtype, self.device, exact, self._in_place)
         self.spared = SPARED_NATIVE if self.packing.layout == "native" else SPARED
-        checks = Checks(self, probe)
-        if lean:
+        checks = Checks(self, self._probe)
+        self.refused, self._lean = (), None
+        if self._wants_lean:
             self._lean = build_lean(self, checks)
         if not self.is_lean:
             lay_out(self, checks)
-        if exact != "approximate":
+        if self.exact != "approximate":
             self.exactness, self.exactness_why = checks.exactness(self.way)
 
     @property
@@ -127,6 +138,18 @@ class HuggingFaceModel(LanguageModel):
     def refuse(self, path: str, why: str, costs: str) -> None:
         """Note, and say once, that a fast path is not taken."""
         self.refused = (*self.refused, refusal(path, why, costs))
+
+    def _renew(self) -> None:
+        """Fused copies of the weights are made anew; open sequences keep a cache that nobody else writes to."""
+        self.device, self.dtype = self.model.device, self.model.dtype
+        if self._in_place and not has_hooks(self.model):  # hooks are called where packed layers have taken the place
+            unpack_linears(self.model)
+        if self.graphs is not None:
+            self.graphs, self.graphs_off = None, "the model was changed after it was loaded"
+        self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
+        self._configs = attention_configs(self.model)
+        self._choose_forward()
+        self._watch = Watch(self.model)
 
     @property
     def is_lean(self) -> bool:
@@ -150,8 +173,10 @@ class HuggingFaceModel(LanguageModel):
             raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
         unpack_linears(self.model)
         self._lean, self._second = None, {}
+        self._wants_lean = self._in_place = False
         self.graphs, self.graphs_off = None, "the model was unpacked"
         self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
+        self._watch = Watch(self.model)
 
     def extra_embeddings(self, rows: Tensor) -> int:
         """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
@@ -188,6 +213,8 @@ class HuggingFaceModel(LanguageModel):
                 mine.copy_(new)
         if self._lean is not None:
             self._lean = LeanForward(self)  # its fused weights are copies
+        if self._watch is not None:
+            self._watch = Watch(self.model)
 
     def sibling(self) -> HuggingFaceModel:
         """The same weights with sequences of their own, for engines that take turns.
@@ -225,6 +252,7 @@ class HuggingFaceModel(LanguageModel):
 
     def open(self) -> SequenceState:
         """A new, empty sequence in a row of its own."""
+        self.follow()
         return self.bands.open(SequenceState(row=0))
 
     def release(self, sequence: SequenceState) -> None:
@@ -528,42 +556,4 @@ class HuggingFaceModel(LanguageModel):
 
     def _run_public(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and taps through the model's own forward."""
-        ids, width, first = call.ids, call.ids.shape[1], call.first
-        mask: Any = {k: self._at_least_zero(m, call) for k, m in call.masks.items()}
-        if self._single_mask:
-            mask = mask[""]
-        products = BlockedProducts() if self.exact == "bitwise" else nullcontext()
-        part = running(self.model, call.plan, call.states)
-        rows = self.extra_rows
-        embedding = nullcontext(ids) if rows is None else embedding_rows(self.model, ids, rows, self.vocab_size)
-        turning = nullcontext() if self.rotary is None else self.rotary.switched(call.positions, call.lengths)
-        recorded = recording(self.model, call.taps)
-        with self._switched_attention(), products, turning, recorded as hidden, part, embedding as known:
-            out = self.model(
-                input_ids=known,
-                position_ids=call.positions,
-                attention_mask=mask,
-                use_cache=True,
-                logits_to_keep=max(width - first, 1),
-                **{self.cache_argument: call.cache},
-            )
-        return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
-
-    def _at_least_zero(self, mask: Tensor | None, call: Call) -> Tensor:
-        """Transformers would build its own mask from ``None``: hand it an all-zero one instead."""
-        if mask is not None:
-            return mask
-        used = call.cache.get_mask_sizes(0)[0]
-        return torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=self.dtype, device=self.device)
-
-    @contextmanager
-    def _switched_attention(self) -> Iterator[None]:
-        """Use the folded attention for the time of a forward, then put back what was there."""
-        before = [config._attn_implementation_internal for config in self._configs]
-        for config in self._configs:
-            config._attn_implementation_internal = self._attention
-        try:
-            yield
-        finally:
-            for config, name in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = name
+        return run_public(self, call)

@@ -23,6 +23,7 @@ from foretoken.models.lean_layers import Group, Heads, LeanLayer, Pass, Places, 
 from foretoken.models.lean_parts import Norm, norm_of
 from foretoken.models.packing import Projection, is_plain, pays_packed, unpack_linears
 from foretoken.models.rotary import LeanTurns
+from foretoken.models.watch import has_hooks
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
@@ -234,6 +235,8 @@ def build_lean(owner: HuggingFaceModel, checks: Checks | None = None) -> LeanFor
 def _not_covered(owner: HuggingFaceModel) -> str | None:
     """Why no lean forward is tried."""
     family, kind = family_of(owner.config), owner.config.model_type
+    if has_hooks(owner.model):
+        return "hooks are attached to the model, which only its own forward calls"
     if family is None:
         return f"it does not cover {kind} models of this kind"
     if not _has_plain_linears(owner.model, family):

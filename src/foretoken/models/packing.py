@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from foretoken.models.layouts import LAYOUTS, NARROW, Layout, PlainLayout, usable_layouts
 from foretoken.models.product_costs import fastest_layout, least_rows
+from foretoken.models.watch import is_hooked
 
 BLOCK = 32
 """Rows per matrix product where bits must not depend on how many rows there are (layouts have a count of their own).
@@ -231,12 +232,13 @@ class PackedLinear(nn.Module):
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is an ``nn.Linear`` whose weight is there and is all that it multiplies by.
+    """Whether a module is an ``nn.Linear`` whose weight is there and is all that it multiplies by, without hooks.
 
     Packages that read ready-made quantised checkpoints keep the class and give its objects other weights and another
     ``forward``.
     """
-    return type(module) is nn.Linear and "weight" in module._parameters and "forward" not in vars(module)
+    its_own = type(module) is nn.Linear and "weight" in module._parameters and "forward" not in vars(module)
+    return its_own and not is_hooked(module)
 
 
 def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foretoken.models.alone import alone
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.call import Call
 from foretoken.models.huggingface import HuggingFaceModel
@@ -112,7 +113,7 @@ class QuantisedWeights:
             lean.owner = owner
             found: tuple[list[Tensor], dict[str, Tensor]] = lean.run(call)
             return found
-        with ExitStack() as swapped:
+        with alone(owner.model), ExitStack() as swapped:
             for linear, product in self.products.items():
                 swapped.callback(_replace(linear, _forward(product)))
             return owner._run_public(call)

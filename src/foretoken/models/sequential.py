@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from foretoken.models.alone import alone, lock_of
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
 from foretoken.models.rotary import context_of
 from foretoken.models.taps import check_taps, decoder_layers, recording
 from foretoken.models.traits import cache_name, context_length_of, eos_ids
+from foretoken.models.watch import Watch
 
 
 class SequentialModel(LanguageModel):
@@ -47,9 +49,12 @@ class SequentialModel(LanguageModel):
         self._cache_name = cache_name(model)
         self._caches: dict[int, Any] = {}
         self._opened = 0
+        with lock_of(model):
+            self._watch = Watch(model)
 
     def open(self) -> SequenceState:
         """A new, empty sequence with a cache of its own."""
+        self.follow()
         self._opened += 1
         return SequenceState(row=self._opened)
 
@@ -104,7 +109,7 @@ class SequentialModel(LanguageModel):
         check_taps(taps, self._num_layers)
         wanted = count if feed.wanted is None else feed.wanted
         began = now(self.device)
-        with recording(self.model, taps) as hidden:
+        with alone(self.model), recording(self.model, taps) as hidden:
             logits = self._run(sequence, feed.tokens)
         self.run_s += now(self.device) - began
         sequence.append(feed.tokens, chain)

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from foretoken.models.alone import alone, lock_of
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
@@ -27,6 +28,7 @@ from foretoken.models.self_test import state_fault
 from foretoken.models.state_cache import StateCache
 from foretoken.models.taps import check_taps, decoder_layers, recording
 from foretoken.models.traits import cache_name, context_length_of, eos_ids
+from foretoken.models.watch import Watch
 
 PREFILL_CHUNK = 512
 """Tokens that are read in one forward when no logits are wanted."""
@@ -83,6 +85,8 @@ class StatefulModel(LanguageModel):
             raise CapabilityError(f"{self.config.model_type} cannot be rolled back: {fault}")
         missing = {name: reason for name, reason in found.missing.items() if name != "rollback"}
         self.capabilities = replace(found, rollback=True, missing=missing)
+        with lock_of(model):
+            self._watch = Watch(model)
 
     @property
     def replay(self) -> str:
@@ -113,6 +117,7 @@ class StatefulModel(LanguageModel):
 
     def open(self) -> SequenceState:
         """A new, empty sequence with a cache of its own."""
+        self.follow()
         self._opened += 1
         self._states[self._opened] = StateCache()
         return SequenceState(row=self._opened)
@@ -208,7 +213,7 @@ class StatefulModel(LanguageModel):
                 state.guarded = True
             began = now(self.device)
             files = self._files if state.on_tape else []
-            with recording(self.model, taps) as hidden, recorded(files) as windows:
+            with alone(self.model), recording(self.model, taps) as hidden, recorded(files) as windows:
                 logits = self.read(state, [*_behind(sequence, state.length), *feed.tokens], wanted)
             self.run_s += now(self.device) - began
             if files:
@@ -236,7 +241,8 @@ class StatefulModel(LanguageModel):
             positions = range(state.length, state.length + len(tokens))
             given["position_ids"] = torch.tensor([positions], device=self.device)
         ids = torch.tensor([list(tokens)], device=self.device)
-        out = self.model(input_ids=ids, use_cache=True, **given)
+        with alone(self.model):
+            out = self.model(input_ids=ids, use_cache=True, **given)
         state.advance(out.get(self._cache_name), len(tokens))
         self.num_forwards += 1
         self.run_rows += len(tokens)

@@ -1,0 +1,108 @@
+"""Whether a network is still what it was: its weights, its layers and the hooks on them.
+
+What is kept beside a network (fused copies of its weights, keys and values of texts) is worth nothing once it has
+changed: a training step, ``load_state_dict``, an adapter that is switched or merged, ``model.to``, a hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAMPLES = 64
+"""Numbers per weight that are compared: writes through ``weight.data``, which PyTorch does not count, show in them."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+GLOBAL_HOOKS = (nn.modules.module._global_forward_hooks, nn.modules.module._global_forward_pre_hooks)
+HARMLESS = "transformers.utils.output_capturing"
+"""Whose hooks stay on a model that was once asked for its hidden states; they hand out copies, and only when asked."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody looks at, or changes, what a module reads or gives."""
+    return any(True for _ in _hooks(getattr(module, name) for name in HOOKS))
+
+
+def _hooks(tables: Iterable[Mapping[int, Any]]) -> Iterator[Any]:
+    return (hook for table in tables for hook in table.values() if getattr(hook, "__module__", "") != HARMLESS)
+
+
+def has_hooks(network: nn.Module) -> bool:
+    """Whether any module of a network is hooked, or all modules of the process are."""
+    return any(GLOBAL_HOOKS) or any(is_hooked(module) for module in network.modules())
+
+
+class Watch:
+    """What a network was when it was looked at.
+
+    Changes are found by the identity of modules, weights and hooks, by PyTorch's count of writes to a weight, by where
+    it lies, and by a sample of its numbers, whose memory is held.  Buffers that are not saved with a model are not
+    looked at: its own forward may write to them.
+
+    Args:
+        network: to be watched.
+
+    Attributes:
+        network: what is watched.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        modules = list(network.modules())
+        self._parts: list[dict[str, Any]] = [part for m in modules for part in (m._modules, m._parameters)]
+        self._hooks = [*GLOBAL_HOOKS, *(getattr(module, name) for module in modules for name in HOOKS)]
+        self._before = self._members()
+        tensors = [*network.parameters(), *_saved_buffers(modules)]
+        self._tensors = [tensor for tensor in tensors if type(tensor.detach()) is Tensor and not tensor.is_meta]
+        self._written = self._counts()
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in self._tensors:
+            numbers = _sampled(tensor.detach())
+            kinds.setdefault((numbers.dtype, numbers.device), []).append(numbers)
+        self._samples = [(views, torch.cat(views)) for views in kinds.values()]
+
+    @torch.inference_mode()
+    def has_changed(self) -> bool:
+        """Whether the network is another one now; takes some ten microseconds per layer."""
+        if self._members() != self._before or self._counts() != self._written:
+            return True
+        return any(not torch.equal(torch.cat(views), before) for views, before in self._samples)
+
+    def _members(self) -> list[int]:
+        members = [len(part) for part in self._parts]
+        members.extend(id(member) for part in self._parts for member in part.values())
+        members.extend(id(hook) for hook in _hooks(self._hooks))
+        return members
+
+    def _counts(self) -> list[int]:
+        counts = [tensor.data_ptr() for tensor in self._tensors]
+        counts.extend(_writes(tensor) for tensor in self._tensors)
+        return counts
+
+
+def _writes(tensor: Tensor) -> int:
+    """How often it was written to; 0 for tensors of inference mode, which do not count."""
+    try:
+        return tensor._version
+    except RuntimeError:  # also where is_inference() is false: a parameter that was given such data later
+        return 0
+
+
+def _saved_buffers(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer
+
+
+def _sampled(tensor: Tensor) -> Tensor:
+    """A view [n] of the bits of some numbers of a tensor, spread over all of it; none where it cannot be viewed so."""
+    try:
+        step = max(1, tensor.numel() // SAMPLES)
+        return tensor.view(-1).view(INTEGERS[tensor.element_size()])[step - 1 :: step]
+    except (RuntimeError, KeyError):  # not dense, complex, or a parameter with data of inference mode
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)

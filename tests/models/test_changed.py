@@ -1,0 +1,280 @@
+"""A network that is changed after ``ft.load``: the next request gets the text of the network as it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import new_model, prompt_of, save
+from torch import nn
+
+import foretoken as ft
+from foretoken.drafters.model import ModelDrafter
+from foretoken.llm import Llm
+from foretoken.models import wrap
+from foretoken.models.watch import Watch
+from test_hub import llama
+
+PROMPT = [5, 3, 9, 5, 3, 8, 1, 4, 9, 9, 2, 7, 5, 3, 9, 11, 12, 13, 5, 3]  # long enough to be kept
+SHORT: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+DRAFTERS = [None, "ngram,n=2,k=3", "early_exit,layer=1", "quantized,bits=8,k=3"]
+
+
+def truth(model: Any) -> list[int]:
+    """What the network itself says now, by its own forward over the whole text."""
+    text = list(PROMPT)
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        for _ in range(SHORT["max_new_tokens"]):
+            text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    model.train(training)
+    return text[len(PROMPT) :]
+
+
+def said(llm: Llm) -> list[int]:
+    return list(llm.generate(PROMPT, **SHORT).token_ids)
+
+
+def steps(model: Any) -> None:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    ids = torch.tensor([PROMPT])
+    for _ in range(3):
+        model(ids, labels=ids.flip(1)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def other_weights(model: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(5)
+    return {name: weight + 0.2 * torch.randn_like(weight) for name, weight in model.state_dict().items()}
+
+
+def new_state(model: Any) -> None:
+    model.load_state_dict(other_weights(model))
+
+
+def assigned_state(model: Any) -> None:
+    model.load_state_dict(other_weights(model), assign=True)
+    model.tie_weights()
+
+
+def merged(model: Any) -> None:
+    """A low-rank update, merged as PEFT does it: through ``weight.data``, which PyTorch does not count."""
+    torch.manual_seed(6)
+    for layer in model.model.layers:
+        weight = layer.self_attn.q_proj.weight
+        weight.data += torch.randn(weight.shape[0], 2) @ torch.randn(2, weight.shape[1])
+
+
+class LowRank(nn.Module):
+    """An adapter that can be switched on."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + x @ self.down.T @ self.up.T
+        return out
+
+
+def adapter(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj)
+
+
+def hook(model: Any) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * -2.0)
+
+
+def pre_hook_of_a_linear(model: Any) -> None:
+    model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(lambda module, args: (args[0] * -3.0,))
+
+
+def round_trip(model: Any) -> None:
+    model.to(torch.bfloat16).to(torch.float32)
+
+
+def wider(model: Any) -> None:
+    new_state(model)
+    model.double()
+
+
+CHANGES = [
+    steps, new_state, assigned_state, merged, adapter, hook, pre_hook_of_a_linear, round_trip, wider,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_next_text_is_that_of_the_changed_network(change: Callable[[Any], None], tied: bool) -> None:
+    model = llama(eos=None)
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    llms = [ft.load(model, drafter=drafter) for drafter in DRAFTERS]
+    before = truth(model)
+    assert all(said(llm) == before for llm in llms)
+    change(model)
+    after = truth(model)
+    assert after != before or change is round_trip, "a change that changes nothing shows nothing"
+    training = model.training
+    for llm in llms:
+        again = llm.generate(PROMPT, **SHORT)
+        assert list(again.token_ids) == after
+        assert again.stats.num_prompt_tokens_computed == len(PROMPT), "what was kept is worth nothing now"
+        assert llm.generate(PROMPT, **SHORT).stats.num_prompt_tokens_computed < len(PROMPT)
+    assert model.training == training
+
+
+def test_a_hook_that_is_taken_away_gives_the_lean_forward_back() -> None:
+    model = llama(eos=None)
+    llm = ft.load(model, drafter=None)
+    before = truth(model)
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out * -2.0)
+    assert said(llm) == truth(model) != before and not llm.target.is_lean  # type: ignore[attr-defined]
+    handle.remove()
+    assert said(llm) == before and llm.target.is_lean  # type: ignore[attr-defined]
+
+
+def test_hooks_that_are_there_from_the_beginning_are_called() -> None:
+    model, calls = llama(eos=None), []
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: calls.append(1))
+    llm = ft.load(model, drafter=None)
+    calls.clear()
+    assert said(llm) == truth(model) and calls
+    assert not llm.target.is_lean  # type: ignore[attr-defined]
+
+
+def test_hidden_states_that_were_asked_for_once_cost_nothing_later() -> None:
+    """Transformers leaves hooks of its own on a model then."""
+    model = llama(eos=None)
+    llm = ft.load(model, drafter=None)
+    model(torch.tensor([PROMPT]), output_hidden_states=True, output_attentions=True)
+    said(llm)
+    assert llm.target.is_lean and llm.target.weights_version == 0  # type: ignore[attr-defined]
+    assert ft.load(model, drafter=None).target.is_lean  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_models_that_are_loaded_and_packed_here(tied: bool, dtype: str, tmp_path: Path) -> None:
+    """Their linear layers are ours and may hold no weights; norms, embeddings and hooks are within reach."""
+    path = save(new_model("llama", tie_word_embeddings=tied), tmp_path / "model")
+    llm = ft.load(path, drafter="ngram", dtype=dtype)
+    network, ids = llm.target.model, prompt_of(24)  # type: ignore[attr-defined]
+    before = llm.generate(ids, **SHORT).token_ids
+    torch.manual_seed(3)
+    with torch.no_grad():
+        network.get_input_embeddings().weight.copy_(torch.randn_like(network.get_input_embeddings().weight))
+        network.model.norm.weight.mul_(torch.linspace(0.2, 3.0, len(network.model.norm.weight)))
+    after = llm.generate(ids, **SHORT).token_ids
+    network.save_pretrained(tmp_path / "changed", state_dict=unpacked(network))
+    assert after == ft.load(tmp_path / "changed", drafter=None, dtype=dtype).generate(ids, **SHORT).token_ids != before
+    calls: set[Any] = set()
+    hooked = {network.model.layers[0].self_attn.q_proj, network.model.layers[1].mlp}
+    for module in hooked:
+        module.register_forward_hook(lambda module, args, out: calls.add(module))
+    again = llm.generate(ids, **SHORT).token_ids
+    assert calls == hooked
+    assert again == after or dtype == "bfloat16", "near-ties: this is the public forward"
+
+
+def unpacked(network: Any) -> dict[str, torch.Tensor]:
+    """All weights, those of packed layers included."""
+    found = dict(network.state_dict())
+    for name, module in network.named_modules():
+        if hasattr(module, "projection"):
+            found[f"{name}.weight"] = module.weight
+    return found
+
+
+def test_requests_that_run_while_the_model_changes_end_with_an_error() -> None:
+    """Not with a text of neither; the next one has the text of the new weights."""
+    model = llama(eos=None)
+    llm = ft.load(model, drafter="ngram")
+    stream = llm.stream(PROMPT, **SHORT)
+    next(stream)
+    new_state(model)
+    assert said(llm) == truth(model)
+    with pytest.raises(ValueError, match=r"the model was changed .* while this request ran: ask again"):
+        list(stream)
+    stream = llm.stream(PROMPT, **SHORT)
+    next(stream)
+    steps(model)
+    with pytest.raises(ValueError, match="the model was changed"):  # noticed when it ends
+        list(stream)
+    assert said(llm) == truth(model)
+
+
+def test_the_hook_ends_a_call_whose_model_changes() -> None:
+    model = llama(eos=None)
+
+    def late(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] == len(PROMPT) + 5:
+            new_state(model)
+        return scores
+
+    with pytest.raises(ValueError, match="the model was changed"):
+        model.generate(
+            torch.tensor([PROMPT]), max_new_tokens=12, logits_processor=[late], custom_generate=ft.custom_generate
+        )
+
+
+def test_a_draft_model_that_is_handed_in_and_trained_is_followed() -> None:
+    model, draft = llama(eos=None), llama(eos=None, seed=1)
+    llm = ft.load(model, drafter=ModelDrafter(wrap(draft), k=3), controller="constant,k=3")
+    wanted = truth(model)
+    assert said(llm) == wanted
+    draft.load_state_dict(model.state_dict())
+    again = llm.generate(PROMPT, **SHORT)
+    assert list(again.token_ids) == wanted
+    assert again.stats.num_accepted_tokens == again.stats.num_draft_tokens > 0, "it is the target now"
+
+
+@pytest.mark.parametrize("family", ["bloom", "qwen3_next"])
+def test_models_without_trees(family: str) -> None:
+    """ALiBi and recurrent layers: nothing is fused, what their caches hold is still another network's."""
+    from hybrids import hybrid
+
+    model = new_model("bloom") if family == "bloom" else hybrid(family)
+    ids = prompt_of(24)
+    llm = ft.load(model, drafter="ngram,n=2,k=3")
+    llm.generate(ids, **SHORT)
+    stream = llm.stream(ids, **SHORT)
+    next(stream)
+    new_state(model)
+    after = llm.generate(ids, **SHORT).token_ids
+    assert after == ft.load(model, drafter=None).generate(ids, **SHORT).token_ids
+    with pytest.raises(ValueError, match="the model was changed"):
+        list(stream)
+
+
+def test_what_a_watch_sees() -> None:
+    network = nn.Sequential(nn.Linear(300, 5), nn.BatchNorm1d(5), nn.Embedding(3, 4))
+    with torch.inference_mode():
+        network.append(nn.Linear(2, 2))
+
+    def change(one: Callable[[], Any]) -> bool:
+        watch = Watch(network)
+        assert not watch.has_changed()
+        one()
+        return watch.has_changed()
+
+    first: Any = network[0]
+    with torch.no_grad():
+        assert change(lambda: first.weight[2, 7].add_(1)), "one number, counted"
+        assert change(lambda: first.weight.data.mul_(2)), "uncounted"
+        assert change(lambda: setattr(first, "bias", nn.Parameter(first.bias.clone())))
+        assert change(lambda: network.append(nn.Linear(2, 2)))
+        assert change(lambda: network[1].running_mean.add_(1)), "a buffer that is saved"
+        assert change(lambda: network.half())
+        assert not change(lambda: network[2].register_buffer("scratch", torch.ones(2), persistent=False))
