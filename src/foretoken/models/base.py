@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from foretoken.models.alone import lock_of
 from foretoken.models.packing import unpack_linears, weight_bytes
+from foretoken.models.refusals import Refusal as Refusal
 from foretoken.models.watch import Watch
 
 if TYPE_CHECKING:
@@ -184,25 +185,6 @@ class Snapshot:
     def nbytes(self) -> int:
         """Memory that it takes."""
         return sum(part.numel() * part.element_size() for pair in self.layers if pair for part in pair)
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A faster path, or a promise, that a model does not get.
-
-    Attributes:
-        path: its name ("lean forward", "int4 kernel", "CUDA graphs", "bitwise").
-        why: the reason, in words.
-        costs: what is lost by it, in words.
-    """
-
-    path: str
-    why: str
-    costs: str
-
-    def __str__(self) -> str:
-        """The one line that users see."""
-        return f"{self.path}: refused, {self.why}; {self.costs}"
 
 
 class LanguageModel(ABC):

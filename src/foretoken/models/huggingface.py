@@ -21,7 +21,6 @@ from foretoken.models.capabilities import detect
 from foretoken.models.checks import Checks, Probe
 from foretoken.models.clock import now
 from foretoken.models.extra import check_rows
-from foretoken.models.judging import refusal
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers
 from foretoken.models.lean import LeanForward, build_lean
 from foretoken.models.masks import RowPlan, additive_mask
@@ -29,6 +28,7 @@ from foretoken.models.packing import Packing, unpack_linears
 from foretoken.models.provisional import comes_before, keep_common, without_first
 from foretoken.models.public import run_public
 from foretoken.models.public_layouts import lay_out
+from foretoken.models.refusals import refusal
 from foretoken.models.rotary import ChangingRotary, context_of
 from foretoken.models.taps import check_taps, decoder_layers
 from foretoken.models.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks

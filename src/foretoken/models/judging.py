@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.models.base import Refusal
 from foretoken.models.call import Call
 from foretoken.models.masks import LayerMask, RowPlan, additive_mask
 
@@ -204,17 +203,3 @@ def _errors(logits: Tensor, truth: Tensor) -> Errors:
     """The median is not moved by the few rows (special tokens, a changed expert) in which rounding itself is large."""
     rows = (logits - truth).square().mean(-1).sqrt() / truth.std(-1).clamp_min(1e-30)
     return Errors(float(rows[:CHAIN].median()), float(rows[CHAIN:].median()))
-
-
-def refusal(path: str, why: str, costs: str) -> Refusal:
-    """A refusal that is said once per process, on the library's logger (standard error, unless someone listens)."""
-    import logging
-
-    told = Refusal(path, why, costs)
-    if str(told) not in _SAID:
-        _SAID.add(str(told))
-        logging.getLogger("foretoken").warning("%s", told)
-    return told
-
-
-_SAID: set[str] = set()
