@@ -9,7 +9,7 @@ from foretoken.models.base import Refusal
 
 EXACT = {
     "bitwise": "exact to the last bit",
-    "rounding": "exact up to rounding, near-ties may differ",
+    "rounding": "exact up to rounding",
 }
 """What each kind of exactness promises."""
 
