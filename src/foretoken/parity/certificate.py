@@ -22,6 +22,13 @@ from foretoken.parity.weights import Checksums, drafter_checksums, model_checksu
 KIND, VERSION = "foretoken parity certificate", 1
 SETTINGS = ("verifier", "controller", "max_new_tokens", "sampling", "samples", "false_alarm", "seed", "allow_lossy")
 """Settings of the run that are kept as they are."""
+PARTS = {
+    "model": ("source", "checksums", "options", "forward", "weights", "exactness", "exactness_why"),
+    "settings": (*SETTINGS, "modes"),
+    "texts": ("greedy", "seeded"),
+    "result": ("passed", "checks"),
+}
+"""What the parts of a certificate hold at least."""
 REMEDY = "write one with foretoken parity --certificate FILE"
 
 
@@ -141,9 +148,14 @@ def read_certificate(file: Path) -> Certificate:
         raise ValueError(f"{file} was changed after it was written: its digest does not fit what it says")
     del body["kind"]
     try:
-        return Certificate(**body)
+        certificate = Certificate(**body)
+        whole = all(set(keys) <= set(getattr(certificate, part)) for part, keys in PARTS.items())
+        whole = whole and all({"spec", "checksums"} <= set(drafter) for drafter in certificate.drafters)
     except TypeError:
-        raise ValueError(f"{file} is no whole certificate of parity: {REMEDY}") from None
+        whole = False
+    if not whole:
+        raise ValueError(f"{file} is no whole certificate of parity: {REMEDY}")
+    return certificate
 
 
 def check_weights(certificate: Certificate, file: Path, source: str, drafters: Sequence[str]) -> Checksums:
