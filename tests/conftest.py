@@ -20,3 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before ``-m`` chooses."""
     for item in selection.slow(items):
         item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def fresh_checks() -> None:
+    """Checks of fast paths are remembered by the model's fingerprint: a test may plant what that does not see."""
+    from foretoken.models import checks
+
+    checks._KNOWN.clear()

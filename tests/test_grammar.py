@@ -65,6 +65,37 @@ def test_the_output_fits_and_is_plain_decodings(plain: Llm, drafter: str, temper
         jsonschema.validate(json.loads(found.text), SCHEMA)
 
 
+@pytest.mark.parametrize("drafter", [None, "ngram", "model,k=4", "known,inner=(model,k=3)", "model,tree=2x2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_grammar_wins_over_the_least_length(plain: Llm, drafter: str | None, temperature: float) -> None:
+    """The end of the text lies inside drafts that go on, and before ``min_tokens``."""
+    llm = plain if drafter is None else speculative(plain, drafter)
+    options: dict[str, Any] = {"max_new_tokens": 80, "temperature": temperature, "seed": 2}
+    wanted = plain.generate(PROMPT, constraint=constraint(plain), **options)
+    assert wanted.finish_reason == "eos" and len(wanted.token_ids) < 70
+    for more in ({"min_tokens": 70}, {"ignore_eos": True}):
+        found = llm.generate(PROMPT, constraint=constraint(plain), **options, **more)
+        assert (found.token_ids, found.finish_reason) == (wanted.token_ids, "eos")
+    longer = llm.generate(PROMPT, constraint=constraint(plain, "regex", "[a-z ]{3,40}"), **options, min_tokens=12)
+    again = plain.generate(PROMPT, constraint=constraint(plain, "regex", "[a-z ]{3,40}"), **options, min_tokens=12)
+    assert longer.token_ids == again.token_ids
+    assert len(longer.token_ids) > 12 or len(longer.text) == 40
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "model,k=4", "known,inner=(model,k=3)"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_grammar_that_the_allowed_tokens_cannot_spell(plain: Llm, drafter: str | None, temperature: float) -> None:
+    llm = plain if drafter is None else speculative(plain, drafter)
+    letters = [spelled(plain, letter)[0] for letter in "abc"]
+    options: dict[str, Any] = {"allowed_token_ids": letters, "temperature": temperature, "seed": 2}
+    for spec, words in (("[xyz]+", "leave no token that the text could begin"), ("[abc]{3}[xyz]", "may follow the 3")):
+        with pytest.raises(ValueError, match=words) as error:
+            llm.generate(PROMPT, constraint=constraint(plain, "regex", spec), **options)
+        assert "the constraint and allowed_token_ids" in str(error.value)
+    found = llm.generate(PROMPT, constraint=constraint(plain, "regex", "[abc]{3}x?"), **options)
+    assert len(found.text) == 3 and found.finish_reason == "eos"
+
+
 def test_forced_tokens_are_drafted_and_accepted(plain: Llm) -> None:
     options: dict[str, Any] = {"max_new_tokens": 80, "temperature": 1.0, "seed": 5}
     without = plain.generate(PROMPT, constraint=constraint(plain), **options)

@@ -18,6 +18,7 @@ BASE = {"core", "sampling", "costs"}
 AXES = {*BASE, "registry", "trees", "verifiers", "models", "drafters", "controllers"}
 LIBRARY = {
     *AXES,
+    "bos",
     "constraints",
     "options",
     "engine",
@@ -45,13 +46,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"registry"},
     "sampling": {"core"},
     "trees": {*BASE, "registry"},
+    "bos": set(),
     "io": set(),
     "verifiers": {*BASE, "trees", "registry"},
     "models": {*BASE, "trees", "io"},
     "controllers": {*BASE, "trees"},
     "drafters": {*BASE, "trees", "models", "io"},
     "constraints": {"sampling"},
-    "options": {"constraints", "sampling", "engine"},
+    "options": {"constraints", "core", "bos", "sampling", "engine"},
     "grammar": {"constraints"},
     "engine": {*AXES, "constraints"},
     "loading": {*AXES, "config", "io"},

@@ -164,7 +164,7 @@ class Llm:
             ValueError: an option out of range.
             TypeError: an unknown option.
         """
-        return make_request(prompt, self.tokenizer, self.target.eos_token_ids, **options)
+        return make_request(prompt, self.tokenizer, **options)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.

@@ -6,8 +6,9 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
+from foretoken.bos import ids_with_one_bos
 from foretoken.constraints import Constraint
-from foretoken.engine.processors import AllowedTokens, BadWords
+from foretoken.core.values import check_text, ids_of, texts_of
 from foretoken.engine.request import Request
 from foretoken.sampling import LogitsProcessor, SamplingParams
 
@@ -28,11 +29,13 @@ class CommonOptions(TypedDict, total=False):
         frequency_penalty: subtracted per occurrence in the output.
         logit_bias: added to single tokens' logits.
         logits_processor: Transformers ``LogitsProcessor`` objects.
-        stop: string or strings that end the text.
+        stop: string or strings that end the text.  The text of a special token stands for that token.
         include_stop: leave the stop string in the text.
         stop_token_ids: tokens that end the text.
         ignore_eos: go on after an end-of-text id.
-        min_tokens: output tokens before which nothing ends the text.
+        min_tokens: output tokens before which nothing ends the text: no end-of-text id, no stop token, no stop string
+            that one of these tokens completes.  A constraint that is complete, or other rules that leave nothing but
+            an end, do end it.
         allowed_token_ids: the only tokens that may be in the output, besides those that end it.
         bad_words: texts that must not be in the output.
         constraint: what the output must look like (:mod:`foretoken.constraints`).
@@ -123,50 +126,44 @@ _AS_IT_IS = (
 )
 
 
-def make_request(prompt: Prompt, tokenizer: Any | None, ends: frozenset[int], **options: Unpack[Options]) -> Request:
+def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Options]) -> Request:
     """A checked request.
 
     Args:
         prompt: text, or token ids.
         tokenizer: a Transformers tokenizer, if there is one.
-        ends: ids that end a text.
         options: see :class:`Options`.
 
     Raises:
-        ValueError: any of them out of range, or text without a tokenizer.
+        OptionError: any of them of another kind or out of range.
+        ValueError: text without a tokenizer.
         TypeError: an unknown option.
     """
     unknown = [name for name in options if name not in KNOWN]
     if unknown:
         raise TypeError(f"unknown option {unknown[0]!r}: known are {', '.join(KNOWN)}")
     given: dict[str, Any] = dict(options)
-    stop = given.get("stop")
-    ends = ends | frozenset(given.get("stop_token_ids", ()))
+    bias, allowed, stops = (given.get(name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"))
     params = SamplingParams(
         **{name: given[name] for name in _SAMPLING if name in given},
-        logit_bias=dict(given.get("logit_bias") or {}),
-        processors=(*given.get("logits_processor", ()), *_processors(given, tokenizer, ends)),
+        logit_bias={} if bias is None else bias,
+        processors=tuple(given.get("logits_processor") or ()),
     )
     return Request(
         encode(prompt, tokenizer),
         params,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-        stop_token_ids=frozenset(given.get("stop_token_ids", ())),
+        stop=texts_of("stop", given.get("stop"), "stop string"),
+        stop_token_ids=frozenset(ids_of("stop_token_ids", () if stops is None else stops)),
+        allowed_token_ids=None if allowed is None else frozenset(ids_of("allowed_token_ids", allowed)),
+        bad_words=_spelled(texts_of("bad_words", given.get("bad_words"), "word"), tokenizer),
         prediction=_prediction(given.get("prediction"), tokenizer),
         **{name: given[name] for name in _AS_IT_IS if name in given},
     )
 
 
-def _processors(given: Mapping[str, Any], tokenizer: Any | None, ends: frozenset[int]) -> list[LogitsProcessor]:
-    found: list[LogitsProcessor] = []
-    if given.get("allowed_token_ids") is not None:
-        found.append(AllowedTokens(given["allowed_token_ids"], ends))
-    words = given.get("bad_words") or ()
-    if words:
-        # A word inside a text is spelled with the space before it.
-        spelled = [_ids(form, tokenizer, "bad_words") for word in words for form in (word, f" {word.lstrip()}")]
-        found.append(BadWords(spelled))
-    return found
+def _spelled(words: Sequence[str], tokenizer: Any | None) -> list[list[int]]:
+    """Token ids of words; inside a text they are spelled with the space before them."""
+    return [_ids(form, tokenizer, "bad_words") for word in words for form in (word, f" {word.lstrip()}")]
 
 
 def encode(prompt: Prompt, tokenizer: Any | None) -> list[int]:
@@ -179,7 +176,7 @@ def encode(prompt: Prompt, tokenizer: Any | None) -> list[int]:
         return list(prompt)
     if tokenizer is None:
         raise ValueError("a text prompt needs a tokenizer: pass tokenizer=... to load, or give token ids")
-    ids: list[int] = tokenizer(prompt)["input_ids"]
+    ids = ids_with_one_bos(prompt, tokenizer)
     if not ids:
         raise ValueError("the prompt is empty: give at least one character")
     return ids
@@ -187,10 +184,11 @@ def encode(prompt: Prompt, tokenizer: Any | None) -> list[int]:
 
 def _prediction(prediction: Prompt | None, tokenizer: Any | None) -> list[int] | None:
     """Ids of a predicted text: no special tokens, and nothing predicted is no prediction."""
-    if not prediction:
+    if prediction is None:
         return None
     if not isinstance(prediction, str):
-        return list(prediction)
+        return list(ids_of("prediction", prediction)) or None
+    check_text("prediction", prediction)
     return _ids(prediction, tokenizer, "prediction") or None
 
 

@@ -10,7 +10,7 @@ of largest logit: in both, the token after a prefix is fixed, whoever asks for i
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -19,11 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.core import NON_FINITE, NonFiniteLogitsError, SamplingPipeline, argmaxes
+from foretoken.core import (
+    NON_FINITE,
+    NonFiniteLogitsError,
+    NothingAllowedError,
+    OptionError,
+    SamplingPipeline,
+    argmaxes,
+)
 from foretoken.core.noise import Noise
+from foretoken.core.values import check_ids, check_real, check_whole
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 """``(input_ids [1, n], scores [1, V]) -> scores [1, V]``: the shape of Transformers' processors."""
+
+LARGEST = 1e30
+"""What is added to logits, or divides or multiplies them, is no larger: float32 holds what comes of it."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,7 @@ class SamplingParams:
         processors: any Transformers ``LogitsProcessor``; must be pure functions of (prefix, scores).
 
     Raises:
-        ValueError: a value outside its range.
+        OptionError: a value of another kind or outside its range; it names the option.
     """
 
     temperature: float = 0.0
@@ -57,19 +68,35 @@ class SamplingParams:
     processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
-        _check(self.temperature >= 0 and math.isfinite(self.temperature), "temperature", self.temperature, ">= 0")
+        for name in NUMBERS:
+            check_real(name, getattr(self, name))
+        check_whole("top_k", self.top_k)
+        _check(0 <= self.temperature <= LARGEST, "temperature", self.temperature, f">= 0 (and at most {LARGEST:g})")
         _check(self.top_k >= 0, "top_k", self.top_k, ">= 0 (0 keeps all tokens)")
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _check(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         penalty = self.repetition_penalty
-        _check(penalty > 0 and math.isfinite(penalty), "repetition_penalty", penalty, "> 0")
+        _check(1 / LARGEST <= penalty <= LARGEST, "repetition_penalty", penalty, f"> 0 (and at most {LARGEST:g})")
         for name in ("presence_penalty", "frequency_penalty"):
-            _check(math.isfinite(getattr(self, name)), name, getattr(self, name), "finite")
+            _check_finite(name, getattr(self, name))
+        if not isinstance(self.logit_bias, Mapping):
+            raise OptionError("logit_bias", "logit_bias must map token ids to numbers")
+        for token, bias in self.logit_bias.items():
+            check_ids("logit_bias", [token], sys.maxsize)
+            check_real("logit_bias", bias)
+            _check_finite("logit_bias", bias)
+
+
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _check_finite(name: str, value: float) -> None:
+    _check(abs(value) <= LARGEST, name, value, f"finite (at most {LARGEST:g})")
 
 
 def _check(good: bool, name: str, value: Any, wanted: str) -> None:
     if not good:
-        raise ValueError(f"{name} must be {wanted}, not {value}")
+        raise OptionError(name, f"{name} must be {wanted}, not {value}")
 
 
 class Sampler:
@@ -117,7 +144,8 @@ class Sampler:
         float32, or float64 when the logits are float64.
 
         Raises:
-            NonFiniteLogitsError: NaN logits, or no finite logit left.
+            NonFiniteLogitsError: NaN logits, or no finite logit.
+            NothingAllowedError: the request's processors leave none.
         """
         scores = logits if logits.dtype == torch.float64 else logits.float()
         if not self._plain:
@@ -172,7 +200,7 @@ class Sampler:
 
     def _processed(self, scores: Tensor, prefix: Sequence[int]) -> Tensor:
         params = self.params
-        scores = scores.clone()
+        given, scores = scores, scores.clone()
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=scores.device)
             scores[ids] += torch.tensor(list(params.logit_bias.values()), dtype=scores.dtype, device=scores.device)
@@ -190,6 +218,7 @@ class Sampler:
             for processor in params.processors:
                 batch = processor(ids, batch)
             scores = batch[0]
+            _check_processed(given, scores)
         return scores
 
     def _finish(self, scores: Tensor) -> Tensor:
@@ -260,6 +289,21 @@ def best_of(scores: Tensor) -> Tensor:
     if not bool(torch.isfinite(best).all()):
         raise NonFiniteLogitsError(NON_FINITE)
     return best
+
+
+def _check_processed(given: Tensor, scores: Tensor) -> None:
+    """Tell processed scores [V] that leave nothing from logits [V] that were bad to begin with.
+
+    Raises:
+        NothingAllowedError: every token is impossible, and not because the model says so.
+        ValueError: a processor made NaN or inf.
+    """
+    best = scores.amax()
+    if bool(torch.isfinite(best)) or not bool(torch.isfinite(given.amax())):
+        return
+    if float(best) == -torch.inf:
+        raise NothingAllowedError("the request's rules leave no token that may follow")
+    raise OptionError("logits_processor", "logits_processor gave NaN or inf: only finite scores and -inf can be used")
 
 
 def _normalised(weights: Tensor) -> Tensor:

@@ -33,6 +33,11 @@ class Forcing:
     def starts_at(self, prompt_length: int) -> None:
         self.begin = prompt_length
 
+    ends: frozenset[int] = frozenset()
+
+    def may_end(self, output: Sequence[int]) -> bool:
+        return False
+
     def forced(self, output: Sequence[int]) -> list[int]:
         self.asked += 1
         return self.tokens[len(output) :]

@@ -63,6 +63,11 @@ class Turns:
         allowed = torch.arange(VOCAB) % 2 == at % 2 if at % 4 < 3 else torch.arange(VOCAB) == at % VOCAB
         return scores.masked_fill(~allowed, -torch.inf)
 
+    ends: frozenset[int] = frozenset()
+
+    def may_end(self, output: Sequence[int]) -> bool:
+        return False
+
     def forced(self, output: Sequence[int]) -> list[int]:
         return [len(output) % VOCAB] if len(output) % 4 == 3 else []
 

@@ -66,7 +66,6 @@ def test_siblings_share_weights_and_nothing_else(lean: bool, tmp_path: Path) -> 
         ("gpt2", {}),
         ("deepseek_v3", {}),
         ("gpt_oss", {}),
-        ("llama", {"rope_parameters": {**PLAIN_ROPE, "rope_type": "dynamic", "factor": 2.0}}),
         ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0}),
         ("gemma2", {"use_bidirectional_attention": True}),
     ],
@@ -78,7 +77,7 @@ def test_what_lean_does_not_cover_runs_publicly(name: str, changes: dict[str, An
     compare(outputs(model), outputs(HuggingFaceModel(model.model, lean=False)), 1e-4)
 
 
-def test_static_rope_variants_are_covered() -> None:
+def test_rope_variants_are_covered() -> None:
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     half = {"partial_rotary_factor": 0.5}
@@ -87,6 +86,7 @@ def test_static_rope_variants_are_covered() -> None:
         {**llama3, "original_max_position_embeddings": 32},
         yarn,
         half,
+        {"rope_type": "dynamic", "factor": 2.0},
     ):
         model = HuggingFaceModel(new_model("llama", rope_parameters={**PLAIN_ROPE, **rope}))
         assert model._lean is not None

@@ -287,9 +287,10 @@ def test_planted_faults_of_capture_are_caught(fault: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_capability_is_found_by_trial(name: str, dtype: torch.dtype) -> None:
-    """Mamba-1 ignores its state when several tokens are fed; nemotron_h forgets a clamp, which bfloat16 hides."""
+    """Mamba-1 ignores its state when several tokens are fed; nemotron_h and zamba2 forget a clamp, which bfloat16
+    hides."""
     model = wrap(hybrid(name, dtype=dtype))
-    able = name in ABLE and (name, dtype) != ("nemotron_h", torch.float32)
+    able = name in ABLE and not (name in ("nemotron_h", "zamba2") and dtype == torch.float32)
     assert isinstance(model, StatefulModel) == able
     assert not able or model.replay == ("capture" if name in GATED_DELTA else "lazy")
     assert model.capabilities.rollback == (able or name == "lfm2")

@@ -10,8 +10,18 @@ from __future__ import annotations
 from foretoken.core.budget import Budget, Limits, PathStop
 from foretoken.core.context import Context, Rng
 from foretoken.core.records import RoundTimes, StepRecord
-from foretoken.core.scores import LARGE, NON_FINITE, NonFiniteLogitsError, SamplingPipeline, Scores, argmaxes, is_large
+from foretoken.core.scores import (
+    LARGE,
+    NON_FINITE,
+    NonFiniteLogitsError,
+    NothingAllowedError,
+    SamplingPipeline,
+    Scores,
+    argmaxes,
+    is_large,
+)
 from foretoken.core.tree import Kind, TokenTree
+from foretoken.core.values import OptionError
 from foretoken.core.verdict import Verdict
 
 __all__ = [
@@ -22,6 +32,8 @@ __all__ = [
     "Kind",
     "Limits",
     "NonFiniteLogitsError",
+    "NothingAllowedError",
+    "OptionError",
     "PathStop",
     "Rng",
     "RoundTimes",

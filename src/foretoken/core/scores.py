@@ -29,6 +29,10 @@ class NonFiniteLogitsError(ValueError):
     """The model produced NaN or only -inf: there is no distribution to draw from."""
 
 
+class NothingAllowedError(NonFiniteLogitsError):
+    """The model is right, and the request's own rules leave no token that may follow."""
+
+
 class SamplingPipeline(Protocol):
     """Turns logits into the distribution that a token is drawn from (:mod:`foretoken.sampling`)."""
 
@@ -87,6 +91,9 @@ class Scores:
             (:mod:`foretoken.verifiers.batched`).
         weights: p(x) and q(x) of all drafts of a chain, where they were read for the whole batch.
         chosen: the token after every node, where they were looked up for the whole batch.
+        stuck: paths of tokens below the root after which the request lets nothing follow, of those that were looked at.
+            Such a place needs a distribution all the same, since it may be below a draft that is refused: all of it is
+            on token 0, and whoever commits a token that was drawn there must end the text before it.
     """
 
     logits: Tensor
@@ -97,6 +104,7 @@ class Scores:
     made: Tensor | None = None
     weights: tuple[list[float], list[float]] | None = None
     chosen: list[int] | None = None
+    stuck: set[tuple[int, ...]] = field(default_factory=set)
     _distributions: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def node_prefix(self, node: int) -> Sequence[int]:
@@ -112,8 +120,20 @@ class Scores:
         distribution = self._distributions.get(node)
         if distribution is None:
             prefix = () if self.maker.context_free else self.node_prefix(node)
-            distribution = self._distributions[node] = self.maker.distribution(self.logits[node], prefix)
+            try:
+                distribution = self.maker.distribution(self.logits[node], prefix)
+            except NothingAllowedError:
+                distribution = self._stuck_at(node, 0.0)
+            self._distributions[node] = distribution
         return distribution
+
+    def _stuck_at(self, node: int, elsewhere: float) -> Tensor:
+        """[V] all weight on token 0 and ``elsewhere`` on the others, for a place where nothing may follow."""
+        self.stuck.add(tuple(self.tree.tokens[i] for i in self.tree.path(node)[1:]))
+        wide = torch.promote_types(self.logits.dtype, torch.float32)
+        weights = torch.full_like(self.logits[node], elsewhere, dtype=wide)
+        weights[0] = 1.0
+        return weights
 
     def chain_p(self) -> Tensor:
         """[N, V] target distributions of all nodes at once (for rules that need every position of a chain)."""
@@ -137,7 +157,10 @@ class Scores:
     def ranking(self, node: int) -> Tensor:
         """[V] what the token after ``node`` is the largest of, on that node's own prefix, if the request is fixed."""
         prefixes = None if self.maker.context_free else [self.node_prefix(node)]
-        return self.maker.ranking(self.logits[node : node + 1], self.lengths[node : node + 1], prefixes)[0]
+        try:
+            return self.maker.ranking(self.logits[node : node + 1], self.lengths[node : node + 1], prefixes)[0]
+        except NothingAllowedError:
+            return self._stuck_at(node, -torch.inf)
 
     def choice(self, node: int) -> int:
         """The token that a fixed request takes after ``node``: the argmax at temperature 0, else the race's winner."""

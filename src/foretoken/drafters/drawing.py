@@ -38,6 +38,20 @@ def ranked(
     return torch.cat([row.to(torch.float64) for row in rows])
 
 
+def distribution_of(maker: SamplingPipeline, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
+    """:meth:`SamplingPipeline.distribution` of draft logits [V]; ``None`` where the request allows nothing.
+
+    Raises:
+        NonFiniteLogitsError: NaN logits.
+    """
+    try:
+        return maker.distribution(logits, prefix)
+    except NonFiniteLogitsError:
+        if bool(logits.isnan().any()):
+            raise
+        return None
+
+
 def best(ranking: Tensor, count: int) -> list[int]:
     """The tokens of the ``count`` largest entries of a ranking [V], best first; impossible ones are left out."""
     values, tokens = ranking.topk(min(count, len(ranking)))

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Kind, NonFiniteLogitsError, TokenTree
+from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter, Traits
-from foretoken.drafters.drawing import draw_iid, ranked
+from foretoken.drafters.drawing import distribution_of, draw_iid, ranked
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import load_weights, read_description
 from foretoken.drafters.reading import FeatureReader
@@ -191,13 +191,9 @@ class FeatureDrafter(FeatureReader, Drafter):
         from."""
         context, seen = tree.context, tree.seen
         tree.frontier, tree.states = [], []
-        try:
-            distribution = context.maker.distribution(
-                logits, () if context.maker.context_free else (*context.tokens, *seen.tokens[1:])
-            )
-        except NonFiniteLogitsError:
-            if bool(logits.isnan().any()):
-                raise
+        prefix = () if context.maker.context_free else (*context.tokens, *seen.tokens[1:])
+        distribution = distribution_of(context.maker, logits, prefix)
+        if distribution is None:
             return  # a small draft vocabulary may hold nothing of what the request allows
         (token,) = draw_iid(distribution, 1, context)
         tree.distributions = [*(tree.distributions or ()), distribution]

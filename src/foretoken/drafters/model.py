@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
 from foretoken.drafters.base import BuildContext, Drafter, Traits
-from foretoken.drafters.drawing import best, draw_each, draw_iid, draw_without_replacement, ranked
+from foretoken.drafters.drawing import best, distribution_of, draw_each, draw_iid, draw_without_replacement, ranked
 from foretoken.drafters.growing import Growing, asks_for_confidence, check_growth, ends_path, follow, readable, widened
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.parts import Fingerprint, TargetParts
@@ -280,7 +280,9 @@ class ModelDrafter(Drafter):
         if tree.races:
             ranking = ranked(maker, logits[None], [tree.length(parent)], [prefix])[0]
             return torch.softmax(ranking, -1) if confident else None, best(ranking, width)
-        distribution = maker.distribution(logits, prefix)
+        distribution = distribution_of(maker, logits, prefix)
+        if distribution is None:
+            return None, []
         if not tree.draws:
             # A one-hot distribution names the best token, penalties included, but ranks no others.
             ranking = logits if maker.greedy and width > 1 else distribution

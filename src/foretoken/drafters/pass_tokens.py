@@ -26,7 +26,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict, argmaxes
 from foretoken.drafters.base import BuildContext, Drafter, Traits
-from foretoken.drafters.drawing import draw_without_replacement, ranked
+from foretoken.drafters.drawing import distribution_of, draw_without_replacement, ranked
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.nets.store import load_weights, read_description
@@ -162,7 +162,10 @@ class PassTokensDrafter(Drafter):
                     break  # the request allows nothing here
                 distribution = torch.softmax(ranking, -1)
             else:
-                distribution = maker.distribution(row, prefix)
+                possible = distribution_of(maker, row, prefix)
+                if possible is None:
+                    break
+                distribution = possible
             if maker.fixed or likeliest:
                 drafts.append(int(distribution.argmax()))
             else:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.core import Context, NonFiniteLogitsError
+from foretoken.core import Context
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.growing import Growing
 from foretoken.drafters.model import ModelDrafter
@@ -133,11 +133,6 @@ class SharedVocabDrafter(ModelDrafter):
         return wide.index_copy_(1, self._ids[0], logits.index_select(1, self._ids[1]))
 
     def _candidates(self, tree: Growing, logits: Tensor, parent: int, width: int) -> tuple[Tensor | None, list[int]]:
-        try:
-            distribution, chosen = super()._candidates(tree, logits, parent, width)
-        except NonFiniteLogitsError:
-            if bool(logits.isnan().any()):
-                raise
-            return None, []  # no common token is possible: the request allows none here, or the draft model has none
+        distribution, chosen = super()._candidates(tree, logits, parent, width)
         # Drawn tokens have a positive probability and are common ones; the best by rank may run out of those.
         return distribution, [token for token in chosen if self._draft_of[token] >= 0]

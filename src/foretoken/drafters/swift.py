@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.drafters.drawing import ranked
+from foretoken.drafters.drawing import distribution_of, ranked
 from foretoken.drafters.growing import Growing
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.drafters.skip_search import SkipSearch
@@ -158,7 +158,10 @@ class SwiftDrafter(OwnLayersDrafter):
                 return  # the request allows nothing here
             ranking = distribution = torch.softmax(raced, -1)
         else:
-            distribution = tree.maker.distribution(logits, prefix)
+            possible = distribution_of(tree.maker, logits, prefix)
+            if possible is None:
+                return  # the request allows nothing here
+            distribution = possible
             # A one-hot distribution names the best token, penalties included, but ranks no others.
             ranking = torch.softmax(logits.float(), -1) if tree.maker.greedy else distribution
         token = int(distribution.argmax())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from foretoken.core import OptionError
 from foretoken.core.noise import check_seed
+from foretoken.core.values import check_flag, check_ids, check_real, check_whole, texts_of
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel
 
@@ -19,45 +21,65 @@ def check(request: Request, target: LanguageModel) -> None:
         ValueError: an empty prompt, one that leaves no room in the context, ``max_new_tokens`` below 1, token ids
             outside the vocabulary, counts below 0, or a seed that is none.
     """
+    _check_kinds(request)
     if request.seed is not None:
         check_seed(request.seed)
-    _check_lengths(request, target.context_length)
-    for what, ids in _named_ids(request):
-        bad = [token for token in ids if not 0 <= token < target.vocab_size]
-        if bad:
-            raise ValueError(f"{what} {bad[0]} is outside the vocabulary of {target.vocab_size}")
+    _check_lengths(request, target.context_length, target.context_why)
+    for option, ids in _named_ids(request):
+        check_ids(option, ids, target.vocab_size)
+    if request.allowed_token_ids is not None and not request.allowed_token_ids:
+        raise OptionError("allowed_token_ids", "allowed_token_ids must hold at least one token id")
     for name in ("logprobs", "prompt_logprobs", "min_tokens", "max_draft_tokens"):
         value = getattr(request, name)
         if value is not None and value < 0:
-            raise ValueError(f"{name} must be at least 0, not {value}")
+            raise OptionError(name, f"{name} must be at least 0, not {value}")
     if request.min_tokens > request.max_new_tokens:
-        raise ValueError(f"min_tokens={request.min_tokens} is more than max_new_tokens={request.max_new_tokens}")
+        raise OptionError(
+            "min_tokens", f"min_tokens={request.min_tokens} is more than max_new_tokens={request.max_new_tokens}"
+        )
     if request.deadline_s is not None and not request.deadline_s > 0:
-        raise ValueError(f"deadline_s must be above 0, not {request.deadline_s}")
+        raise OptionError("deadline_s", f"deadline_s must be above 0, not {request.deadline_s}")
+
+
+def _check_kinds(request: Request) -> None:
+    """Each value is of its kind: what compares otherwise (NaN, a truth value) would pass for a number."""
+    for name in ("max_new_tokens", "min_tokens", "priority"):
+        check_whole(name, getattr(request, name))
+    for name in ("logprobs", "prompt_logprobs", "max_draft_tokens"):
+        if getattr(request, name) is not None:
+            check_whole(name, getattr(request, name))
+    for name in ("ignore_eos", "include_stop", "explain"):
+        check_flag(name, getattr(request, name))
+    if request.deadline_s is not None:
+        check_real("deadline_s", request.deadline_s)
+    texts_of("stop", request.stop, "stop string")
 
 
 def _named_ids(request: Request) -> Iterable[tuple[str, Iterable[int]]]:
-    yield "prompt token", request.prompt
-    yield "logit_bias token", request.params.logit_bias
-    yield "stop_token_ids: token", request.stop_token_ids
-    yield "prediction token", request.prediction or ()
+    yield "prompt", request.prompt
+    yield "logit_bias", request.params.logit_bias
+    yield "stop_token_ids", request.stop_token_ids
+    yield "allowed_token_ids", request.allowed_token_ids or ()
+    yield "prediction", request.prediction or ()
 
 
-def _check_lengths(request: Request, context_length: int) -> None:
+def _check_lengths(request: Request, context_length: int, why: str) -> None:
     room = context_length - len(request.prompt)
+    because = f" ({why})" if why else ""
     if not request.prompt:
         raise ValueError("the prompt is empty: give at least one token")
     if room < 1:
         raise ValueError(
-            f"the prompt has {len(request.prompt)} tokens and the model's context is {context_length}: "
+            f"the prompt has {len(request.prompt)} tokens and the model's context is {context_length}{because}: "
             "shorten the prompt"
         )
     if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
+        raise OptionError("max_new_tokens", f"max_new_tokens must be at least 1, not {request.max_new_tokens}")
     if request.max_new_tokens > room:
-        raise ValueError(
+        raise OptionError(
+            "max_new_tokens",
             f"max_new_tokens={request.max_new_tokens} goes past the model's context: the prompt has "
-            f"{len(request.prompt)} tokens, so at most {room} of {context_length} are left"
+            f"{len(request.prompt)} tokens, so at most {room} of {context_length} are left{because}",
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from foretoken.constraints import CannotGoOn
+
 
 class QueueFull(RuntimeError):
     """As many requests wait as may; ask again later.
@@ -41,7 +43,8 @@ class RequestFailed(RuntimeError):
     """Something went wrong with this request.
 
     Attributes:
-        reason: ``"out_of_memory"`` (it may work later) or ``"error"``.
+        reason: ``"out_of_memory"`` (it may work later), ``"contradiction"`` (what was asked for cannot be) or
+            ``"error"``.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -57,5 +60,7 @@ def is_full_memory(error: Exception) -> bool:
 
 def failure_of(error: Exception) -> RequestFailed:
     """What a sender is told of what was raised while its request was served."""
+    if isinstance(error, CannotGoOn):
+        return RequestFailed(str(error), "contradiction")
     reason = "out_of_memory" if is_full_memory(error) else "error"
     return RequestFailed(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, reason)

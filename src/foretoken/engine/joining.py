@@ -5,25 +5,34 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from foretoken.core import Context, Rng
+import torch
+
+from foretoken.core import Context, OptionError, Rng
 from foretoken.core.noise import Noise, random_seed
-from foretoken.engine.processors import MinTokens
+from foretoken.engine.ends import ends_of, rules_of
+from foretoken.engine.processors import AllowedTokens, BadWords, MinTokens
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stopping import Stopper
 from foretoken.models.base import LanguageModel
-from foretoken.sampling import Sampler, SamplingParams
+from foretoken.sampling import LogitsProcessor, Sampler
 
 
 def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> Stopper:
     """What decides where the output ends.
 
     Raises:
-        ValueError: stop strings that are empty, or without a tokenizer.
+        ValueError: stop strings that are empty, that hold a special token and more, or without a tokenizer.
     """
-    eos = frozenset() if request.ignore_eos else target.eos_token_ids
-    stop_ids = request.stop_token_ids
+    ends = ends_of(request, target, tokenizer)
     return Stopper(
-        eos, request.stop, request.max_new_tokens, tokenizer, stop_ids=stop_ids, include=request.include_stop
+        ends.eos,
+        request.stop,
+        request.max_new_tokens,
+        tokenizer,
+        stop_ids=ends.stops,
+        named=ends.named,
+        include=request.include_stop,
+        min_tokens=request.min_tokens,
     )
 
 
@@ -40,7 +49,8 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     tokens = list(request.prompt)
     seed = _seed(request)
     noise = Noise(seed) if seed is not None and races else None
-    sampler = Sampler(_params(request, target), len(tokens), noise)
+    params = replace(request.params, processors=(*request.params.processors, *rules(request, target, tokenizer)))
+    sampler = Sampler(params, len(tokens), noise)
     context = Context(request_id, tokens, len(tokens), sampler, Rng(seed or 0), prediction=request.prediction)
     context.max_length = len(tokens) + request.max_new_tokens
     context.salt = request.cache_salt
@@ -61,13 +71,49 @@ def _seed(request: Request) -> int | None:
     return random_seed() if request.seed is None else request.seed
 
 
-def _params(request: Request, target: LanguageModel) -> SamplingParams:
-    """The request's sampling, with what its other fields ask of the logits."""
-    extra: list[Any] = []
+def rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> list[LogitsProcessor]:
+    """What a request's fields besides its sampling ask of the logits, in the order in which they are asked.
+
+    With a constraint, ``ignore_eos`` means to go on for as long as the constraint lets it.
+
+    Raises:
+        OptionError: a stop string that cannot be met.
+    """
+    found: list[LogitsProcessor] = []
+    ends = ends_of(request, target, tokenizer).ids
+    if request.allowed_token_ids is not None:
+        found.append(AllowedTokens(request.allowed_token_ids, ends))
+    if request.bad_words:
+        found.append(BadWords(request.bad_words))
     if request.constraint is not None:
-        extra.append(request.constraint.processor)
-    if request.min_tokens:
-        ends = request.stop_token_ids | target.eos_token_ids
-        extra.append(MinTokens(ends, len(request.prompt), request.min_tokens))
-    params = request.params
-    return replace(params, processors=(*params.processors, *extra)) if extra else params
+        found.append(request.constraint.processor)
+    goes_on = request.ignore_eos and request.constraint is not None
+    least = request.max_new_tokens if goes_on else request.min_tokens
+    if least and ends:
+        found.append(MinTokens(ends, len(request.prompt), least))
+    return found
+
+
+def check_rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> None:
+    """Refuse a request whose rules leave no first token; of later ones nothing is known yet.
+
+    Raises:
+        OptionError: they leave none, or an end of the text alone although ``min_tokens`` asks for more.
+    """
+    allowed = request.allowed_token_ids
+    if allowed is not None and request.min_tokens and allowed <= ends_of(request, target, tokenizer).ids:
+        raise OptionError(
+            "allowed_token_ids",
+            f"allowed_token_ids holds only tokens that end the text, and min_tokens={request.min_tokens} forbids them",
+        )
+    if allowed is None and not request.bad_words:
+        return
+    if request.constraint is not None:
+        request.constraint.starts_at(len(request.prompt))
+    scores = torch.zeros(1, target.vocab_size)
+    ids = torch.tensor([list(request.prompt)])
+    for rule in rules(request, target, tokenizer):
+        scores = rule(ids, scores)
+    if not bool((scores > -torch.inf).any()):
+        option = "bad_words" if allowed is None else "allowed_token_ids"
+        raise OptionError(option, f"{rules_of(request)} leave no token that the text could begin with")

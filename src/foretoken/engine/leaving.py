@@ -36,7 +36,7 @@ class Texts:
         if not self.keeps or run.request.prompt_logprobs is not None:
             return
         wanted = run.context.tokens[: run.context.prompt_length - 1]
-        found, length = self.prefixes.find(run.context.salt, wanted)
+        found, length = self.prefixes.find(_salt(run), wanted)
         beside = self._beside(run, wanted, others, length)
         if beside is not None:
             found, length = beside
@@ -53,7 +53,7 @@ class Texts:
         tokens = np.asarray(wanted, dtype=np.int64)
         best, longest = None, max(least, SHORTEST - 1)
         for other in others:
-            if other is not run and other.sequence is not None and other.context.salt == run.context.salt:
+            if other is not run and other.sequence is not None and _salt(other) == _salt(run):
                 length = common(np.asarray(other.text.tokens, dtype=np.int64), tokens)
                 if length > longest:
                     best, longest = other, length
@@ -75,10 +75,16 @@ class Texts:
         if snapshot is None or hidden is None:
             return None
         tokens = np.asarray(run.text.tokens[:length], dtype=np.int64)
-        return Kept(run.context.salt, tokens, snapshot, hidden)
+        return Kept(_salt(run), tokens, snapshot, hidden)
 
     def _hidden(self, states: Mapping[str, Sequence[Tensor]], length: int) -> dict[str, Tensor] | None:
         """[length, D] by tap; ``None`` where some are missing."""
         found = {name: torch.cat(list(states[name]))[:length] for name in self.taps if states.get(name)}
         complete = all(name in found and len(found[name]) == length for name in self.taps)
         return found if complete else None
+
+
+def _salt(run: Running) -> str:
+    """Whose a text is, and how it was read: texts that differ in either share nothing."""
+    regime = run.text.regime
+    return f"{run.context.salt}\0{regime}" if regime else run.context.salt

@@ -24,6 +24,7 @@ from torch import Tensor
 from foretoken.controllers.base import Controller
 from foretoken.core import Budget, Kind, RoundTimes, Scores, StepRecord, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
+from foretoken.engine.ends import end_where_nothing_follows
 from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Emission, Origin, Running
 from foretoken.engine.requests import Requests, Turn
@@ -220,9 +221,10 @@ class Engine(Requests):
         return Budget(limits.max_depth, limits.max_nodes, member=member)
 
     def _fit(self, run: Running, budget: Budget) -> Budget:
-        """Never draft past the room that is left (one token of every round is the target's own) or past what the
-        request allows."""
+        """Never draft past the room that is left (one token of every round is the target's own), past what the
+        target can read in one way, or past what the request allows."""
         depth = min(budget.max_depth, run.context.max_length - len(run.context.tokens) - 1)
+        depth = min(depth, self.target.room(run.text) - 1)  # the root takes one
         if run.request.max_draft_tokens is not None:
             depth = min(depth, run.request.max_draft_tokens)
         if depth < budget.max_depth:
@@ -264,7 +266,11 @@ class Engine(Requests):
             path = [0, *verdict.path]
             self.target.commit(run.text, path)
             tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
-            kept, reason = run.stopper.push(tokens)
+            stuck = (i for i in range(len(tokens)) if tuple(tokens[:i]) in scores.stuck)
+            written = next(stuck, len(tokens)) if scores.stuck else len(tokens)
+            kept, reason = run.stopper.push(tokens[:written])
+            if reason is None and written < len(tokens):
+                reason = end_where_nothing_follows(run, tokens[:written])
             last: Origin = "plain" if tree.num_drafts == 0 else "bonus" if verdict.next_is_bonus else "recovered"
             accepted: Origin = "accepted"
             origins = [*([accepted] * len(verdict.path)), last][:kept]

@@ -118,7 +118,7 @@ class Pieces:
         else:
             end = len(self._text.text) - max(0, run.stopper.held_back - 1)
         begin, self._shown = self._shown, max(end, self._shown)
-        return self._text.text[begin : self._shown]
+        return self._text.text[begin : self._shown] + (run.stopper.suffix if final else "")
 
 
 def output_of(run: Running, tokenizer: Any | None) -> Output:
@@ -134,7 +134,7 @@ def output_of(run: Running, tokenizer: Any | None) -> Output:
         decoder = Detokenizer(tokenizer)
         decoder.push(run.output)
         decoder.flush()
-        text = decoder.text[: run.stopper.cut]
+        text = decoder.text[: run.stopper.cut] + run.stopper.suffix
     return Output(
         text,
         run.output,

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class MinTokens:
-    """Nothing ends the text before it has ``count`` output tokens.
+    """Nothing ends the text before it has ``count`` output tokens, unless nothing else may follow.
+
+    It comes after all other rules: where a constraint is complete, or what is allowed runs out, they win over it.
 
     Args:
         ends: ids that end a text.
@@ -18,27 +20,27 @@ class MinTokens:
     """
 
     def __init__(self, ends: Iterable[int], prompt_length: int, count: int) -> None:
-        self._ends, self._length = sorted(ends), prompt_length + count
+        self._ends, self._length = frozenset(ends), prompt_length + count
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [1, V] in which what ends a text is impossible, as long as it is too short."""
-        if input_ids.shape[-1] >= self._length or not self._ends:
+        """Scores [1, V] in which what ends a text is impossible, as long as it is too short and may go on."""
+        if input_ids.shape[-1] >= self._length:
             return scores
-        scores = scores.clone()
-        scores[:, self._ends] = -torch.inf
-        return scores
+        longer = _without(scores, self._ends)
+        return longer if bool((longer > -torch.inf).any()) else scores
 
 
 class AllowedTokens:
     """No other tokens than these and the end of the text."""
 
     def __init__(self, allowed: Iterable[int], ends: Iterable[int]) -> None:
-        self._allowed = sorted({*allowed, *ends})
+        self._allowed = frozenset(allowed) | frozenset(ends)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [1, V] in which everything else is impossible."""
         kept = torch.full_like(scores, -torch.inf)
-        kept[:, self._allowed] = scores[:, self._allowed]
+        allowed = sorted(token for token in self._allowed if token < scores.shape[-1])
+        kept[:, allowed] = scores[:, allowed]
         return kept
 
 
@@ -53,8 +55,13 @@ class BadWords:
         longest = max((len(word) for word in self._words), default=0)
         text = input_ids[0, max(0, input_ids.shape[-1] - longest) :].tolist()
         ends = [word[-1] for word in self._words if len(word) == 1 or tuple(text[1 - len(word) :]) == word[:-1]]
-        if not ends:
-            return scores
+        return _without(scores, ends)
+
+
+def _without(scores: Tensor, tokens: Iterable[int]) -> Tensor:
+    """Scores [1, V] in which these tokens are impossible; those that the vocabulary does not have are so anyway."""
+    known = sorted({token for token in tokens if token < scores.shape[-1]})
+    if known:
         scores = scores.clone()
-        scores[:, ends] = -torch.inf
-        return scores
+        scores[:, known] = -torch.inf
+    return scores

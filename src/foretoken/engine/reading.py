@@ -38,6 +38,12 @@ def shares(runs: Sequence[Running], most: int) -> list[tuple[Running, int]]:
     return [(run, given[run.id]) for run in runs if run.id in given]
 
 
+def open_text(target: LanguageModel, run: Running) -> None:
+    """Give a request an empty text in the target, which is told how long its prompt is."""
+    run.sequence = run.context.sequence = target.open()
+    target.expect(run.sequence, run.context.prompt_length)
+
+
 @torch.inference_mode()
 def read(target: LanguageModel, parts: Sequence[tuple[Running, int]], taps: Sequence[str]) -> None:
     """Let the target read that many more tokens of these prompts."""
@@ -45,7 +51,7 @@ def read(target: LanguageModel, parts: Sequence[tuple[Running, int]], taps: Sequ
         texts = []
         for run, size in parts:
             if run.sequence is None:
-                run.sequence = run.context.sequence = target.open()
+                open_text(target, run)
             begin = len(run.text.tokens)
             tokens = run.context.tokens[begin : begin + min(size, run.unread)]
             if run.request.prompt_logprobs is not None:

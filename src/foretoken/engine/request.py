@@ -35,7 +35,9 @@ class Request:
         prediction: tokens that are expected in the output (for drafters that use them).
         ignore_eos: go on after an end-of-text id (benchmarks).
         stop_token_ids: tokens that end the text as an end-of-text id does, with finish reason ``stop``.
-        min_tokens: output tokens before which nothing can end the text.
+        min_tokens: output tokens before which nothing ends the text, unless nothing else may follow.
+        allowed_token_ids: the only tokens that may be in the output, besides those that end it; ``None``: all.
+        bad_words: sequences of tokens that must not be in the output.
         include_stop: leave the stop string at the end of the text.
         logprobs: report the log-probability of every output token and of this many likeliest ones; ``None``: do not.
         prompt_logprobs: the same for the prompt, which is then read as a whole.
@@ -57,6 +59,8 @@ class Request:
     ignore_eos: bool = False
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
+    allowed_token_ids: frozenset[int] | None = None
+    bad_words: Sequence[Sequence[int]] = ()
     include_stop: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None

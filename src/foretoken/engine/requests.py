@@ -21,9 +21,9 @@ from foretoken.core import Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.engine.admission import KvBudget, check
 from foretoken.engine.errors import is_full_memory
-from foretoken.engine.joining import join, stopper_of
+from foretoken.engine.joining import check_rules, join, stopper_of
 from foretoken.engine.leaving import Texts
-from foretoken.engine.reading import ALL, read, shares
+from foretoken.engine.reading import ALL, open_text, read, shares
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stopping import FinishReason
 from foretoken.models.base import CapabilityError, LanguageModel
@@ -122,6 +122,7 @@ class Requests(ABC):
         if self.verifier is not None:
             self._check_verifier(self.verifier, greedy=request.params.temperature == 0)
         stopper_of(request, self.target, self.tokenizer)  # checks the stop strings
+        check_rules(request, self.target, self.tokenizer)
 
     def add(self, request: Request, arrived_s: float | None = None) -> int:
         """Queue a request; it joins before the next round.  Returns its id.
@@ -233,7 +234,7 @@ class Requests(ABC):
     def _open(self, turns: Sequence[Turn]) -> None:
         """Give requests their texts, and those what an earlier text has of the same beginning."""
         for run in (turn.run for turn in turns):
-            run.sequence = run.context.sequence = self.target.open()
+            open_text(self.target, run)
             self.texts.take_over(run, self.running)
 
     def _read(self) -> None:

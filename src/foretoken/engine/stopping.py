@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 FinishReason = Literal["eos", "stop", "length", "context", "error", "cancelled", "deadline"]
@@ -64,10 +64,15 @@ class Stopper:
         max_new_tokens: most output tokens.
         tokenizer: needed for stop strings.
         stop_ids: other ids that end the text, as if they were stop strings.
+        named: ids of special tokens whose text is a stop string; they end the text as that string does.
         include: leave the stop string in the text.
+        min_tokens: a stop string ends the text only where a later token than so many completes it, wherever the string
+            began; one that is complete earlier is text like any other.  (Ids that come earlier do end the text: a
+            processor lets them come only where nothing else may follow.)
 
     Attributes:
         cut: how much of the text is kept, where a stop string ended it.
+        suffix: what the text has behind that: the stop string, where it is a special token's and was asked for.
         reason: the stop string or the id that ended it.
     """
 
@@ -79,23 +84,31 @@ class Stopper:
         tokenizer: Any | None = None,
         *,
         stop_ids: frozenset[int] = frozenset(),
+        named: Mapping[int, str] | None = None,
         include: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         if stop and tokenizer is None:
             raise ValueError("stop strings need a tokenizer: load the model with one, or use end-of-text ids")
         if any(not s for s in stop):
             raise ValueError("a stop string must not be empty")
         self._eos, self._stop, self._max = eos, tuple(stop), max_new_tokens
-        self._stop_ids, self._include = stop_ids, include
+        self._stop_ids, self._include, self._least = stop_ids, include, min_tokens
+        self._named: Mapping[int, str] = named or {}
         self.reason: str | int | None = None
         self._text = Detokenizer(tokenizer) if stop else None
         self._count = 0
         self.cut: int | None = None
+        self.suffix = ""
 
     def push(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of ``tokens`` are kept, and why the output ends there (``None``: it goes on)."""
         for i, token in enumerate(tokens):
             self._count += 1
+            if token in self._named:
+                self.reason = self._named[token]
+                self.suffix = self.reason if self._include else ""
+                return i + 1, "stop"
             if token in self._eos:
                 return i + 1, "eos"
             if token in self._stop_ids:
@@ -114,10 +127,11 @@ class Stopper:
         old = len(written.text)
         written.push([token])
         text = written.text
-        # A match may begin in the text of earlier tokens.
-        longest = max(map(len, self._stop))
-        start = max(0, old - longest + 1)
-        places = [(place, s) for place, s in ((text.find(s, start), s) for s in self._stop) if place >= 0]
+        if self._count <= self._least:
+            return False
+        # A match may begin in the text of earlier tokens, and ends in this one's.
+        found = ((text.find(s, max(0, old - len(s) + 1)), s) for s in self._stop)
+        places = [(place, s) for place, s in found if place >= 0]
         if places:
             self.cut, self.reason = min(places)
             self.cut += len(self.reason) if self._include else 0

@@ -14,6 +14,8 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
+from foretoken.constraints import CannotGoOn
+
 
 class GrammarConstraint:
     """See :class:`foretoken.constraints.Constraint`.
@@ -22,10 +24,13 @@ class GrammarConstraint:
         matcher: a compiled grammar, at its beginning.
         vocab_size: width of the logits.
         ends: ids that end a text.
+
+    Attributes:
+        ends: the same.
     """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, ends: frozenset[int]) -> None:
-        self._matcher, self._vocab_size, self._ends = matcher, vocab_size, ends
+        self._matcher, self._vocab_size, self.ends = matcher, vocab_size, ends
         self._text: list[int] = []
         self._begin = 0
         self._lock = threading.Lock()
@@ -42,19 +47,20 @@ class GrammarConstraint:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores [1, V] in which tokens that may not follow are impossible.
 
-        A prefix that breaks the grammar itself (a node below a draft that was refused) gets the end of the text: its
-        distribution is never drawn from, but it must be one.
+        A prefix that breaks the grammar (a node below a draft that was refused) gets the end of the text: its
+        distribution is never drawn from, but it must be one.  A prefix that keeps to the grammar may be left with
+        nothing, where others have ruled out what the grammar asks for.
 
         Raises:
-            ValueError: following the grammar costs more than is allowed; the text so far says nothing about it.
+            CannotGoOn: following the grammar costs more than is allowed; the text so far says nothing about it.
         """
         with self._lock:
-            allowed = self._allowed(input_ids[0, self._begin :].tolist())
+            fits, allowed = self._allowed(input_ids[0, self._begin :].tolist())
         mask = torch.from_numpy(allowed).to(scores.device)
         width = min(scores.shape[-1], len(allowed))
         kept = torch.full_like(scores, -torch.inf)
         kept[:, :width] = torch.where(mask[:width], scores[:, :width], -torch.inf)
-        if not bool(torch.isfinite(kept).any()):
+        if not fits:
             kept[:, self._last(scores.shape[-1])] = 0.0
         return kept
 
@@ -71,22 +77,28 @@ class GrammarConstraint:
             if not self._go_to(list(output)):
                 return 0
             if self._matcher.is_stopped():
-                return int(bool(drafts) and drafts[0] in self._ends)
+                return int(bool(drafts) and drafts[0] in self.ends)
             return int(self._matcher.validate_tokens(list(drafts)))
+
+    def may_end(self, output: Sequence[int]) -> bool:
+        """Whether the grammar is complete with these output tokens."""
+        with self._lock:
+            return self._go_to(list(output)) and bool(self._matcher.is_stopped() or self._matcher.is_accepting())
 
     # -- the matcher's place -----------------------------------------------------------------------------------------
 
-    def _allowed(self, output: list[int]) -> np.ndarray:
-        """[vocab_size] whether each token may follow."""
+    def _allowed(self, output: list[int]) -> tuple[bool, np.ndarray]:
+        """Whether the output keeps to the grammar, and [vocab_size] whether each token may follow."""
         if not self._go_to(output):
-            return np.zeros(self._vocab_size, dtype=bool)
+            return False, np.zeros(self._vocab_size, dtype=bool)
         if self._matcher.is_stopped():
             found = np.zeros(self._vocab_size, dtype=bool)
-            found[[end for end in self._ends if end < self._vocab_size]] = True
-            return found
+            found[[end for end in self.ends if end < self._vocab_size]] = True
+            return True, found
         bits = self._matcher.compute_bitmask()
         self._check()
-        return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little")[: self._vocab_size].astype(bool)
+        every = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little")
+        return True, every[: self._vocab_size].astype(bool)
 
     def _go_to(self, output: list[int]) -> bool:
         """Move to the end of the output; false where the grammar does not allow it."""
@@ -106,10 +118,10 @@ class GrammarConstraint:
         """An error of the matcher looks like the end of the text: an output that breaks off must not pass for one."""
         if self._matcher.is_error():
             reason = " ".join(self._matcher.get_error().split())[:200]
-            raise ValueError(f"the grammar cannot be followed any further: {reason}")
+            raise CannotGoOn(f"the grammar cannot be followed any further: {reason}")
 
     def _last(self, width: int) -> int:
-        return min((end for end in self._ends if end < width), default=0)
+        return min((end for end in self.ends if end < width), default=0)
 
 
 def common_length(first: list[int], second: list[int]) -> int:

@@ -11,6 +11,7 @@ from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf
 from foretoken.loading.memory import moved
+from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.inflated import InflatedModel
@@ -82,7 +83,8 @@ def load_model(
         check_packable(network)
     if quantize is not None:
         quantise_linears(network, quantize, wide=exact != "bitwise")
-    return wrap(network, exact=exact, lean=lean, in_place=ours and (not given or pack is True))
+    in_place = ours and (not given or pack is True)
+    return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(source))
 
 
 def _load_inflated(

@@ -9,6 +9,7 @@ from foretoken.loading.adapters import read_adapter
 from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, is_adapter, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
 from foretoken.models.base import LanguageModel
+from foretoken.models.judging import ROWS, SENTENCE
 
 
 def load_tokenizer(source: Any) -> Any | None:
@@ -35,6 +36,23 @@ def load_tokenizer(source: Any) -> Any | None:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise LoadError(f"cannot load a tokenizer from {path}: {str(error).strip().splitlines()[0]}") from None
+
+
+def ordinary_text(source: Any) -> list[int] | None:
+    """Ids of a sentence as the model is used to read it, in its chat template where it has one; ``None`` where there is
+    no tokenizer, or where its template fails."""
+    try:
+        tokenizer = load_tokenizer(source)
+        if tokenizer is None:
+            return None
+        if getattr(tokenizer, "chat_template", None):
+            text = tokenizer.apply_chat_template([{"role": "user", "content": SENTENCE}], tokenize=False)
+        else:
+            text = SENTENCE
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids[-ROWS:]
+    except Exception:  # whoever uses the tokenizer will be told what is wrong with it
+        return None
 
 
 def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> None:

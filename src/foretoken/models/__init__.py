@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from foretoken.models.base import LanguageModel
 
 
-def wrap(model: Any, *, exact: str = "distribution", lean: bool = True, in_place: bool = False) -> LanguageModel:
+def wrap(
+    model: Any,
+    *,
+    exact: str = "distribution",
+    lean: bool = True,
+    in_place: bool = False,
+    probe: Callable[[], Sequence[int] | None] | None = None,
+) -> LanguageModel:
     """A ``PreTrainedModel`` (or a :class:`LanguageModel`, returned as it is) as a language model.
 
     Models that cannot take trees get :class:`~foretoken.models.sequential.SequentialModel`, or
     :class:`~foretoken.models.stateful.StatefulModel` where they have recurrent layers whose state survives a trial.
     Models whose logits depend on how many tokens are read at once are decoded token by token.
-    ``in_place`` lets linear layers be packed (see :class:`~foretoken.models.huggingface.HuggingFaceModel`).
+    ``in_place`` lets linear layers be packed, and ``probe`` gives the text that fast paths are tried on (see
+    :class:`~foretoken.models.huggingface.HuggingFaceModel`).
 
     Raises:
         CapabilityError: the model is not causal, or cannot be run through a cache.
@@ -23,12 +32,14 @@ def wrap(model: Any, *, exact: str = "distribution", lean: bool = True, in_place
     from foretoken.models.cache_trial import cache_fault
     from foretoken.models.sequential import SequentialModel
 
-    wrapped = _wrapped(model, exact, lean, in_place)
+    wrapped = _wrapped(model, exact, lean, in_place, probe)
     fault = cache_fault(model, wrapped)
     return wrapped if fault is None else SequentialModel(model, fault)
 
 
-def _wrapped(model: Any, exact: str, lean: bool, in_place: bool) -> LanguageModel:
+def _wrapped(
+    model: Any, exact: str, lean: bool, in_place: bool, probe: Callable[[], Sequence[int] | None] | None
+) -> LanguageModel:
     from foretoken.models.base import CapabilityError
     from foretoken.models.capabilities import detect
     from foretoken.models.huggingface import HuggingFaceModel
@@ -38,7 +49,7 @@ def _wrapped(model: Any, exact: str, lean: bool, in_place: bool) -> LanguageMode
 
     capabilities = detect(model)
     if capabilities.tree_mask:
-        return HuggingFaceModel(model, exact=exact, lean=lean, in_place=in_place)
+        return HuggingFaceModel(model, exact=exact, lean=lean, in_place=in_place, probe=probe)
     if in_place and exact != "bitwise":
         pack_linears(model, Packing.of(model, model.dtype, model.device, blocks=False, in_place=True))
     if capabilities.rollback:

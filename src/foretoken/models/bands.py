@@ -8,6 +8,7 @@ takes about what the tokens need, and attention does not look at 3,000 slots for
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from foretoken.models.base import SequenceState
 from foretoken.models.cache import CHUNK, TreeCache
@@ -133,3 +134,8 @@ def in_bands(sequences: Sequence[SequenceState]) -> list[list[int]]:
     for index, sequence in enumerate(sequences):
         groups.setdefault(id(sequence.cache), []).append(index)
     return list(groups.values())
+
+
+def picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
+    """Those of the items, of which there may be none at all."""
+    return [items[index] for index in indices] if items else []

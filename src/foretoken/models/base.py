@@ -53,6 +53,8 @@ class SequenceState:
         row: the cache row that holds it (a model's own business).
         cache: which cache the row is in, for a model that has several.
         tokens: committed token ids, exactly those whose KV is in the cache.
+        regime: the length of text for which its tokens were read, where the model reads long texts in another way;
+            0 for short ones.  Texts of one regime can take over keys and values from each other.
         provisional: whether the scratch nodes were run by a part of the network only: they can be drafted from, but
             not be kept, and the next whole forward states the tree anew.
         exit_states: per scratch node its hidden state [D] at layer ``exit_layer``, from which a whole forward goes on.
@@ -71,6 +73,7 @@ class SequenceState:
     exit_states: list[Tensor] = field(default_factory=list)
     exit_layer: int = 0
     cache: Any = field(default=None, repr=False, compare=False)
+    regime: int = 0
 
     @property
     def num_slots(self) -> int:
@@ -158,11 +161,22 @@ class Snapshot:
         tokens: n token ids.
         layers: per layer its keys and values [H, n, D*], ``None`` for a layer that keeps nothing.
         divisible: whether a beginning of it can be put back (recurrent states know the whole text only).
+        regime: of the sequence that it was copied from.
     """
 
     tokens: Sequence[int]
     layers: Sequence[tuple[Tensor, Tensor] | None]
     divisible: bool = True
+    regime: int = 0
+
+    def check_regime(self, sequence: SequenceState) -> None:
+        """Refuse a sequence that reads its text in another way.
+
+        Raises:
+            ValueError: it does.
+        """
+        if sequence.regime != self.regime:
+            raise ValueError("this text was kept of a text of another length, whose rotary embeddings differ: read it")
 
     @property
     def nbytes(self) -> int:
@@ -195,6 +209,7 @@ class LanguageModel(ABC):
     Attributes:
         vocab_size: V, the width of the logits.
         context_length: most tokens that a sequence may hold.
+        context_why: what limits it, in words; empty where that is the model's configuration alone.
         eos_token_ids: tokens that end a text.
         capabilities: what the model offers.
         run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
@@ -208,6 +223,7 @@ class LanguageModel(ABC):
     exactness: str = "rounding"
     exactness_why: str = "this kind of model was not tried"
     refused: tuple[Refusal, ...] = ()
+    context_why: str = ""
     run_s: float = 0.0
     run_rows: int = 0
     vocab_size: int
@@ -281,6 +297,20 @@ class LanguageModel(ABC):
         """
         return self.open()
 
+    def expect(self, sequence: SequenceState, length: int) -> None:  # noqa: B027
+        """The text of a sequence has ``length`` tokens, or will have them before anything is drawn.
+
+        Some models read a long text in another way from its first token on.  Tokens that were committed already are
+        read again where that is so.
+        """
+
+    def room(self, sequence: SequenceState) -> int:
+        """Most tokens that one path of the scratch may hold.
+
+        A longer path would be read in another way than its tokens one by one.
+        """
+        return self.context_length - len(sequence.tokens)
+
     @abstractmethod
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         """Append nodes to scratch trees and score them, all feeds in one call.
@@ -352,4 +382,5 @@ class LanguageModel(ABC):
         path = sequence.matching_path(tokens[have:-1])
         if sequence.scratch_tokens:
             self.commit(sequence, path)
-        return tokens[have + len(path) :]
+        self.expect(sequence, len(tokens))
+        return tokens[len(sequence.tokens) :]

@@ -205,6 +205,8 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
     """Give a model graphs and compare them with its ordinary forward; returns why it has none, or nothing."""
     if model._sequences:
         return "texts are open already"
+    if model.rotary is not None:
+        return "its rotary embeddings change with the length of the text"
     if model.context_length < CHECKED_TOKENS:
         return f"a context of {model.context_length} tokens is too short to check them"
     before = model.cache

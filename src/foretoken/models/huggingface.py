@@ -13,17 +13,22 @@ import torch
 from torch import Tensor
 
 from foretoken.models.attention import EXACT, FOLDED
-from foretoken.models.bands import Bands, in_bands
+from foretoken.models.bands import Bands, in_bands, picked
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState, Snapshot
 from foretoken.models.cache import TreeCache
-from foretoken.models.call import Call
+from foretoken.models.call import Call, inputs_of, padded_states
 from foretoken.models.capabilities import detect
+from foretoken.models.checks import Checks, Probe
 from foretoken.models.clock import now
 from foretoken.models.extra import check_rows, embedding_rows
+from foretoken.models.judging import refusal
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers, running
 from foretoken.models.lean import LeanForward, build_lean
 from foretoken.models.masks import RowPlan, additive_mask
-from foretoken.models.packing import BlockedProducts, Packing, pack_linears, unpack_linears
+from foretoken.models.packing import BlockedProducts, Packing, unpack_linears
+from foretoken.models.provisional import comes_before, keep_common, without_first
+from foretoken.models.public_layouts import lay_out
+from foretoken.models.rotary import ChangingRotary, context_of
 from foretoken.models.taps import check_taps, decoder_layers, recording
 from foretoken.models.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks
 
@@ -56,6 +61,7 @@ class HuggingFaceModel(LanguageModel):
         in_place: the model is ours to change: projections take the place of its linear layers where this machine
             multiplies them faster in another layout (:meth:`unpack` takes that back).  Otherwise the lean forward has
             copies of the weights, and large models are not run on it.
+        probe: gives ids of an ordinary text for the checks of fast paths (:mod:`foretoken.models.checks`).
 
     Raises:
         CapabilityError: the model cannot take trees (use :func:`foretoken.models.wrap`, which falls back).
@@ -63,12 +69,22 @@ class HuggingFaceModel(LanguageModel):
 
     _extra: tuple[Tensor, ...] = ()
     _second: Mapping[str, SecondWeights] = MappingProxyType({})
+    rotary: ChangingRotary | None = None
+    """Its rotary embeddings that change with the length of the text, if any do."""
     graphs: Any = None
     """What runs forwards as CUDA graphs (:mod:`foretoken.models.graphs`), if anything does."""
     graphs_off: str = "not asked for"
     """Why nothing does; empty where it does."""
 
-    def __init__(self, model: Any, *, exact: str = "distribution", lean: bool = True, in_place: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        exact: str = "distribution",
+        lean: bool = True,
+        in_place: bool = False,
+        probe: Probe | None = None,
+    ) -> None:
         if exact not in ("distribution", "bitwise", "approximate"):
             raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
         self.model = model.eval()
@@ -77,7 +93,8 @@ class HuggingFaceModel(LanguageModel):
         if not self.capabilities.tree_mask:
             raise CapabilityError(f"this model cannot take trees: {self.capabilities.missing['tree_mask']}")
         self.vocab_size = int(self.config.vocab_size)
-        self.context_length = context_length_of(self.config)
+        self.rotary = ChangingRotary.of(model)
+        self.context_length, self.context_why = context_of(model, context_length_of(self.config), self.rotary)
         self.eos_token_ids = eos_ids(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
@@ -94,10 +111,22 @@ class HuggingFaceModel(LanguageModel):
         self._lean: Any = None
         self.packing = Packing.of(model, self.dtype, self.device, exact == "bitwise", in_place)
         self.spared = SPARED_NATIVE if self.packing.layout == "native" else SPARED
+        checks = Checks(self, probe)
         if lean:
-            self._lean = build_lean(self)
-        if in_place and not self.is_lean and exact != "bitwise":
-            pack_linears(model, self.packing)
+            self._lean = build_lean(self, checks)
+        if not self.is_lean:
+            lay_out(self, checks)
+        if exact != "approximate":
+            self.exactness, self.exactness_why = checks.exactness(self.way)
+
+    @property
+    def way(self) -> str:
+        """What makes the forwards of one network different ones."""
+        return f"{'lean' if self.is_lean else 'public'} {self.packing.way} {self.exact}"
+
+    def refuse(self, path: str, why: str, costs: str) -> None:
+        """Note, and say once, that a fast path is not taken."""
+        self.refused = (*self.refused, refusal(path, why, costs))
 
     @property
     def is_lean(self) -> bool:
@@ -228,10 +257,11 @@ class HuggingFaceModel(LanguageModel):
     def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
         """A copy of the keys and values of the first ``length`` committed tokens."""
         layers = sequence.cache.copied(sequence.row, length)
-        return None if not any(layers) else Snapshot(list(sequence.tokens[:length]), layers)
+        return Snapshot(list(sequence.tokens[:length]), layers, regime=sequence.regime) if any(layers) else None
 
     def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
         """Commit the first ``length`` tokens of a snapshot to an empty sequence."""
+        snapshot.check_regime(sequence)
         self.bands.make_room(sequence, length)
         for layer, pair in enumerate(snapshot.layers):
             if pair is not None:
@@ -247,6 +277,7 @@ class HuggingFaceModel(LanguageModel):
         padded = len(texts) * max(lengths, default=0)
         if len(texts) < 2 or 0 in lengths or padded > PREFILL_CHUNK or (not self.is_lean and padded > 2 * sum(lengths)):
             return super().prefill_batch(texts, taps)
+        self._grow(texts)
         rows = self.forward([Feed(sequence, tokens, wanted=0) for sequence, tokens in texts], taps)
         for sequence, tokens in texts:
             self.commit(sequence, range(len(tokens)))
@@ -268,10 +299,28 @@ class HuggingFaceModel(LanguageModel):
         """Keep the first ``length`` committed tokens: the slots behind them are written anew."""
         del sequence.tokens[length:]
         sequence.clear_scratch()
+        if not sequence.tokens:
+            sequence.regime = 0
+
+    def expect(self, sequence: SequenceState, length: int) -> None:
+        """Read a text as one of ``length`` tokens."""
+        if self.rotary is not None:
+            self.rotary.expect(self, sequence, length)
+
+    def room(self, sequence: SequenceState) -> int:
+        """Tokens that can follow the committed ones in one forward."""
+        room = None if self.rotary is None else self.rotary.room(sequence)
+        return super().room(sequence) if room is None else room
+
+    def _grow(self, texts: Sequence[tuple[SequenceState, Sequence[int]]]) -> None:
+        """Texts get tokens that are certain: those that cross the border of the rotary embeddings are read again."""
+        if self.rotary is not None:
+            self.rotary.grow(self, texts)
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
         """Commit ``tokens`` in chunks, without logits."""
         parts: dict[str, list[Tensor]] = {name: [] for name in taps}
+        self._grow([(sequence, tokens)])
         for start in range(0, len(tokens), PREFILL_CHUNK):
             chunk = tokens[start : start + PREFILL_CHUNK]
             rows = self.forward([Feed(sequence, chunk, wanted=0)], taps)[0]
@@ -294,6 +343,7 @@ class HuggingFaceModel(LanguageModel):
             ValueError: an unknown tap, or two feeds for one sequence.
         """
         self._check(feeds, taps)
+        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
         if any(feed.sequence.provisional for feed in feeds):
             return self._finish(feeds, taps)
         return self._whole(feeds, taps)
@@ -322,6 +372,7 @@ class HuggingFaceModel(LanguageModel):
             CapabilityError: a skipped sublayer is no module of its own.
         """
         self._check(feeds, taps)
+        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
         if plan.weights and plan.weights not in self._second:
             raise ValueError(f"this model has no second weights {plan.weights!r}: add them first")
         if plan not in self._checked_plans:  # a draft runs the same plan at every step
@@ -347,15 +398,15 @@ class HuggingFaceModel(LanguageModel):
         """A whole forward of trees whose leading nodes have run the first layers already."""
         exits = {feed.sequence.exit_layer for feed in feeds if feed.sequence.exit_layer}
         exit_tap = f"layer:{min(exits, default=0)}"
-        if len(exits) != 1 or any(_comes_before(name, min(exits)) for name in taps):
+        if len(exits) != 1 or any(comes_before(name, min(exits)) for name in taps):
             for feed in feeds:  # nothing to go on from, or hidden states of the first layers are asked for
                 feed.sequence.clear_scratch()
             return self._whole(feeds, taps)
         window = LayerPlan(stop=exits.pop())
         try:
             for feed in feeds:
-                _keep_common(feed)
-            rest = [_without_first(feed, len(feed.sequence.scratch_tokens)) for feed in feeds]
+                keep_common(feed)
+            rest = [without_first(feed, len(feed.sequence.scratch_tokens)) for feed in feeds]
             fresh = [feed for feed in rest if feed.tokens]
             if fresh:
                 self.forward_part(fresh, window)
@@ -427,15 +478,17 @@ class HuggingFaceModel(LanguageModel):
         starts = [row.committed + len(row.parents) - row.new for row in rows]
         used = max(starts) + width
         cache.plan(low, high, starts, width, used)
-        ids, positions = self._inputs(rows, low, feeds, width)
+        ids, positions = inputs_of(rows, low, feeds, width, self.context_length - 1, self.device)
         masks: dict[str, Tensor | None] = {
             name: additive_mask(rows, layer, width, used, self.run_dtype, self.device)
             for name, layer in self.layer_masks.items()
         }
         wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
         spans = [(f.sequence.row - low, p.new - n, p.new) for f, p, n in zip(feeds, places, wanted, strict=True)]
-        states = self._padded(inputs, feeds, low, ids) if inputs else None
-        return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width))
+        states = padded_states(inputs, feeds, low, ids, self.run_dtype) if inputs else None
+        regimes = [text.regime for text in cache.texts[low:high]]
+        lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)
+        return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
 
     def _append(self, feed: Feed) -> RowPlan:
         sequence = feed.sequence
@@ -454,31 +507,10 @@ class HuggingFaceModel(LanguageModel):
         """A row between the fed ones that takes no part: its padding is written behind its own scratch."""
         return self._row_plan(sequence, 0)
 
-    def _inputs(self, rows: Sequence[RowPlan], low: int, feeds: Sequence[Feed], width: int) -> tuple[Tensor, Tensor]:
-        """Token ids and positions [b, width]; padding repeats token 0 at a legal position."""
-        ids = [[0] * width for _ in rows]
-        positions = [[min(row.first_position, self.context_length - 1)] * width for row in rows]
-        for feed in feeds:
-            i = feed.sequence.row - low
-            row = rows[i]
-            ids[i][: row.new] = feed.tokens
-            positions[i][: row.new] = [row.first_position + d for d in row.depths[len(row.depths) - row.new :]]
-        both = torch.tensor([ids, positions], device=self.device)
-        return both[0], both[1]
-
     def _counts(self, rows: Sequence[RowPlan], width: int) -> list[int] | None:
         """Nodes by row, where leaving out the padding saves more than it costs."""
         counts = [row.new for row in rows]
         return None if self._lean is None or len(rows) * width - sum(counts) < self.spared else counts
-
-    def _padded(self, inputs: Sequence[Sequence[Tensor]], feeds: Sequence[Feed], low: int, ids: Tensor) -> Tensor:
-        """Hidden states [b, width, D] of the fed nodes, zero elsewhere."""
-        size = next(len(state) for states in inputs for state in states)
-        padded = torch.zeros((*ids.shape, size), dtype=self.run_dtype, device=self.device)
-        for feed, states in zip(feeds, inputs, strict=True):
-            rows = states if isinstance(states, Tensor) else torch.stack(list(states))
-            padded[feed.sequence.row - low, : len(rows)] = rows
-        return padded
 
     def _run_all(self, calls: Sequence[Call]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
         """One run for all where the forward takes several caches at once, else one each."""
@@ -504,7 +536,9 @@ class HuggingFaceModel(LanguageModel):
         part = running(self.model, call.plan, call.states)
         rows = self.extra_rows
         embedding = nullcontext(ids) if rows is None else embedding_rows(self.model, ids, rows, self.vocab_size)
-        with self._switched_attention(), products, recording(self.model, call.taps) as hidden, part, embedding as known:
+        turning = nullcontext() if self.rotary is None else self.rotary.switched(call.positions, call.lengths)
+        recorded = recording(self.model, call.taps)
+        with self._switched_attention(), products, turning, recorded as hidden, part, embedding as known:
             out = self.model(
                 input_ids=known,
                 position_ids=call.positions,
@@ -533,36 +567,3 @@ class HuggingFaceModel(LanguageModel):
         finally:
             for config, name in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = name
-
-
-def picked(items: Sequence[Any], indices: Sequence[int]) -> list[Any]:
-    """Those of the items, of which there may be none at all."""
-    return [items[index] for index in indices] if items else []
-
-
-def _comes_before(tap: str, layer: int) -> bool:
-    """Whether a tap is a hidden state before the exit layer, which provisional nodes have not kept."""
-    kind, _, number = tap.partition(":")
-    return kind == "layer" and int(number) < layer
-
-
-def _parents_of(feed: Feed) -> Sequence[int]:
-    return range(-1, len(feed.tokens) - 1) if feed.parents is None else feed.parents
-
-
-def _keep_common(feed: Feed) -> None:
-    """Drop provisional nodes from the first one on that the feed does not restate."""
-    sequence = feed.sequence
-    restated = zip(feed.tokens, _parents_of(feed), sequence.scratch_tokens, sequence.scratch_parents, strict=False)
-    same = 0
-    for token, parent, old_token, old_parent in restated:
-        if token != old_token or parent != old_parent:
-            break
-        same += 1
-    same = min(same, len(sequence.exit_states))
-    sequence.drop_last(len(sequence.scratch_tokens) - same)
-
-
-def _without_first(feed: Feed, count: int) -> Feed:
-    """The nodes behind the first ``count``; no logits wanted."""
-    return Feed(feed.sequence, feed.tokens[count:], _parents_of(feed)[count:], wanted=0)

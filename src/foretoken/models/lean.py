@@ -6,8 +6,7 @@ Transformers layer takes three times as many as :class:`foretoken.models.lean_la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -16,30 +15,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.models.call import Call
+from foretoken.models.checks import Checks
 from foretoken.models.extra import known_ids, put_in
+from foretoken.models.judging import Outputs, Run
 from foretoken.models.lean_families import Family, family_of, part
 from foretoken.models.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary, joined
 from foretoken.models.lean_parts import Norm, norm_of
-from foretoken.models.masks import LayerMask, RowPlan, additive_mask
 from foretoken.models.packing import Projection, is_plain, pays_packed, unpack_linears
+from foretoken.models.rotary import LeanTurns
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
 
 MAX_PARAMETERS = 400_000_000
 """Above this the fused copies of the weights cost memory and the overhead that they save is small."""
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Root mean square difference to the public logits that is rounding, in their standard deviations.
-
-In bfloat16 random models of 2 to 12 layers differ by 0.009 to 0.033, the built-in ones by 0.007; a forgotten bias or
-another activation in one of three layers makes 0.07 or more.
-"""
-
-
-Found = tuple[list[Tensor], dict[str, Tensor]]
-"""Logits [n, V] per feed, and taps [b, width, D]."""
-Run = Callable[[Call], Found]
-"""A forward, public or lean."""
+PATH = "lean forward"
+COSTS = "a step of a small model takes about twice as long, and near-ties may differ with drafts and in batches"
 
 
 def _head(linear: Any, owner: HuggingFaceModel) -> tuple[Projection, torch.dtype]:
@@ -79,6 +70,7 @@ class LeanForward:
         self.size = Heads.of(config)
         kinds: Any = getattr(config, "layer_types", None)
         self.rotary = _rotary(decoder.rotary_emb, kinds, self.dtype)
+        self.turns = None if owner.rotary is None else LeanTurns(owner.rotary, tuple(self.rotary), self.dtype)
         self.layers = [
             LeanLayer(
                 layer,
@@ -101,11 +93,24 @@ class LeanForward:
         self.logit_scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
 
-    def run(self, call: Call) -> Found:
+    @property
+    def is_coarse(self) -> bool:
+        """Whether it multiplies in bfloat16 or by quantised weights, whatever the model is in."""
+        quantised = any(hasattr(module, "joined") for module in self.owner.model.modules())
+        return self.head_dtype == torch.bfloat16 or quantised
+
+    def row_dependent(self) -> str | None:
+        """A part that sums in an order that depends on the number of rows; ``None`` where none does."""
+        if not all(layer.native for layer in self.layers):
+            return "attention"
+        parts = [self.head, *(p for layer in self.layers for p in layer.projections)]
+        return None if all(part.alone for part in parts) else "a matrix product"
+
+    def run(self, call: Call) -> Outputs:
         """Logits [n, V] per feed and taps, in which padding that was left out is zero."""
         return self.run_all([call])[0]
 
-    def run_all(self, calls: Sequence[Call]) -> list[Found]:
+    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
         """Several calls at once, alike but for their rows: only attention tells the caches apart."""
         taps, plan = calls[0].taps, calls[0].plan
         run, x = self._begin(calls)
@@ -130,11 +135,11 @@ class LeanForward:
             x = self._logits(x if "last" in taps else self.final_norm(x))
         else:
             x = x.new_zeros(0, self.owner.vocab_size)
-        found: list[Found] = []
+        outputs: list[Outputs] = []
         for (rows, spans), states in zip(kept, hidden, strict=True):
             logits, x = x[: len(rows)], x[len(rows) :]
-            found.append(([logits[start:stop] for start, stop in spans], states))
-        return found
+            outputs.append(([logits[start:stop] for start, stop in spans], states))
+        return outputs
 
     def _begin(self, calls: Sequence[Call]) -> tuple[Pass, Tensor]:
         """What the layers read besides the hidden states [n, D] of all rows, and those."""
@@ -152,7 +157,11 @@ class LeanForward:
         x = joined(states)
         if calls[0].states is None:
             x = self._embed(x)
-        return Pass(groups, {kind: rotary(positions) for kind, rotary in self.rotary.items()}), x
+        if self.turns is None:
+            return Pass(groups, {kind: rotary(positions) for kind, rotary in self.rotary.items()}), x
+        told = [call.positions + 1 if call.lengths is None else call.lengths for call in calls]
+        lengths = joined([place.taken(each) for place, each in zip(places, told, strict=True)])
+        return Pass(groups, self.turns(positions, lengths)), x
 
     def _embed(self, ids: Tensor) -> Tensor:
         """What the first layer reads [n, D] of ids [n]."""
@@ -193,28 +202,52 @@ def _rotary(embedding: Any, kinds: Any, dtype: torch.dtype) -> dict[str, Rotary]
     }
 
 
-def build_lean(owner: HuggingFaceModel) -> LeanForward | None:
-    """A lean forward for the model, or ``None`` when its architecture is not covered or its numbers differ.
+def build_lean(owner: HuggingFaceModel, checks: Checks | None = None) -> LeanForward | None:
+    """A lean forward for the model, or ``None`` where ``owner.refused`` then says why.
 
     The check runs the public forward first: where the model is packed in place, its layers are others afterwards.
     """
-    family, in_place = family_of(owner.config), owner.packing.home is not None
-    if family is None or not _has_plain_linears(owner.model, family):
+    checks = Checks(owner, None) if checks is None else checks
+    reason = _not_covered(owner)
+    if reason is not None:
+        owner.refuse(PATH, reason, COSTS)
         return None
-    if not in_place and sum(p.numel() for p in owner.model.parameters()) > MAX_PARAMETERS:
-        return None
-    public = _tree_logits(owner, owner._run_public, owner.dtype)
-    if public is None:
-        return None
-    try:
-        lean = LeanForward(owner)
-    except AttributeError:  # a model of a known type with modules of its own
-        return None
-    if agrees(owner, lean, public):
-        return lean
-    if in_place:
+    lean: LeanForward | None = None
+
+    def built() -> tuple[Run, torch.dtype, bool] | None:
+        nonlocal lean
+        try:
+            lean = LeanForward(owner)
+        except AttributeError:  # a model of a known type with modules of its own
+            return None
+        return lean.run, lean.dtype, lean.is_coarse
+
+    reason = checks.fault(f"{PATH} {owner.way}", built)
+    if reason is None:
+        return lean or LeanForward(owner)
+    if owner.packing.home is not None:
         unpack_linears(owner.model)
+    owner.refuse(PATH, reason, COSTS)
     return None
+
+
+def _not_covered(owner: HuggingFaceModel) -> str | None:
+    """Why no lean forward is tried."""
+    family, kind = family_of(owner.config), owner.config.model_type
+    if family is None:
+        return f"it does not cover {kind} models of this kind"
+    if not _has_plain_linears(owner.model, family):
+        return f"this {kind} model has linear layers of another kind (adapted, or quantised by another package)"
+    size = sum(p.numel() for p in owner.model.parameters())
+    if owner.packing.home is None and size > MAX_PARAMETERS:
+        return f"the model was handed in, and copies of its {size / 1e9:.1f}b weights would take too much memory"
+    return None
+
+
+def agrees(owner: HuggingFaceModel, lean: LeanForward) -> bool:
+    """Whether the forward passes the check (:mod:`foretoken.models.judging`)."""
+    judge = Checks(owner, None).judge
+    return judge is not None and judge.fault(owner, lean.run, lean.dtype, lean.is_coarse) is None
 
 
 def _has_plain_linears(model: Any, family: Family) -> bool:
@@ -226,44 +259,3 @@ def _has_plain_linears(model: Any, family: Family) -> bool:
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in names
     )
-
-
-@torch.inference_mode()
-def _tree_logits(owner: HuggingFaceModel, run: Run, dtype: torch.dtype) -> Tensor | None:
-    """Float64 logits [6, V] of a short branching tree, under windows that are shorter still; ``None`` where the model
-    cannot be run or they are not finite."""
-    width = 6
-    parents = (-1, 0, 1, 1, 2, 3)
-    depths = (0, 1, 2, 2, 3, 3)
-    ids = torch.arange(1, width + 1, device=owner.device)[None] % owner.vocab_size
-    positions = torch.tensor([depths], device=owner.device)
-    plan = RowPlan(0, parents, depths, width)
-    masks = {
-        name: additive_mask([plan], _narrowed(layer), width, width, dtype, owner.device)
-        for name, layer in owner.layer_masks.items()
-    }
-    owner.cache.plan(0, 1, [0], width, width)
-    try:
-        logits = run(Call(owner.cache, ids, positions, masks, [(0, 0, width)], ()))[0][0].double()
-    except RuntimeError:  # experts in a dtype that their kernel lacks: who uses the model will be told
-        return None
-    finally:
-        owner.cache.clear()  # the other forward may keep keys and values in another dtype
-    return logits if bool(torch.isfinite(logits).all()) else None
-
-
-def agrees(owner: HuggingFaceModel, lean: LeanForward, public: Tensor | None = None) -> bool:
-    """Whether both forwards differ by rounding alone; ``public`` are the logits of the public one, where it has run."""
-    public = _tree_logits(owner, owner._run_public, owner.dtype) if public is None else public
-    mine = _tree_logits(owner, lean.run, lean.dtype)
-    if public is None or mine is None:
-        return False
-    difference = float((public - mine).square().mean().sqrt())
-    coarse = lean.head_dtype == torch.bfloat16 or any(hasattr(m, "joined") for m in owner.model.modules())
-    rounding = torch.bfloat16 if coarse else owner.dtype
-    return difference <= TOLERANCE.get(rounding, 1e-2) * float(public.std())
-
-
-def _narrowed(mask: LayerMask) -> LayerMask:
-    """A window of two tokens instead of thousands, so that layers of different types read different masks."""
-    return mask if mask.kind == "full" else replace(mask, size=2)

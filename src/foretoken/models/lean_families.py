@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that depend on the position alone, so that one table holds them."""
+KNOWN_ROPE = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+"""Rotary embeddings that the lean forward has; the last two through :mod:`foretoken.models.rotary`."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def family_of(config: Any) -> Family | None:
     family = FAMILIES.get(config.model_type)
     if family is None or any(getattr(config, name, None) for name in family.refused):
         return None
-    return family if all(rope.get("rope_type", "default") in STATIC_ROPE for rope in _ropes(config)) else None
+    return family if all(rope.get("rope_type", "default") in KNOWN_ROPE for rope in _ropes(config)) else None
 
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:

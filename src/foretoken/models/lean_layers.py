@@ -125,6 +125,12 @@ class LeanLayer:
         self.parallel = bool(part(layer, family.parallel))
         self.mlp = mlp_of(part(layer, family.mlp), family, Joined(after_mlp, scale), packing)
 
+    @property
+    def projections(self) -> list[Any]:
+        """Everything that multiplies by a weight."""
+        mlp: Any = self.mlp
+        return [self.qkv, self.out.projection, *getattr(mlp, "projections", ())]
+
     def attend(self, index: int, x: Tensor, run: Pass) -> Tensor:
         """The attention of layer ``index`` with its residual, x [n, D] -> [n, D]; writes its keys and values."""
         return self.mixed(index, x if self.norm_attention is None else self.norm_attention(x), x, run)

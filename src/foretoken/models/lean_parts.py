@@ -104,6 +104,7 @@ Mlp = Callable[[Tensor, Tensor], Tensor]
 class _GatedMlp:
     def __init__(self, gate_up: Projection, activation: Callable[[Tensor], Tensor], output: Output) -> None:
         self.gate_up, self.activation, self.output = gate_up, activation, output
+        self.projections = (gate_up, output.projection)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
@@ -113,6 +114,7 @@ class _GatedMlp:
 class _PlainMlp:
     def __init__(self, up: Projection, activation: Callable[[Tensor], Tensor], output: Output) -> None:
         self.up, self.activation, self.output = up, activation, output
+        self.projections = (up, output.projection)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         return self.output(self.activation(self.up(x)), residual)
@@ -124,6 +126,12 @@ class _OwnMlp:
     def __init__(self, module: Any, joined: Joined, blocks: bool) -> None:
         self.module, self.joined, self.blocks = module, joined, blocks
         self.dtype: torch.dtype = next(module.parameters()).dtype
+        self.projections = (self,)
+
+    @property
+    def alone(self) -> bool:
+        """Experts are multiplied by PyTorch, and it depends on the rows which of them share a product."""
+        return self.blocks
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         with BlockedProducts() if self.blocks else nullcontext():

@@ -72,6 +72,11 @@ class Projection:
         return self.layout.weight
 
     @property
+    def alone(self) -> bool:
+        """Whether a row's bits do not depend on the other rows."""
+        return self.block > 0 or self.layout.block == 0
+
+    @property
     def num_bytes(self) -> int:
         """Memory of weight and bias."""
         return self.layout.num_bytes + (0 if self.bias is None else self.bias.nbytes)
@@ -140,6 +145,11 @@ class Packing:
         narrow = dtype in NARROW and shapes
         layout = fastest_layout(dtype, shapes, usable_layouts(dtype, device)) if narrow else "auto"
         return cls(layout, blocks, model if in_place else None)
+
+    @property
+    def way(self) -> str:
+        """The layout, and whether it takes the place of the model's layers."""
+        return self.layout if self.home is None else f"{self.layout} in place"
 
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         """What the projections of weights of ``dtype`` are best fed with."""

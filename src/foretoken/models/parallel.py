@@ -77,6 +77,7 @@ class ParallelModel(LanguageModel):
     def __init__(self, inner: HuggingFaceModel, followers: Sequence[Follower]) -> None:
         self.inner, self.followers = inner, tuple(followers)
         self.vocab_size, self.context_length = inner.vocab_size, inner.context_length
+        self.context_why = inner.context_why
         self.eos_token_ids, self.device, self.dtype = inner.eos_token_ids, inner.device, inner.dtype
         reason = f"the model is split over {len(followers) + 1} processes"
         self.capabilities = replace(
@@ -219,6 +220,15 @@ class ParallelModel(LanguageModel):
         self._tell("rewind", text=self._number(sequence), length=length)
         self._together(lambda: self.inner.rewind(sequence, length))
 
+    def expect(self, sequence: SequenceState, length: int) -> None:
+        """Read a text as one of ``length`` tokens, in every process."""
+        self._tell("expect", text=self._number(sequence), length=length)
+        self._together(lambda: self.inner.expect(sequence, length))
+
+    def room(self, sequence: SequenceState) -> int:
+        """Tokens that can follow the committed ones in one forward."""
+        return self.inner.room(sequence)
+
     def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
         """A copy of the leader's part of a text; each of the others keeps its own until this one is dropped."""
         self._next += 1
@@ -226,7 +236,7 @@ class ParallelModel(LanguageModel):
         found: Snapshot | None = self._together(lambda: self.inner.snapshot(sequence, length))
         if found is None:
             return None
-        kept = PartSnapshot(found.tokens, found.layers, found.divisible, self._next)
+        kept = PartSnapshot(found.tokens, found.layers, found.divisible, found.regime, self._next)
         weakref.finalize(kept, self._forgotten.append, kept.key)
         return kept
 
@@ -267,6 +277,8 @@ class ParallelModel(LanguageModel):
 
     def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
         """Commit ``tokens`` in chunks, without logits."""
+        if self.inner.rotary is not None:
+            self.expect(sequence, max(sequence.regime, len(sequence.tokens) + len(tokens)))
         for start in range(0, len(tokens), PREFILL_CHUNK):
             super().prefill(sequence, tokens[start : start + PREFILL_CHUNK], taps)
         return {}
@@ -313,6 +325,8 @@ def follow(inner: HuggingFaceModel, lines: Iterable[str]) -> None:
             inner.release(texts.pop(told["text"]))
         elif call == "rewind":
             inner.rewind(texts[told["text"]], told["length"])
+        elif call == "expect":
+            inner.expect(texts[told["text"]], told["length"])
         elif call == "snapshot":
             kept[told["key"]] = inner.snapshot(texts[told["text"]], told["length"])
         elif call == "restore":

@@ -168,11 +168,12 @@ def known_times(dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> Mappin
 
 def cache_file() -> Path:
     """Where measurements of this machine and version of PyTorch are kept."""
-    return cache_folder() / f"products-{_machine()}.json"
+    return cache_folder() / f"products-{machine_key()}.json"
 
 
 @cache
-def _machine() -> str:
+def machine_key() -> str:
+    """What tells machines, and ways of measuring on them, apart."""
     info = Path("/proc/cpuinfo")
     about = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
     lines = [line for line in about if line.startswith(("model name", "flags", "model\t", "stepping"))]

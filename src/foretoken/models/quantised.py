@@ -77,8 +77,13 @@ def fastest_draft_product(out: int, width: int, group: int, bits: str = "auto") 
 
 @cache
 def fastest_target_product(out: int, width: int, group: int, bits: str) -> type[QuantisedProduct] | None:
-    """The product for a target, which decodes plainly (one row) and verifies (eight); else as for drafts."""
+    """The product for a target, which decodes plainly (one row) and verifies (eight); else as for drafts.
+
+    Kernels in which a row's bits do not depend on the others come first where this machine has them: whether text is
+    equal to the last bit must not hang on a measurement beside other work.
+    """
     fitting = _fitting(out, width, group, bits)
+    fitting = [product for product in fitting if issubclass(product, NativeProduct)] or fitting
     if len(fitting) < 2:
         return fitting[0] if fitting else None
     times = measured(tuple(fitting), out, width, group, (1, 8))

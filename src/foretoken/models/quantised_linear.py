@@ -56,6 +56,13 @@ class QuantisedLinear(nn.Module):
         return self.product(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
+def multiply_dequantised(model: nn.Module) -> None:
+    """Let every quantised layer below ``model`` multiply by its weight as numbers, without its kernel."""
+    for module in model.modules():
+        if isinstance(module, QuantisedLinear):
+            module.product.product = module.product.by_dense  # type: ignore[method-assign]
+
+
 def _plain(linear: Any) -> Callable[[Tensor], Tensor]:
     """A layer that is not quantised, for input of any dtype."""
     return lambda x: linear(x.to(linear.weight.dtype)).to(x.dtype)
@@ -69,6 +76,11 @@ class SideBySide:
 
     def __init__(self, products: Sequence[Callable[[Tensor], Tensor]]) -> None:
         self.products = products
+
+    @property
+    def alone(self) -> bool:
+        """Whether a row's bits do not depend on the other rows."""
+        return all(getattr(product, "alone", False) for product in self.products)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [n, in] -> [n, all outs]."""

@@ -35,12 +35,14 @@ class QuantisedProduct(ABC):
         wide: from how many rows on a product of this shape may multiply by the dequantised weight instead (the same
             numbers, summed in another order), as a function that measures it; ``None``: never.
         has_wide: whether that can be faster at all.
+        alone: whether a row's bits do not depend on the other rows.
     """
 
     name: str
     bits: int
     wide: Callable[[type[QuantisedProduct], int, int, int], int] | None = None
     has_wide: bool = True
+    alone: bool = False
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None) -> None:
         self.shape = shape
@@ -169,7 +171,7 @@ class IntegerProduct(QuantisedProduct):
     any company, and the input has 14 bits.
     """
 
-    name, bits, has_wide = "int8 weights, integer input", 8, False
+    name, bits, has_wide, alone = "int8 weights, integer input", 8, False, True
 
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__((len(weight.values), weight.values.shape[1]), bias)
@@ -205,7 +207,7 @@ class NativeProduct(QuantisedProduct):
         RuntimeError: this machine has no such kernel, or it does not take the shape.
     """
 
-    has_wide = False
+    has_wide, alone = False, True
     packed: Tensor
     scales: Tensor
     group: int = 0

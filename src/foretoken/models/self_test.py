@@ -1,7 +1,9 @@
 """Whether a model's recurrent state survives a rollback, tried out on a few tokens.
 
 No list of names says it: the same family was wrong in one release of Transformers and right in the next (a forward of
-several tokens from an existing state).  The test costs five forwards of at most eight rows, once per model object.
+several tokens from an existing state).  The test costs six
+forwards of at most 17 rows, once per model object, and is judged as every fast path is
+(:mod:`foretoken.models.judging`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from foretoken.models.base import Feed
+from foretoken.models.judging import MOST, WIDER, ordinary_ids, widened
 from foretoken.models.state_cache import StateCache, tensors_of
 
 if TYPE_CHECKING:
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class Limits(NamedTuple):
-    """Relative differences to a fresh reading that are rounding.
+    """Relative differences that are rounding, beyond :data:`foretoken.models.judging.MOST` times those of a fresh
+    reading, both against a fresh reading in the next wider precision.
 
     Attributes:
         first: in the first layer that has such a tensor; below it almost nothing has been rounded yet.
@@ -32,10 +36,11 @@ class Limits(NamedTuple):
     mean: float
 
 
-HALF, EXACT = Limits(0.05, 0.2), Limits(1e-4, 3e-4)
-"""Random models of 2 to 4 layers: bfloat16 up to 0.003 and 0.03, float32 up to 3e-7 and 5e-6.  A state that a forward
-of several tokens ignores makes 0.07 to 1, a rule for single tokens that leaves a clamp out (nemotron_h, zamba2) 1e-3.
-"""
+HALF, EXACT = Limits(0.02, 0.05), Limits(1e-4, 3e-4)
+"""A state that a forward of several tokens ignores makes 0.07 to 1, a rule for single tokens that leaves a clamp out
+(nemotron_h, zamba2) 1e-3 in float32."""
+READ, STEP, CHAIN = 12, 13, 17
+"""The probe: tokens that are read first, the one that is scored alone, the chain of which one token is kept."""
 
 
 @torch.inference_mode()
@@ -56,41 +61,71 @@ def state_fault(model: StatefulModel) -> str | None:
 
 
 def _difference(model: StatefulModel) -> str | None:
-    text = [(7 * i + 3) % model.vocab_size for i in range(8)]
+    text = [token % model.vocab_size for token in ordinary_ids(model.vocab_size, 20)]
     wrong = [(token + 1) % model.vocab_size for token in text]
     sequence = model.open()
     try:
-        model.prefill(sequence, text[:4])
-        single = model.forward([Feed(sequence, text[4:5])])[0].logits
+        model.prefill(sequence, text[:READ])
+        single = model.forward([Feed(sequence, text[READ:STEP])])[0].logits
         model.commit(sequence, [0])
-        model.forward([Feed(sequence, [text[5], *wrong[5:8]])])
+        model.forward([Feed(sequence, [text[STEP], *wrong[STEP + 1 : CHAIN]])])
         model.commit(sequence, [0])
-        chain = model.forward([Feed(sequence, text[6:])])[0].logits
-        model.commit(sequence, [0, 1])
-        state, fresh = model.state(sequence), StateCache()
-        wanted = model.read(fresh, text, 4)
-        return _worst(model, torch.cat([single, chain]), wanted[[0, 2, 3]], state, fresh)
+        chain = model.forward([Feed(sequence, text[STEP + 1 : CHAIN])])[0].logits
+        model.commit(sequence, list(range(CHAIN - STEP - 1)))
+        rolled = _Reading(torch.cat([single, chain]), model.state(sequence))
+        fresh = _fresh(model, text[:CHAIN])
+        return _worst(model, rolled, fresh, _truth(model, text[:CHAIN]) or fresh)
     finally:
         model.release(sequence)
 
 
-def _worst(model: StatefulModel, logits: Tensor, wanted: Tensor, state: StateCache, fresh: StateCache) -> str | None:
-    """The kind of tensor that differs from a fresh reading, and by how much."""
-    found: dict[str, list[float]] = defaultdict(list)
-    for (kind, mine), (_, theirs) in zip(tensors_of(state.cache), tensors_of(fresh.cache), strict=True):
-        found[kind].append(relative(mine, theirs))
+class _Reading(NamedTuple):
+    """Logits of the scored tokens, and what the layers keep of the text."""
+
+    logits: Tensor
+    state: StateCache
+
+
+def _fresh(model: StatefulModel, text: list[int]) -> _Reading:
+    state = StateCache()
+    logits = model.read(state, text, len(text) - READ)
+    return _Reading(torch.cat([logits[:1], logits[2:]]), state)
+
+
+def _truth(model: StatefulModel, text: list[int]) -> _Reading | None:
+    """The same in the next wider precision; ``None`` where the network has none (float64, or a kernel of one dtype)."""
+    wide = WIDER.get(model.dtype)
+    if wide is None:
+        return None
+    try:
+        with widened(model.model, wide):
+            return _fresh(model, text)
+    except RuntimeError:
+        return None
+
+
+def _worst(model: StatefulModel, rolled: _Reading, fresh: _Reading, truth: _Reading) -> str | None:
+    """The kind of tensor that is further from the truth than a fresh reading explains, and by how much."""
+    errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    states = (tensors_of(reading.state.cache) for reading in (rolled, fresh, truth))
+    for (kind, path), (_, plain), (_, right) in zip(*states, strict=True):
+        errors[kind].append((relative(path, right), relative(plain, right)))
     limits = HALF if model.dtype in (torch.bfloat16, torch.float16) else EXACT
-    for kind, values in found.items():
-        for value, limit in ((values[0], limits.first), (sum(values) / len(values), limits.mean)):
-            if not value <= limit:
-                return _said(kind, value)
-    value = relative(logits, wanted)
-    return None if value <= limits.mean else _said("logits", value)
+    for kind, pairs in errors.items():
+        mean = (sum(path for path, _ in pairs) / len(pairs), sum(plain for _, plain in pairs) / len(pairs))
+        for (path, plain), limit in ((pairs[0], limits.first), (mean, limits.mean)):
+            if not path <= MOST * plain + limit:
+                return _said(kind, path, plain)
+    path, plain = (relative(reading.logits, truth.logits) for reading in (rolled, fresh))
+    return None if path <= MOST * plain + limits.mean else _said("logits", path, plain)
 
 
-def _said(kind: str, value: float) -> str:
+def _said(kind: str, path: float, plain: float) -> str:
     name = kind.replace("_", " ")
-    return f"after a rejected draft its {name} differ from a fresh reading by {value:.2g} of their size"
+    return (
+        f"after a rejected draft its {name} differ from a fresh reading: they are off by {path:.2g} of their size, and "
+        f"those of a fresh reading by {plain:.2g}"
+    )
 
 
 def relative(mine: Tensor, theirs: Tensor) -> float:

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
+from foretoken.models.rotary import context_of
 from foretoken.models.taps import check_taps, decoder_layers, recording
 from foretoken.models.traits import cache_name, context_length_of, eos_ids
 
@@ -38,7 +39,7 @@ class SequentialModel(LanguageModel):
             missing = {"tree_mask": reason, "keep_path": reason, **self.capabilities.missing, "rollback": reason}
             self.capabilities = Capabilities(False, False, False, True, False, missing)
         self.vocab_size = int(self.config.vocab_size)
-        self.context_length = context_length_of(self.config)
+        self.context_length, self.context_why = context_of(model, context_length_of(self.config))
         self.eos_token_ids = eos_ids(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

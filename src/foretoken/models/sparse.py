@@ -158,9 +158,14 @@ class SparseModel(HuggingFaceModel):
     def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
         """As ever, but from a new subset when there is none or it is ``rebuild`` tokens behind."""
         own = _own(sequence)
-        if not own.chosen or len(own.source.tokens) - own.chosen_from >= self.rebuild:
+        self.target.expect(own.source, len(tokens))
+        other = own.regime != own.source.regime
+        if not own.chosen or other or len(own.source.tokens) - own.chosen_from >= self.rebuild:
             self.choose(sequence, tokens[-1])
         return super().catch_up(sequence, tokens)
+
+    def expect(self, sequence: SequenceState, length: int) -> None:
+        """Nothing to do: the text is as the target has read it, and is chosen anew when that reads it again."""
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
         """Keep the first ``length`` committed tokens.
@@ -205,7 +210,7 @@ class SparseModel(HuggingFaceModel):
             kept = key.shape[1]
             own.cache.load(own.row, layer, key, value)
         own.clear_scratch()
-        own.tokens[:] = source.tokens
+        own.tokens[:], own.regime = source.tokens, source.regime
         own.chosen, own.chosen_from, own.kept = True, count, kept
 
     def queries(self, source: SequenceState, root: int) -> dict[int, Tensor]:

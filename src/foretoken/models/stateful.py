@@ -22,6 +22,7 @@ from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, Se
 from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
 from foretoken.models.delta_rule import recorded, rule_files
+from foretoken.models.rotary import context_of
 from foretoken.models.self_test import state_fault
 from foretoken.models.state_cache import StateCache
 from foretoken.models.taps import check_taps, decoder_layers, recording
@@ -64,7 +65,7 @@ class StatefulModel(LanguageModel):
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.vocab_size = int(self.config.vocab_size)
-        self.context_length = context_length_of(self.config)
+        self.context_length, self.context_why = context_of(model, context_length_of(self.config))
         self.eos_token_ids = eos_ids(model)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

@@ -13,8 +13,11 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from foretoken.core import OptionError
 from foretoken.engine.errors import DeadlineExceeded, Draining, EngineClosed, EngineDead, QueueFull, RequestFailed
 
+FIELDS = {"max_new_tokens": "max_tokens", "include_stop": "include_stop_str_in_output"}
+"""Fields of requests that are called otherwise in the library."""
 LONGEST = 1000
 """Characters of a message: whatever it quotes, it stays short."""
 KINDS = {
@@ -109,6 +112,10 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(
             503, "out of memory: try again, or ask for less", code="out_of_memory", headers={"Retry-After": "1"}
         )
+    if isinstance(error, RequestFailed) and error.reason == "contradiction":
+        return bad(str(error), code="contradiction")
+    if isinstance(error, OptionError):
+        return bad(str(error), FIELDS.get(error.option, error.option), "invalid_value")
     if isinstance(error, ValueError | TypeError) and not isinstance(error, RequestFailed):
         return bad(str(error))
     log.error("a request failed", exc_info=error)

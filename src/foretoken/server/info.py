@@ -11,6 +11,7 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import foretoken
+from foretoken.bos import ids_with_one_bos
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.group import GroupDrafter
 from foretoken.drafters.known import KnownDrafter
@@ -101,7 +102,7 @@ async def tokenize(body: TokenizeRequest, http: Request) -> JSONResponse:
         raise bad("give either prompt or messages", "prompt")
     text = body.prompt if body.prompt is not None else await prompt_of(tokenizer, body.messages or ())
     special = body.add_special_tokens
-    ids = await in_thread(TEXTS, lambda: list(tokenizer(text, add_special_tokens=special)["input_ids"]))
+    ids = await in_thread(TEXTS, lambda: ids_with_one_bos(text, tokenizer, special))
     found: dict[str, Any] = {"count": len(ids), "max_model_len": serving.llm.target.context_length, "tokens": ids}
     if body.return_token_strs:
         found["token_strs"] = tokenizer.convert_ids_to_tokens(ids)

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
+from foretoken.bos import ids_with_one_bos
 from foretoken.constraints import Constraint
 from foretoken.engine.request import Request
 from foretoken.options import make_request
@@ -80,7 +81,7 @@ def encoded(text: str, serving: Serving, special: bool, field: str) -> list[int]
     tokenizer = serving.llm.tokenizer
     if tokenizer is None:
         raise bad("this model has no tokenizer: give token ids", field)
-    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    return ids_with_one_bos(text, tokenizer, special)
 
 
 def engine_requests(
@@ -118,7 +119,6 @@ def engine_requests(
             made = make_request(
                 prompt,
                 llm.tokenizer,
-                llm.target.eos_token_ids,
                 **options,
                 seed=given,
                 constraint=constraints[len(found)],

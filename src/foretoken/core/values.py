@@ -1,0 +1,121 @@
+"""Values of options: of which kind they must be, and the error that names the option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from typing import Any
+
+
+class OptionError(ValueError):
+    """An option has a value that cannot be.
+
+    Attributes:
+        option: its name.
+    """
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
+def check_whole(option: str, value: Any) -> None:
+    """Refuse what is no whole number; a truth value is none.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise OptionError(option, f"{option} must be a whole number, not {_shown(value)}")
+
+
+def check_real(option: str, value: Any) -> None:
+    """Refuse what is no number; a truth value is none.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise OptionError(option, f"{option} must be a number, not {_shown(value)}")
+
+
+def check_flag(option: str, value: Any) -> None:
+    """Refuse what is no truth value.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise OptionError(option, f"{option} must be True or False, not {_shown(value)}")
+
+
+def check_text(option: str, value: Any) -> None:
+    """Refuse what is no text, and text that is no Unicode.
+
+    Raises:
+        OptionError: another kind, or half a surrogate pair.
+    """
+    if not isinstance(value, str):
+        raise OptionError(option, f"{option} must be text, not {_shown(value)}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise OptionError(option, f"{option} holds half a surrogate pair, which is no character") from None
+
+
+def texts_of(option: str, value: Any, each: str) -> tuple[str, ...]:
+    """One text or several.
+
+    Args:
+        option: its name.
+        value: what was given.
+        each: what one of them is called.
+
+    Raises:
+        OptionError: anything else, an empty text, or text that is no Unicode.
+    """
+    if value is None:
+        return ()
+    given = (value,) if isinstance(value, str) else _members(option, value, "text, or a list of texts")
+    for one in given:
+        check_text(option, one)
+        if not one:
+            raise OptionError(option, f"{option}: a {each} must not be empty")
+    return given
+
+
+def ids_of(option: str, value: Any) -> tuple[int, ...]:
+    """Token ids; whether the vocabulary has them is another question.
+
+    Raises:
+        OptionError: no list of whole numbers.
+    """
+    given = _members(option, value, "a list of token ids")
+    for token in given:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise OptionError(option, f"{option} must hold token ids (whole numbers), not {_shown(token)}")
+    return tuple(int(token) for token in given)
+
+
+def check_ids(option: str, ids: Iterable[Any], vocab_size: int) -> None:
+    """Refuse ids that the vocabulary does not have.
+
+    Raises:
+        OptionError: no whole number, negative, or too large.
+    """
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise OptionError(option, f"{option} must hold token ids (whole numbers), not {_shown(token)}")
+        if not 0 <= int(token) < vocab_size:
+            raise OptionError(option, f"{option} token {token} is outside the vocabulary of {vocab_size}")
+
+
+def _members(option: str, value: Any, wanted: str) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise OptionError(option, f"{option} must be {wanted}, not {_shown(value)}")
+    return tuple(value)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message of one line."""
+    return ascii(value)[:60] if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"

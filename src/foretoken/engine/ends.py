@@ -1,0 +1,101 @@
+"""What ends a request's text: the model's own ids, ids and strings that were asked for, the end of a constraint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foretoken.constraints import CannotGoOn
+from foretoken.core import OptionError
+from foretoken.engine.request import Request, Running
+from foretoken.engine.stopping import FinishReason
+from foretoken.models.base import LanguageModel
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Token ids that end a text.
+
+    Attributes:
+        eos: as an end of text.
+        stops: as a stop string does.
+        named: stop strings that are the text of a special token, by its id.  Text is decoded without special tokens,
+            so that such a string would never be met in it.
+    """
+
+    eos: frozenset[int]
+    stops: frozenset[int]
+    named: Mapping[int, str]
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """All of them."""
+        return self.eos | self.stops | frozenset(self.named)
+
+
+def ends_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> Ends:
+    """The ids that end a request's text.
+
+    A constraint ends the text where nothing may follow, even with ``ignore_eos``.
+
+    Raises:
+        OptionError: a stop string with a special token's text and more.
+    """
+    eos = frozenset() if request.ignore_eos else target.eos_token_ids
+    if request.constraint is not None:
+        eos = target.eos_token_ids | request.constraint.ends
+    return Ends(eos, request.stop_token_ids, _named(request.stop, tokenizer))
+
+
+def _named(stops: Sequence[str], tokenizer: Any | None) -> dict[int, str]:
+    special = special_tokens(tokenizer) if stops else {}
+    for stop in stops:
+        inside = [text for text in special if text in stop]
+        if inside and stop not in special:
+            raise OptionError(
+                "stop",
+                f"stop {stop!r} holds the special token {max(inside, key=len)!r} and more, and text is decoded without "
+                "special tokens: give the special token alone",
+            )
+    return {special[stop]: stop for stop in stops if stop in special}
+
+
+def special_tokens(tokenizer: Any | None) -> dict[str, int]:
+    """Ids of a tokenizer's special tokens, by their text; none without a tokenizer."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    found = {str(token.content): int(number) for number, token in added.items() if token.special}
+    for text in getattr(tokenizer, "all_special_tokens", ()):
+        if text not in found and tokenizer is not None:
+            found[str(text)] = int(tokenizer.convert_tokens_to_ids(text))
+    return {text: number for text, number in found.items() if text}
+
+
+def end_where_nothing_follows(run: Running, tokens: Sequence[int]) -> FinishReason:
+    """How a text ends behind which the request's rules leave no token: a complete constraint is a good end.
+
+    Args:
+        run: the request.
+        tokens: what the last round has added.
+
+    Raises:
+        CannotGoOn: the text may not end there either.
+    """
+    request, output = run.request, [*run.output, *tokens]
+    if request.constraint is not None and request.constraint.may_end(output):
+        return "stop"
+    raise CannotGoOn(
+        f"no token may follow the {len(output)} that are written: {rules_of(request)} leave none, and the text may not "
+        "end there"
+    )
+
+
+def rules_of(request: Request) -> str:
+    """The options of a request that rule out tokens, in words."""
+    given = {
+        "the constraint": request.constraint is not None,
+        "allowed_token_ids": request.allowed_token_ids is not None,
+        "bad_words": bool(request.bad_words),
+        "logits_processor": bool(request.params.processors),
+    }
+    return " and ".join(name for name, is_given in given.items() if is_given)

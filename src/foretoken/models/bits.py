@@ -1,0 +1,88 @@
+"""Whether a row's bits depend on its company: the promise behind :attr:`LanguageModel.exactness`, tried at load.
+
+Speculative text is plain decoding's to the last bit when the logits of a token are the same numbers, however many
+tokens are scored beside it.  Two things must hold: the kernels are of a kind that sums each row alone, in an order that
+does not depend on the others, and a real text scored in one row, in a chain, in a tree and in a batch has equal bits.
+The first is known of the layouts and attention functions; a trial alone could pass by chance where a library chooses
+its kernel by the length of the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import Feed
+
+if TYPE_CHECKING:
+    from foretoken.models.huggingface import HuggingFaceModel
+
+READ, STEPS = 8, 2
+"""Tokens of the trial's text that are committed first, and how many of the others are scored one by one."""
+BITWISE, ROUNDED = "bitwise", "rounding"
+
+
+def exactness_of(owner: HuggingFaceModel, ids: Sequence[int]) -> tuple[str, str]:
+    """``"bitwise"`` or ``"rounding"``, and how that is known."""
+    reason = order_depends(owner)
+    if reason is None:
+        reason = different_bits(owner, ids)
+    if reason is not None:
+        return ROUNDED, f"{reason}; near-ties may differ"
+    return BITWISE, "one row, a chain, a tree and a batch gave the same bits"
+
+
+def order_depends(owner: HuggingFaceModel) -> str | None:
+    """Why the order of sums depends on how many rows there are; ``None`` where it never does."""
+    dtype = str(owner.dtype).removeprefix("torch.")
+    if owner.exact == "bitwise":
+        return None
+    if owner.device.type != "cpu":
+        return f"kernels on {owner.device.type} are chosen by the number of rows"
+    lean: Any = owner._lean
+    if lean is None:
+        return f"the public {dtype} forward multiplies and attends in an order that depends on the number of rows"
+    loose = lean.row_dependent()
+    return None if loose is None else f"{loose} sums {dtype} in an order that depends on the number of rows"
+
+
+@torch.inference_mode()
+def different_bits(owner: HuggingFaceModel, ids: Sequence[int]) -> str | None:
+    """What is scored with other bits than alone; ``None`` when nothing is."""
+    tokens = [token % owner.vocab_size for token in ids]
+    text, path = tokens[:READ], tokens[READ : READ + 5]
+    if owner.context_length < len(tokens) + len(path):
+        return f"a context of {owner.context_length} tokens is too short to try it"
+    tree = [*path[:2], *tokens[:6], *path[2:4], *tokens[6:12], path[4]]  # 17 nodes; the path runs through them
+    parents = [-1, 0, -1, 0, 0, 1, 2, 3, 1, 8, 2, 3, 4, 5, 6, 7, 9]
+    nodes = [0, 1, 8, 9, 16]
+    sequences = [owner.open() for _ in range(3)]
+    try:
+        one, other, third = sequences
+        owner.prefill(one, text)
+        alone: list[Tensor] = []
+        for token in path[:STEPS]:
+            alone.append(owner.forward([Feed(one, [token])])[0].logits)
+            owner.commit(one, [0])
+        owner.rewind(one, READ)
+        owner.prefill(other, text[:5])
+        owner.prefill(other, text[5:])
+        owner.prefill(third, tokens[3:14])
+        chain = owner.forward([Feed(one, path)])[0].logits
+        branched = owner.forward([Feed(other, tree, parents)])[0].logits[nodes]
+        for sequence in (one, other):
+            owner.commit(sequence, [])
+        batch = owner.forward([Feed(one, path[:1]), Feed(other, path), Feed(third, tree, parents)])
+    finally:
+        for sequence in reversed(sequences):
+            owner.release(sequence)
+    if not torch.equal(chain[:STEPS], torch.cat(alone)):
+        return "a chain gave other bits than one row at a time"
+    if not torch.equal(branched, chain):
+        return "a tree gave other bits than a chain"
+    if not torch.equal(torch.cat([batch[0].logits, batch[1].logits]), torch.cat([chain[:1], chain])):
+        return "a batch gave other bits than a text alone"
+    return None
