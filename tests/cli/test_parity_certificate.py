@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import save_model
 
-from foretoken.parity import certificate as certificates
-from foretoken.parity.certificate import digest_of
+from foretoken.measure.machine import versions
+from foretoken.models.table import TableModel
+from foretoken.parity.certificate import KIND, Certificate, digest_of, machine_here
+from foretoken.parity.report import Check, Report, Settings
+from foretoken.parity.verification import compare
 from foretoken.parity.weights import drafter_checksums, model_checksums
 
 QUICK = ("--max-new-tokens", "8", "--samples", "0", "--dtype", "float32", "--mode", "greedy", "--mode", "seed")
@@ -67,7 +72,9 @@ def test_the_certificate_says_what_ran_where_and_what_came_out(written: Path, ta
 def test_the_same_machine_verifies_it_line_by_line(run: Any, written: Path) -> None:
     result = run("parity", "--verify", str(written))
     assert result.code == 0
-    assert result.out.splitlines()[-1] == "verified: what was checked there holds here, and all texts are equal"
+    assert result.out.splitlines()[-1] == (
+        "verified: what was checked there holds here, and all of plain decoding's texts are equal"
+    )
     for line in ("= weights", "= versions", "= machine", "= model", "= exactness", "= ngram, greedy", "= greedy texts"):
         assert line in result.out
     assert "! " not in result.out
@@ -96,12 +103,51 @@ def test_another_machine_is_named_and_verifies(
 
 
 def test_another_promise_is_named(run: Any, written: Path, tmp_path: Path) -> None:
-    def promised(body: dict[str, Any]) -> None:
-        body["model"]["exactness"] = {"bitwise": "rounding", "rounding": "bitwise"}[body["model"]["exactness"]]
-
-    out = run("parity", "--verify", str(changed(written, tmp_path, promised))).out
-    line = next(line for line in out.splitlines() if line.startswith("! exactness"))
+    here = json.loads(written.read_text())["model"]["exactness"]
+    there = "rounding" if here == "bitwise" else "bitwise"
+    file = changed(written, tmp_path, lambda body: body["model"].update(exactness=there))
+    lines = run("parity", "--verify", str(file)).out.splitlines()
+    line = next(line for line in lines if line.startswith("! exactness"))
     assert "exact to the last bit" in line and "exact up to rounding" in line
+    assert ("but up to rounding only" in lines[-1]) is (there == "bitwise")
+
+
+def test_a_machine_that_promises_the_same_bits_must_give_the_same_texts() -> None:
+    """A tie between the texts there and here is no excuse where everything else is the same."""
+    there = Certificate(
+        written="",
+        versions=versions(),
+        machine=machine_here(),
+        model={"forward": "public", "weights": "float64", "exactness": "bitwise", "exactness_why": "said by this test"},
+        drafters=[],
+        settings={},
+        prompts=[[0, 1]],
+        texts={"greedy": [[2, 1]], "seeded": []},
+        result={"passed": True, "checks": []},
+    )
+
+    def outcome(target: TableModel, certificate: Certificate = there) -> tuple[bool, str]:
+        check = Check("ngram", "greedy", "greedy", 1, 1, drafted=1)
+        report = Report([check], complete=True, exactness=target.exactness, prompts=[[0, 1]], plain=[[1, 1]])
+        found = compare(certificate, report, Settings(), target)
+        return found.verified, found.outcome
+
+    weights = [0.1, 0.45, 0.45 - 1e-13, 0.0]
+    target = TableModel(lambda _: torch.tensor(weights, dtype=torch.float64), 4)
+    target.exactness = "bitwise"
+    assert outcome(target) == (
+        False,
+        "NOT verified: 1 of plain decoding's texts differs, on a machine on which the same bits were promised",
+    )
+    other = replace(there, machine={**machine_here(), "cpu": "Another CPU"})
+    verified, words = outcome(target, other)
+    assert verified and words == (
+        "verified up to rounding: what was checked there holds here, and 1 of plain decoding's texts differs from "
+        "near-ties on"
+    )
+    target.exactness = "rounding"
+    verified, words = outcome(target)
+    assert verified and "but up to rounding only: no equal bits are promised" in words
 
 
 def test_other_texts_are_not_verified(run: Any, written: Path, tmp_path: Path) -> None:
@@ -114,7 +160,7 @@ def test_other_texts_are_not_verified(run: Any, written: Path, tmp_path: Path) -
     result = run("parity", "--verify", str(changed(written, tmp_path, other_text)))
     assert result.code == 1
     assert "3 of 4 are the certificate's" in result.out and "prompt 1 differs from token 3 on" in result.out
-    assert result.out.splitlines()[-1].startswith("NOT verified: 1 texts differ")
+    assert result.out.splitlines()[-1].startswith("NOT verified: 1 of plain decoding's texts differs in a way")
 
 
 def test_a_certificate_of_a_run_that_failed_is_not_verified(run: Any, written: Path, tmp_path: Path) -> None:
@@ -152,7 +198,7 @@ def test_an_edited_certificate_is_refused(run: Any, written: Path, tmp_path: Pat
         ("\ufeff\x00", "is no JSON"),
         ("[1]", "is no certificate of parity"),
         ('{"passed": true}', "is no certificate of parity"),
-        (json.dumps({"kind": certificates.KIND, "version": 2}), "another version than 1"),
+        (json.dumps({"kind": KIND, "version": 2}), "another version than 1"),
     ],
 )
 def test_what_is_no_certificate_is_refused(run: Any, tmp_path: Path, text: str, words: str) -> None:

@@ -86,12 +86,20 @@ def _outcome(certificate: Certificate, report: Report, ties: int, differences: i
     if not report.passed:
         return "NOT verified: what passed there fails here"
     if differences:
-        return f"NOT verified: {differences} texts differ in a way that rounding does not explain"
+        return f"NOT verified: {_texts_differ(differences)} in a way that rounding does not explain"
     if ties and must_be_equal:
-        return f"NOT verified: {ties} texts differ, on a machine on which the same bits were promised"
+        return f"NOT verified: {_texts_differ(ties)}, on a machine on which the same bits were promised"
+    lost = certificate.model["exactness"] == "bitwise" != report.exactness
+    holds = "what was checked there holds here" + (
+        ", but up to rounding only: no equal bits are promised" if lost else ""
+    )
     if ties:
-        return f"verified up to rounding: what was checked there holds here, and {ties} texts differ from near-ties on"
-    return "verified: what was checked there holds here, and all texts are equal"
+        return f"verified up to rounding: {holds}, and {_texts_differ(ties)} from near-ties on"
+    return f"verified: {holds}, and all of plain decoding's texts are equal"
+
+
+def _texts_differ(count: int) -> str:
+    return "1 of plain decoding's texts differs" if count == 1 else f"{count} of plain decoding's texts differ"
 
 
 def _facts(name: str, there: Mapping[str, Any], here: Mapping[str, Any], only: Sequence[str] = ()) -> Line:
@@ -164,7 +172,8 @@ def _texts(
             found = first_difference(target, report.prompts[prompt], one, other, sampler)
             if found is not None:
                 ties, differences = ties + found.is_tie, differences + (not found.is_tie)
-                notes.append(_note(prompt, found))
+                seed = f" with seed {(settings.seed + i) % SEEDS}" if kind == "seeded" else ""
+                notes.append(f"prompt {prompt}{seed} {_note(found)}")
         if here:
             same = len(here) - len(notes)
             text = f"{same} of {len(here)} are the certificate's, token by token"
@@ -179,7 +188,7 @@ def _sampler(settings: Settings, prompt: Sequence[int], place: int | None) -> Sa
     return Sampler(SamplingParams(**settings.sampling), len(prompt), Noise((settings.seed + place) % SEEDS))
 
 
-def _note(prompt: int, found: Difference) -> str:
+def _note(found: Difference) -> str:
     gap = "" if found.logit_gap is None else f", logit gap {found.logit_gap:.3g}"
     kind = "a numerical tie" if found.is_tie else "a real difference"
-    return f"prompt {prompt} differs from token {found.position} on{gap}, {kind}"
+    return f"differs from token {found.position} on{gap}, {kind}"
