@@ -33,7 +33,7 @@ def test_texts_that_differ_by_a_tie_are_counted_with_gaps_and_the_reason() -> No
         "0 of 1 texts are equal to plain decoding's; 1 differs from a numerical tie on (logit gap"
     )
     assert equality.endswith(": this model is exact up to rounding here (said by this test)")
-    assert outcome.startswith("passed up to rounding: 1 of 1 texts differ")
+    assert outcome.startswith("passed up to rounding: 1 of 1 texts differ from plain decoding's, all of them from")
 
 
 def test_a_tie_breaks_the_promise_of_a_bitwise_target() -> None:
@@ -52,12 +52,16 @@ def test_other_kernels_may_tie_with_a_bitwise_target(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(target, "forward", super(Wavering, target).forward)  # it keeps its own promise
     report = report_on(target, NgramDrafter(), modes=["greedy", "transformers"])
     assert report.passed and report.public()["ties"] == 2
-    plain, other, _ = words(report)
+    plain, other, outcome = words(report)
     assert plain == "all 1 texts are equal to plain decoding's, token by token"
     assert other.startswith(
         "0 of 2 texts are equal to those of transformers.generate; 2 differ from a numerical tie on"
     )
     assert "its kernels are others" in other
+    assert outcome == (
+        "passed: speculation does not change what this target says; 2 differ from transformers.generate's texts from "
+        "numerical ties on"
+    )
 
 
 def test_equal_texts_pass_without_a_word_of_ties() -> None:

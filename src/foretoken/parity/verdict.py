@@ -97,10 +97,11 @@ def _outcome(report: Report, texts: Sequence[Check]) -> Remark:
         return Remark("FAILED: nothing could be compared", "bad")
     if not any(check.drafted for check in report.checks):
         return Remark("nothing was drafted on these prompts: whether speculation changes anything was not tried")
+    inside = [check for check in texts if check.mode != OUTSIDE]
+    ties = sum(check.ties for check in inside)
     if ties:
-        return Remark(
-            f"passed up to rounding: {ties} of {sum(check.prompts for check in texts)} texts differ, all of them from "
-            "numerical ties on; nothing else differs",
-            "good",
-        )
-    return Remark("passed: speculation does not change what this target says", "good")
+        differ = f"{ties} of {sum(check.prompts for check in inside)} texts differ from plain decoding's"
+        return Remark(f"passed up to rounding: {differ}, all of them from numerical ties on; nothing else differs", "good")
+    other = sum(check.ties for check in texts)
+    beside = f"; {_differ(other)} from transformers.generate's texts from numerical ties on" if other else ""
+    return Remark(f"passed: speculation does not change what this target says{beside}", "good")
