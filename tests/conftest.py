@@ -22,9 +22,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.slow)
 
 
-@pytest.fixture(autouse=True)
-def fresh_checks() -> None:
-    """Checks of fast paths are remembered by the model's fingerprint: a test may plant what that does not see."""
+@pytest.fixture(autouse=True, scope="session")
+def checks_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Results of checks of fast paths are not kept in the user's folder, nor read from there."""
     from foretoken.models import checks
 
-    checks._KNOWN.clear()
+    folder = tmp_path_factory.mktemp("checks")
+    checks.cache_folder = lambda: folder  # type: ignore[assignment]

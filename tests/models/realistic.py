@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from checkpoints import new_model
 
+from foretoken.models.lean_families import family_of, part
+
 SPECIAL = 8
 """Ids below are special tokens."""
 DEPTH = 24
@@ -24,7 +26,12 @@ def realistic_model(name: str, dtype: torch.dtype = torch.bfloat16, massive: flo
     draws = torch.Generator().manual_seed(5)
     direction = torch.randn(embedding.shape[1], generator=draws)
     direction /= direction.norm()
+    family = family_of(model.config)
+    assert family is not None
+    norm = part(part(model, family.decoder), family.final_norm)
     with torch.no_grad():
+        for name, value in norm.named_parameters():  # so that the projection below is of what the vocabulary reads
+            value.fill_(1.0 - family.norm_offset if name == "weight" else 0.0)
         embedding[:SPECIAL] += massive * embedding.norm(dim=-1).mean() * direction
         head -= torch.outer(head @ direction, direction)
     return model.to(dtype)
