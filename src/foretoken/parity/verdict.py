@@ -101,7 +101,9 @@ def _outcome(report: Report, texts: Sequence[Check]) -> Remark:
     ties = sum(check.ties for check in inside)
     if ties:
         differ = f"{ties} of {sum(check.prompts for check in inside)} texts differ from plain decoding's"
-        return Remark(f"passed up to rounding: {differ}, all of them from numerical ties on; nothing else differs", "good")
+        return Remark(
+            f"passed up to rounding: {differ}, all of them from numerical ties on; nothing else differs", "good"
+        )
     other = sum(check.ties for check in texts)
     beside = f"; {_differ(other)} from transformers.generate's texts from numerical ties on" if other else ""
     return Remark(f"passed: speculation does not change what this target says{beside}", "good")
