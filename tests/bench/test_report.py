@@ -21,6 +21,7 @@ from foretoken.bench.report.page import embedded, render
 from foretoken.bench.report.read import Run, read_run
 from foretoken.bench.report.svg import draw
 from foretoken.bench.results import UnitResult
+from foretoken.bench.results import drafted as draft_tokens
 from foretoken.cli.main import main
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -496,6 +497,68 @@ def test_differing_output_and_inflated_targets_are_said(tmp_path: Path) -> None:
     file = written(tmp_path, cell(FAST, identical=False), summary(settings={"inflate": "1b"}))
     words = "".join(page(file).words)
     assert "differs from plain decoding's in 1 of 1" in words and "inflated (1b)" in words
+
+
+def drafted(*cells: Mapping[str, Any], counts: Mapping[str, int | None]) -> list[dict[str, Any]]:
+    """The summary's counts of draft tokens."""
+    keys = ("arm", "category", "temperature", "batch")
+    return [{**{key: cell[key] for key in keys}, "drafted": counts.get(cell["arm"], 9)} for cell in cells]
+
+
+def test_an_arm_that_drafted_nothing_is_not_compared(tmp_path: Path) -> None:
+    """It decoded plainly: it is not the fastest, and its texts are plain decoding's by themselves."""
+    cells = [cell("plain"), cell(FAST), cell(SLOW)]
+    run = read_run(written(tmp_path, *cells, summary(drafted=drafted(*cells, counts={FAST: 0}))))
+    found = list(remarks(run))
+    assert found == [
+        "Nothing is faster than plain decoding (greedy, batch 1).",
+        found[1],
+        f"{FAST} drafted nothing (greedy, batch 1): it decoded plainly, so nothing of it is compared.",
+        "Output equals plain decoding's in all 1 compared cells.",
+    ]
+    assert found[1].startswith(f"Slower than plain: {SLOW}")
+    alone = read_run(written(tmp_path, *cells[:2], summary(drafted=drafted(*cells[:2], counts={FAST: 0}))))
+    assert list(remarks(alone)) == [found[2]]
+
+
+def test_another_engine_that_does_not_tell_its_drafts_is_compared(tmp_path: Path) -> None:
+    cells = [cell("plain"), cell(FAST)]
+    run = read_run(written(tmp_path, *cells, summary(drafted=drafted(*cells, counts={FAST: None}))))
+    assert list(remarks(run))[-1] == "Output equals plain decoding's in all 1 compared cells."
+
+
+def test_a_real_run_tells_its_drafts(tmp_path: Path) -> None:
+    results = [UnitResult(FAST, 0.0, 1, "code", unit, [unit], [[1]], 1.0, 1, 0.1, drafts=2) for unit in (0, 1)]
+    assert draft_tokens(results)["drafted"] == 0
+    results[1].drafted = 3
+    assert draft_tokens(results)["drafted"] == 3
+    results[0].drafts = None
+    assert draft_tokens(results)["drafted"] is None
+
+
+def test_an_unfinished_run_says_nothing_of_what_it_did_not_reach(tmp_path: Path) -> None:
+    run = read_run(written(tmp_path, cell("plain"), cell(FAST)))
+    first, last = remarks(run).items()
+    assert first[0].startswith(f"Fastest so far (greedy, batch 1): {FAST}")
+    assert last == (
+        "Output equals plain decoding's in all 1 compared cells; this run was broken off, and the prompts that it did "
+        "not reach are not known.",
+        "even",
+    )
+    short = read_run(written(tmp_path, cell("plain"), cell(FAST), summary(cells=4)))
+    assert "was broken off" in list(remarks(short))[-1]
+
+
+def test_an_unfinished_run_may_have_measured_no_arm_yet(tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    partial = Partial(out, {"target": "builtin", "arms": ["plain", FAST], "max_new_tokens": 4}, resume=False)
+    partial.add(UnitResult("plain", 0.0, 1, "code", 0, [0], [[1, 2, 3, 4]], 2.0, 4, 0.1, drafts=4))
+    partial.close()
+    assert list(remarks(read_run(out))) == [
+        "This run has measured no arm beside plain decoding yet: it was broken off, so there is nothing to compare."
+    ]
+    plain = read_run(written(tmp_path, cell("plain"), summary(arms=["plain"])))
+    assert list(remarks(plain)) == ["This run has no arm beside plain decoding, so there is nothing to compare."]
 
 
 # -- runs that are not whole -----------------------------------------------------------------------------------------

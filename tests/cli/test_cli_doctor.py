@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from foretoken.loading import load_model
 from foretoken.measure.machine import recommendations, scoring_costs
+from foretoken.models.base import Refusal
+from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.table import TableModel
 
 
@@ -37,6 +40,26 @@ def test_for_people(run: Any, target: str) -> None:
     for words in ("versions", "scoring n tokens", "threads", "recommendations"):
         assert words in result.out
     assert "draft (" not in result.out
+
+
+def test_it_says_how_exact_the_target_is_and_what_it_was_refused(
+    run: Any, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = (Refusal("lean forward", "it is off", "half the speed"), Refusal("graphs", "no GPU", "nothing"))
+    told = {"exactness": "rounding", "exactness_why": "a probe differs", "refused": [asdict(one) for one in refusals]}
+    describe = HuggingFaceModel.describe
+    monkeypatch.setattr(HuggingFaceModel, "describe", lambda self: {**describe(self), **told})
+    options = ("doctor", "--target", target, "--drafter", "none", "--repeat", "1")
+    lines = run(*options).out.splitlines()
+    assert any(
+        line.split() == ["exactness", "exact", "up", "to", "rounding", "(a", "probe", "differs)"] for line in lines
+    )
+    place = next(i for i, line in enumerate(lines) if line.startswith("refused"))
+    assert lines[place].endswith(str(refusals[0])) and lines[place + 1].strip() == str(refusals[1])
+    assert any(line.startswith("forward") for line in lines) and any(line.startswith("kernels") for line in lines)
+    assert {"forward", "weights", "exactness", "exactness_why", "refused"} <= set(
+        run(*options, "--json").json["target"]
+    )
 
 
 def test_measuring_leaves_the_cache_as_it_was(target: str) -> None:

@@ -39,7 +39,11 @@ def test_all_that_fit_pass_and_the_json_is_the_contract(run: Any, target: str, t
     )
     assert result.code == 0
     found = result.json
-    assert set(found) == {"passed", "checks"} and found["passed"] is True
+    assert set(found) == {"passed", "checks", "exactness", "prompts", "identical", "ties"} and found["passed"] is True
+    texts = [check for check in found["checks"] if check["mode"] != "sampled"]
+    for key in ("prompts", "identical", "ties"):
+        assert found[key] == sum(check[key] for check in texts)
+    assert found["exactness"] in ("bitwise", "rounding")
     assert all(set(check) == FIELDS for check in found["checks"])
     modes = Counter(check["mode"] for check in found["checks"])
     assert modes["greedy"] == modes["sampled"] >= 2

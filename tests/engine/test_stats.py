@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from foretoken.drafters.base import Drafter
@@ -10,6 +12,7 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stats import SpecStats
+from foretoken.models.base import Refusal
 from foretoken.sampling import SamplingParams
 from toys import engine, serve, tables
 
@@ -107,3 +110,17 @@ def test_a_dictionary_has_the_names_of_the_contract() -> None:
     }  # fmt: skip
     assert wanted <= set(found)
     assert found["acceptance_rate"] == pytest.approx(found["num_accepted_tokens"] / found["num_draft_tokens"])
+
+
+def test_a_request_says_how_its_target_ran_and_what_it_was_refused() -> None:
+    target, draft = tables()
+    target.exactness = "bitwise"
+    target.refused = (Refusal("lean forward", "it is off", "half the speed"),)
+    run = serve(engine(target, ModelDrafter(draft, k=2)), [Request([0, 1], SamplingParams(), 4)])[0]
+    assert (run.stats.forward, run.stats.exactness) == ("public", "bitwise")
+    assert run.stats.refused == ("lean forward: refused, it is off; half the speed",)
+    assert json.loads(json.dumps(run.stats.as_dict()))["refused"] == list(run.stats.refused)
+    whole = SpecStats()
+    whole.merge(run.stats)
+    whole.merge(SpecStats())
+    assert (whole.forward, whole.exactness, whole.refused) == ("public", "bitwise", run.stats.refused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Rng, TokenTree
 from foretoken.drafters.base import Drafter, Traits
-from foretoken.models.base import LanguageModel
+from foretoken.models.base import Feed, LanguageModel, Rows
+from foretoken.models.table import TableModel
 from foretoken.parity.report import Report, Settings
 from foretoken.parity.run import run_parity
 from foretoken.verifiers.base import draw
@@ -67,3 +69,19 @@ class Planted(Drafter):
                 break
             drafts.append(token)
         return TokenTree.chain(context.root, drafts, torch.stack(distributions) if distributions else None)
+
+
+class Wavering(TableModel):
+    """A target whose best two tokens are a hair apart, and change places where several rows are scored together."""
+
+    def __init__(self, exactness: str = "rounding") -> None:
+        super().__init__(lambda _: torch.tensor([0.1, 0.4, 0.4 - 1e-13, 0.1], dtype=torch.float64), 4)
+        self.exactness, self.exactness_why = exactness, "said by this test"
+
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        """The table's rows, with 1e-12 more for token 2 where a feed has several."""
+        rows = super().forward(feeds, taps)
+        for one in rows:
+            if len(one.logits) > 1:
+                one.logits[:, 2] += 1e-12
+        return rows

@@ -175,6 +175,19 @@ def cell(
     }
 
 
+def drafted(results: Sequence[UnitResult]) -> dict[str, Any]:
+    """Which cell some results are of, and how many draft tokens they have; ``None`` where an engine does not tell."""
+    first = results[0]
+    known = all(r.drafts is not None for r in results)
+    return {
+        "arm": first.arm,
+        "category": first.category,
+        "temperature": first.temperature,
+        "batch": first.batch,
+        "drafted": sum(r.drafted for r in results) if known else None,
+    }
+
+
 # -- the cost model --------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from foretoken.bench.results import (
     anchored,
     cell,
     comparable,
+    drafted,
     dumps,
     positions,
     prediction,
@@ -103,6 +104,7 @@ class Tally:
             "rounds": {name: split for name, split in splits.items() if split is not None},
             "overall": [self._cell(arm, setting, None) for arm, setting in pairs],
             "equality": list(filter(None, (self.equality(arm, s, c) for c in self.bench.ids for arm, s in pairs))),
+            "drafted": [drafted(self._of(arm, s, c)) for c in self.bench.ids for arm, s in pairs],
             "prefill": [self._prefill(arm, setting) for arm, setting in pairs],
             "skipped": [
                 f"{arm.name} at batch {size}: it serves one request at a time"

@@ -84,6 +84,7 @@ def _about(source: str, target: Any) -> dict[str, Any]:
         "computes_in": str(getattr(target, "run_dtype", getattr(target, "dtype", ""))).removeprefix("torch."),
         "layout": packing.layout if packing is not None else "plain",
         "lean": bool(getattr(target, "is_lean", False)),
+        **target.describe(),
         "device": str(getattr(target, "device", "cpu")),
         "context": target.context_length,
         "trees": target.capabilities.tree_mask,
@@ -130,25 +131,34 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _print_facts(console: Console, report: dict[str, Any]) -> None:
+    from foretoken.models.words import exactness_line, refused_lines
+
     versions, hardware, threads, target = (report[key] for key in ("versions", "hardware", "threads", "target"))
+    refused = refused_lines(target)
     variables = ", ".join(f"{k}={v}" for k, v in threads["variables"].items() if v is not None) or "none set"
     load = "" if threads["load"] is None else f", load {threads['load']:.1f}"
     size = "" if target["parameters"] is None else f", {target['parameters'] / 1e6:.1f}M parameters"
     facts = {
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "CPU": f"{hardware['cpu']}, {hardware['cores']} cores, {' '.join(hardware['cpu_flags'])}".rstrip(", "),
-        "own products": hardware["native_products"],
+        "kernels": hardware["kernels"],
         "GPU": ", ".join(hardware["gpus"]) or ("Apple MPS" if hardware["mps"] else "none"),
         "threads": f"{threads['torch_threads']} in use{load}; {variables}",
         "target": f"{target['source']}{size}, {target['dtype']} on {target['device']}, context {target['context']}, "
         + ("takes trees" if target["trees"] else "takes no trees"),
-        "weights": f"{target['weight_bytes'] / 1e6:.0f} MB, layout {target['layout']}, computes in "
-        f"{target['computes_in']} on the {'lean' if target['lean'] else 'public'} forward",
+        "weights": f"{target['weight_bytes'] / 1e6:.0f} MB of {target['weights'] or 'no dtype of their own'}, layout "
+        f"{target['layout']}, computes in {target['computes_in'] or 'its own way'}",
+        "forward": f"{target['forward']}, {target['threads']} thread{'' if target['threads'] == 1 else 's'}",
+        "exactness": exactness_line(target),
+        "refused": refused[0] if refused else "nothing",
         "1-row product": _by_dtype(report, "linear_ms"),
         "16-row product": _by_dtype(report, "linear_rows_ms"),
     }
     for name, value in facts.items():
         console.print(f"{name:<14} {value}", soft_wrap=True)
+        if name == "refused":
+            for line in refused[1:]:
+                console.print(f"{'':<14} {line}", soft_wrap=True)
 
 
 def _by_dtype(report: dict[str, Any], key: str) -> str:

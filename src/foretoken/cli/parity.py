@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json, progress_bar, screen
+from foretoken.cli.output import json_only, print_json
+from foretoken.cli.parity_certificate import before_certifying, verify_certificate, write_certificate
+from foretoken.cli.parity_report import print_report, run_on
 from foretoken.registry import find, parse_spec, rows
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from foretoken.parity.report import Check, Report
+    from foretoken.models.base import LanguageModel
+    from foretoken.parity.report import Report
     from foretoken.parity.run import Settings
 
 _NAMES = ", ".join(row.name for row in rows("drafter"))
 _DIFFERENCE, _INTERRUPTED = 1, 130
-_WIDEST = 110
-"""Columns of the table, however narrow the terminal is; a longer spec is folded."""
+_TOKENS, _SAMPLES, _FALSE_ALARM = 32, 128, 1e-3
+"""Defaults of the run."""
 
 
-@with_common(omit=("drafter",), max_new_tokens=32)
+@with_common(omit=("drafter",), max_new_tokens=_TOKENS)
 def parity_command(
+    model: Annotated[str | None, typer.Argument(help="The target, as --target.")] = None,
     drafter: Annotated[
         list[str] | None,
         typer.Option(
@@ -43,11 +44,17 @@ def parity_command(
     ] = None,
     samples: Annotated[
         int, typer.Option(help="Outputs per drafter for the test of the distribution; 0 leaves it out.")
-    ] = 128,
+    ] = _SAMPLES,
     false_alarm: Annotated[
         float, typer.Option(help="Chance that the whole report fails although every distribution is right.")
-    ] = 1e-3,
+    ] = _FALSE_ALARM,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages tokens seen before.")] = 1.0,
+    certificate: Annotated[
+        Path | None, typer.Option(help="Write the run to this file, for another machine to repeat it.")
+    ] = None,
+    verify: Annotated[
+        Path | None, typer.Option(help="Run the checks of this certificate again, and say what is equal.")
+    ] = None,
     as_json: Json = False,
     *,
     common: Common,
@@ -57,21 +64,46 @@ def parity_command(
     Greedy outputs, and sampled ones of a seed, must be plain decoding's token by token.  Exit code 1 when
     there is a difference that rounding does not explain.  Ctrl-C prints what was checked so far.
     """
+    common = replace(common, target=model or common.target)
     common.check()
     for spec in drafter or ():
         if spec != "auto":
             find("drafter", parse_spec(spec).name)
+    if verify is not None:
+        own: dict[str, Any] = {"certificate": certificate, "prompts": prompts, "mode": mode, "samples": samples}
+        own |= {"false_alarm": false_alarm, "repetition_penalty": repetition_penalty}
+        _refuse_beside_verify(common, own)
+        verify_certificate(verify, common, model, drafter, as_json)
+        return
     settings = _settings(common, mode, samples, false_alarm, repetition_penalty)
+    checksums = {} if certificate is None else before_certifying(certificate, common)
     with json_only(as_json):
-        report, stopped = _run(common, drafter, prompts, settings)
+        report, stopped, target = _run(common, drafter, prompts, settings)
     if as_json:
         print_json(report.public())
     else:
-        _print(report, settings)
+        print_report(report, settings)
+    if certificate is not None:
+        write_certificate(certificate, report, settings, target, common, checksums)
     if stopped:
         raise typer.Exit(_INTERRUPTED)
     if not report.passed:
         raise typer.Exit(_DIFFERENCE)
+
+
+def _refuse_beside_verify(common: Common, own: dict[str, Any]) -> None:
+    """Refuse options that a certificate decides.
+
+    Raises:
+        ValueError: one was given.
+    """
+    usual = {"samples": _SAMPLES, "false_alarm": _FALSE_ALARM, "repetition_penalty": 1.0}
+    names = [name for name, value in own.items() if (value or None) != usual.get(name)]
+    plain = Common(max_new_tokens=_TOKENS, target=common.target)
+    names += [field.name for field in fields(Common) if getattr(common, field.name) != getattr(plain, field.name)]
+    if names:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise ValueError(f"--verify runs what the certificate says: leave out {given}")
 
 
 def _settings(
@@ -102,87 +134,13 @@ def _settings(
     )
 
 
-def _run(common: Common, drafters: list[str] | None, prompts: Path | None, settings: Settings) -> tuple[Report, bool]:
-    """The report, and whether Ctrl-C cut it short."""
-    from foretoken.loading import load_tokenizer
-    from foretoken.parity.report import Report
-    from foretoken.parity.run import read_prompts, run_parity
+def _run(
+    common: Common, drafters: list[str] | None, prompts: Path | None, settings: Settings
+) -> tuple[Report, bool, LanguageModel]:
+    """The report, whether Ctrl-C cut it short, and the target."""
+    from foretoken.parity.run import read_prompts
 
     texts = read_prompts(prompts)
     target = common.load_target()
-    report = Report()
-    bar: AbstractContextManager[Callable[[int, int, str], None]] = progress_bar()
-    try:
-        with bar as on_progress:
-            run_parity(target, load_tokenizer(common.target), drafters, texts, settings, on_progress, report)
-    except KeyboardInterrupt:
-        if not report.checks:
-            raise
-        return report, True
-    return report, False
-
-
-# -- for people ------------------------------------------------------------------------------------------------------
-
-
-def _print(report: Report, settings: Settings) -> None:
-    from rich import box
-    from rich.table import Table
-
-    console = screen()
-    table = Table(title="parity", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("drafter", overflow="fold", min_width=12)
-    table.add_column("verifier", no_wrap=True)
-    table.add_column("check", no_wrap=True)
-    for name in ("outputs", "drafted", "identical", "ties", "differ", "p-value", "sees"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for check in report.checks:
-        table.add_row(*_cells(check), style="red" if check.differences else "")
-    # In less room Rich leaves the drafters' names out; a narrow terminal may break the lines instead.
-    table.width = min(_WIDEST, console.measure(table, options=console.options.update(width=_WIDEST)).maximum)
-    console.print(table, crop=False)
-    for skipped in report.skipped:
-        console.print(f"skipped {skipped}", style="dim", soft_wrap=True)
-    for check in report.checks:
-        for note in check.notes:
-            console.print(f"{check.drafter}, {check.mode}: {note}", soft_wrap=True)
-    _print_power(console, report, settings)
-    _print_verdict(console, report)
-
-
-def _print_power(console: Console, report: Report, settings: Settings) -> None:
-    """What the tests of the distribution would have found."""
-    sees = [check.sees for check in report.checks if check.sees is not None]
-    if not sees:
-        return
-    span = f"{min(sees):.2f}" if f"{min(sees):.2f}" == f"{max(sees):.2f}" else f"{min(sees):.2f} to {max(sees):.2f}"
-    console.print(
-        f"distribution tests: {settings.samples} outputs each; one that is right fails with a chance of "
-        f"{settings.false_alarm / len(sees):.2g} (all together {settings.false_alarm:.2g}), one that is off by a "
-        f"total variation of {span} or more is found with a chance of 0.9",
-        soft_wrap=True,
-    )
-
-
-def _print_verdict(console: Console, report: Report) -> None:
-    silent = {check.drafter for check in report.checks if check.drafter != "none"}
-    silent -= {check.drafter for check in report.checks if check.drafted}
-    for drafter in sorted(silent):
-        console.print(f"{drafter} drafted nothing on these prompts: its checks say little", soft_wrap=True)
-    if report.differs:
-        console.print("FAILED: there is a difference that rounding does not explain", style="bold red")
-    elif not report.complete:
-        console.print("stopped before the end: no difference so far", style="bold")
-    elif not report.checks:
-        console.print("FAILED: nothing could be compared", style="bold red")
-    else:
-        console.print("passed: speculation does not change what this target says", style="bold green")
-
-
-def _cells(check: Check) -> list[str]:
-    sampled = check.mode == "sampled"
-    counts = ["", ""] if sampled else [str(check.identical), str(check.ties)]
-    p_value = "" if check.p_value is None else f"{check.p_value:.3g}"
-    sees = "" if check.sees is None else f"{check.sees:.2f}"
-    numbers = [str(check.prompts), str(check.drafted), *counts, str(check.differences), p_value, sees]
-    return [check.drafter, check.verifier, check.mode, *numbers]
+    report, stopped = run_on(target, common.target, drafters, texts, settings)
+    return report, stopped, target

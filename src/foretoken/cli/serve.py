@@ -27,6 +27,10 @@ def serve_command(
     dtype: Annotated[str | None, Given(help="float32, float64, bfloat16 or float16 [the checkpoint's].")] = None,
     device: Annotated[str | None, Given(help="auto, cpu, cuda, cuda:1 or mps [auto].")] = None,
     quantize: Annotated[str | None, Given(help="int8 or int4 weights, on the cpu.")] = None,
+    exact: Annotated[
+        str | None,
+        Given(help="bitwise: equal texts whatever is drafted and served beside, or no start [distribution]."),
+    ] = None,
     tensor_parallel: Annotated[
         int | None, Given(help="Processes of this machine, on CUDA devices, that the model is split over [1].")
     ] = None,

@@ -60,6 +60,7 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
         context.forced = request.constraint.forced
     run = Running(request, context, stopper_of(request, target, tokenizer), seed=seed)
     run.stats.num_prompt_tokens = run.stats.num_prompt_tokens_computed = len(tokens)
+    run.stats.note_target(target.describe())
     return run
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from foretoken.models.words import refused_lines
 
 if TYPE_CHECKING:
     from foretoken.core import RoundTimes
@@ -30,6 +33,9 @@ class SpecStats:
         drafters: rounds with drafts by who drafted.
         queue_s: seconds from arrival until the request was admitted.
         first_token_s: seconds from arrival until its first token.
+        forward: how the target was run, as :meth:`~foretoken.models.base.LanguageModel.describe` names it.
+        exactness: ``"bitwise"`` or ``"rounding"``: what may differ between this text and the same one decoded plainly.
+        refused: faster paths that the target was refused at load, a line each.
     """
 
     num_drafts: int = 0
@@ -50,6 +56,9 @@ class SpecStats:
     drafters: dict[str, int] = field(default_factory=dict)
     queue_s: float = 0.0
     first_token_s: float = 0.0
+    forward: str = ""
+    exactness: str = ""
+    refused: tuple[str, ...] = ()
 
     @property
     def acceptance_rate(self) -> float:
@@ -66,6 +75,11 @@ class SpecStats:
         """New tokens per second of the rounds (the prefill is reported apart)."""
         busy = self.total_s - self.prefill_s
         return self.num_new_tokens / busy if busy > 0 else 0.0
+
+    def note_target(self, description: Mapping[str, Any]) -> None:
+        """Keep how the target runs, from its :meth:`~foretoken.models.base.LanguageModel.describe`."""
+        self.forward, self.exactness = description["forward"], description["exactness"]
+        self.refused = tuple(refused_lines(description))
 
     def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
         """Count one round of one request."""
@@ -88,10 +102,12 @@ class SpecStats:
         self.total_s += times.total_s
 
     def merge(self, other: SpecStats) -> None:
-        """Add another request's counts and times."""
+        """Add another request's counts and times; both are of one target."""
         for name, value in vars(other).items():
             if isinstance(value, int | float):
                 setattr(self, name, getattr(self, name) + value)
+        self.forward, self.exactness = other.forward or self.forward, other.exactness or self.exactness
+        self.refused = other.refused or self.refused
         for name, count in other.drafters.items():
             self.drafters[name] = self.drafters.get(name, 0) + count
         mine, theirs = self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos
@@ -102,4 +118,4 @@ class SpecStats:
     def as_dict(self) -> dict[str, Any]:
         """All fields and ratios, as the CLI's JSON prints them."""
         ratios = ("acceptance_rate", "mean_acceptance_length", "tokens_per_s")
-        return {**vars(self), **{name: getattr(self, name) for name in ratios}}
+        return {**vars(self), "refused": list(self.refused), **{name: getattr(self, name) for name in ratios}}

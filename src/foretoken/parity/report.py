@@ -13,6 +13,8 @@ from foretoken.verifiers.base import Verifier
 
 MODES = ("greedy", "transformers", "batch", "stop", "sampled", "seed")
 """The checks in the order in which they run."""
+PLAIN = "none"
+"""How plain decoding is named among the drafters."""
 FALSE_ALARM = 1e-3
 """Chance that a whole report fails although every distribution is right (shared by its sampled checks)."""
 
@@ -81,6 +83,8 @@ class Check:
         sees: the smallest total variation that this test finds with a probability of 0.9 at least.
         drafted: draft tokens that the target checked.
         notes: what differs, in words.
+        gaps: logit gaps of the numerical ties.
+        broken: of the differences, how many are ties that the target promises not to have.
     """
 
     drafter: str
@@ -94,6 +98,18 @@ class Check:
     sees: float | None = None
     drafted: int = 0
     notes: list[str] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    broken: int = 0
+
+    @property
+    def compares_texts(self) -> bool:
+        """Whether it compares outputs token by token."""
+        return self.mode != "sampled"
+
+    @property
+    def tried(self) -> bool:
+        """Whether anything was drafted; plain decoding itself is tried against what is outside."""
+        return self.drafted > 0 or self.drafter == PLAIN
 
     def public(self) -> dict[str, Any]:
         """As the CLI's JSON prints it."""
@@ -103,15 +119,33 @@ class Check:
 
 @dataclass
 class Report:
-    """All checks so far, the drafters that could not be checked and why, and whether the run came to its end."""
+    """All checks so far, and how far the run came.
+
+    Attributes:
+        checks: in the order in which they ran.
+        skipped: the drafters that could not be checked, and why.
+        complete: whether the run came to its end.
+        exactness, exactness_why: what the target promises, as ``llm.describe()`` says it.
+        done, planned: checks that were run or left out as not fitting, and how many there are in all.
+        prompts: token ids of the prompts.
+        plain: greedy outputs of plain decoding.
+        seeded: sampled outputs of plain decoding, of every prompt twice.
+    """
 
     checks: list[Check] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     complete: bool = False
+    exactness: str = "rounding"
+    exactness_why: str = ""
+    done: int = 0
+    planned: int = 0
+    prompts: list[list[int]] = field(default_factory=list)
+    plain: list[list[int]] = field(default_factory=list)
+    seeded: list[list[int]] = field(default_factory=list)
 
     @property
     def differs(self) -> bool:
-        """Whether anything differs but ties."""
+        """Whether anything differs but ties that the target does not exclude."""
         return any(check.differences for check in self.checks)
 
     @property
@@ -120,5 +154,12 @@ class Report:
         return self.complete and bool(self.checks) and not self.differs
 
     def public(self) -> dict[str, Any]:
-        """As the CLI's JSON prints it."""
-        return {"passed": self.passed, "checks": [check.public() for check in self.checks]}
+        """As the CLI's JSON prints it; ``prompts`` counts the texts that were compared, over all checks."""
+        texts = [check for check in self.checks if check.compares_texts]
+        totals = {key: sum(getattr(check, key) for check in texts) for key in ("prompts", "identical", "ties")}
+        return {
+            "passed": self.passed,
+            "exactness": self.exactness,
+            **totals,
+            "checks": [check.public() for check in self.checks],
+        }

@@ -31,7 +31,7 @@ from foretoken.parity.checks import (
 )
 from foretoken.parity.distribution import check_sampled
 from foretoken.parity.prompts import read_prompts as read_prompts
-from foretoken.parity.report import MODES, Check, Report
+from foretoken.parity.report import MODES, PLAIN, Check, Report
 from foretoken.parity.report import Settings as Settings
 from foretoken.registry import rows
 
@@ -70,6 +70,7 @@ def run_parity(
         ValueError: a drafter that was asked for does not fit, a prompt that does not, or a bad setting.
     """
     report = Report() if report is None else report
+    report.exactness, report.exactness_why = target.exactness, target.exactness_why
     if not prompts:
         raise ValueError("parity needs at least one prompt")
     on_progress(0, 0, "drafters that fit")
@@ -81,15 +82,19 @@ def run_parity(
             _llm(spec, target, tokenizer, settings)
     on_progress(0, 0, "plain decoding")
     reference, plain = _reference(target, tokenizer, prompts, settings)
+    report.prompts, report.plain, report.seeded = reference.prompts, reference.plain, list(reference.seeded)
     modes = [mode for mode in MODES if mode in settings.modes]
+    report.planned = len(specs) * len(modes)
     if reference.outside is not None:
         report.checks.append(_compared_outside(plain, reference))
+        report.planned, report.done = report.planned + 1, 1
     limit = settings.false_alarm / max(1, len(specs))
     for i, spec in enumerate(specs):
         subject = _subject(spec, reference, tokenizer)
         for j, mode in enumerate(modes):
             on_progress(i * len(modes) + j, len(specs) * len(modes), f"{subject.spec}: {mode}")
             check = _checked(subject, mode, limit)
+            report.done += 1
             if check is not None:
                 report.checks.append(check)
     report.complete = True
@@ -98,7 +103,7 @@ def run_parity(
 
 def _compared_outside(plain: Llm, reference: Reference) -> Check:
     """Plain decoding itself against ``model.generate``."""
-    check = check_transformers(Subject("none", plain, plain, reference))
+    check = check_transformers(Subject(PLAIN, plain, plain, reference))
     if check is None:
         raise RuntimeError("there is nothing outside to compare with")
     return check

@@ -23,6 +23,7 @@ class Settings:
         served_name: what clients call it; its last path part by default.
         host, port: where it listens.
         drafter, verifier, controller, dtype, device, quantize, profile: as for :func:`foretoken.load`.
+        exact: ``"distribution"``, or ``"bitwise"``: a model that cannot keep that is not served.
         tensor_parallel: processes of this machine (on CUDA: devices) that the model is split over.
         max_running: requests that run together.
         max_queued: requests that wait besides; more get 503.
@@ -57,6 +58,7 @@ class Settings:
     dtype: str = "auto"
     device: str = "auto"
     quantize: str = ""
+    exact: str = "distribution"
     profile: str = ""
     tensor_parallel: int = 1
     max_running: int = 16
@@ -93,6 +95,8 @@ class Settings:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be from 0 to 65535, not {self.port}")
+        if self.exact not in ("distribution", "bitwise"):
+            raise ValueError(f"exact must be distribution or bitwise, not {self.exact!r}")
         if self.metrics_compat not in ("", "vllm"):
             raise ValueError(f"metrics_compat must be empty or vllm, not {self.metrics_compat!r}")
         parse_bytes(self.kv_memory)

@@ -150,7 +150,7 @@ def _tokenizer(serving: Serving) -> Any:
 
 @router.get("/v1/spec")
 async def spec(http: Request) -> dict[str, Any]:
-    """How the server drafts, and what the engine does just now."""
+    """How the server drafts, how exact its texts are, and what the engine does just now."""
     serving = _serving(http)
     llm, status = serving.llm, serving.engine.status
     drafter, controller = llm.drafter, llm.engine.controller
@@ -164,6 +164,7 @@ async def spec(http: Request) -> dict[str, Any]:
         "verifier": "auto" if llm.engine.verifier is None else llm.engine.verifier.name,
         "controller": None if controller is None else controller.name,
         "lossless": not llm.engine.allow_lossy,
+        **llm.describe(),
         "state": dataclasses.asdict(status),
         "memory": llm.memory(),
         "limits": {

@@ -13,6 +13,7 @@ from pathlib import Path
 from foretoken.engine.background import AsyncLlm, EngineStatus
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
 from foretoken.llm import Llm, load
+from foretoken.models.words import how_it_runs, refused_lines
 from foretoken.server.config import Settings
 from foretoken.server.errors import ApiError, api_error
 from foretoken.server.metrics import Metrics
@@ -39,9 +40,31 @@ def load_llm(settings: Settings) -> Llm:
         device=settings.device,
         profile=settings.profile or None,
         quantize=settings.quantize or None,
+        exact=settings.exact,
         known=True,
         tensor_parallel=settings.tensor_parallel,
     )
+
+
+def keep_promise(settings: Settings, llm: Llm) -> None:
+    """Refuse to serve a model that cannot keep the exactness that was asked for.
+
+    Raises:
+        ValueError: ``exact`` is ``"bitwise"``, and the model is exact up to rounding only.
+    """
+    if settings.exact == "bitwise" and llm.exactness != "bitwise":
+        raise ValueError(
+            f"{settings.name} cannot be served with --exact bitwise: {llm.target.exactness_why}; leave --exact out to "
+            "serve it exact up to rounding"
+        )
+
+
+def tell(settings: Settings, llm: Llm) -> None:
+    """Write to the log how the model runs, what it promises, and every faster path that it was refused."""
+    description = llm.describe()
+    log.info("loaded %s: %s", settings.name, how_it_runs(description), extra={"fields": description})
+    for line in refused_lines(description):
+        log.warning(line, extra={"plain": True})
 
 
 def warm_up(llm: Llm) -> None:
@@ -90,6 +113,8 @@ class Serving:
         """Load the model in a thread of its own, and let the engine serve it."""
         try:
             llm = await asyncio.to_thread(self.make, self.settings)
+            keep_promise(self.settings, llm)
+            tell(self.settings, llm)
             if self.settings.chat_template and llm.tokenizer is not None:
                 llm.tokenizer.chat_template = Path(self.settings.chat_template).read_text(encoding="utf-8")
             settings = self.settings

@@ -106,11 +106,13 @@ def _equality(run: Run) -> list[Remark]:
     if not compared:
         return []
     ties = sum(int(number(one.get("ties")) or 0) for one in found)
+    far = " so far" if run.unfinished else ""
+    texts = "texts compared so far" if run.unfinished else "compared texts"
     if different and different == ties:
-        return [Remark(f"{ties} of {compared} texts differ from those of {run.arms[0]}, all by numerical ties.")]
+        return [Remark(f"{ties} of {compared} texts differ from those of {run.arms[0]}{far}, all by numerical ties.")]
     if different:
-        return [Remark(f"{different} of {compared} texts differ from those of {run.arms[0]}.", "bad")]
-    return [Remark(f"All {compared} compared texts equal those of {run.arms[0]}.", "good")]
+        return [Remark(f"{different} of {compared} texts differ from those of {run.arms[0]}{far}.", "bad")]
+    return [Remark(f"All {compared} {texts} equal those of {run.arms[0]}.", "good")]
 
 
 # -- charts ----------------------------------------------------------------------------------------------------------

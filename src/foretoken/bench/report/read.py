@@ -53,6 +53,18 @@ class Run:
         return all("load" in cell for cell in self.cells)
 
     @property
+    def unfinished(self) -> bool:
+        """Whether it was broken off: there is no summary, one that says so, or cells are missing."""
+        planned = number(self.summary.get("cells"))
+        missing = planned is not None and planned > len(self.cells)
+        return not self.summary.get("summary") or bool(self.summary.get("interrupted")) or missing
+
+    def drafted_nothing(self, setting: Setting, arm: str) -> bool:
+        """Whether an arm is known to have drafted nothing at a setting: it decoded plainly."""
+        counts = [number(cell.get("drafted")) for cell in self.at(setting, arm)]
+        return bool(counts) and all(count == 0 for count in counts)
+
+    @property
     def rivals(self) -> list[str]:
         """All arms but plain decoding."""
         return [arm for arm in self.arms if arm not in PLAIN]
@@ -170,15 +182,15 @@ def _cell(found: Mapping[str, Any], place: int, file: Path) -> Mapping[str, Any]
 
 
 def _with_equality(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Cells with the summary's counts of ties and differences."""
-    known = summary.get("equality")
+    """Cells with the summary's counts of ties, differences and draft tokens."""
     names = ("arm", "category", "temperature", "batch")
-    counts = {tuple(e.get(n) for n in names): e for e in known if isinstance(e, Mapping)} if known else {}
-    joined: list[Mapping[str, Any]] = []
-    for cell in cells:
-        found = counts.get(tuple(cell[name] for name in names), {})
-        joined.append({**{name: found[name] for name in ("ties", "differences") if name in found}, **cell})
-    return joined
+    counts: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for part, wanted in (("equality", ("ties", "differences")), ("drafted", ("drafted",))):
+        for row in summary.get(part) or ():
+            if isinstance(row, Mapping):
+                own = counts.setdefault(tuple(row.get(name) for name in names), {})
+                own |= {name: row[name] for name in wanted if name in row}
+    return [{**counts.get(tuple(cell[name] for name in names), {}), **cell} for cell in cells]
 
 
 def _remarks(cells: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ def unfinished(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, 
     Raises:
         ValueError: a result that is none.
     """
-    from foretoken.bench.results import UnitResult, cell, positions, time_split
+    from foretoken.bench.results import UnitResult, cell, drafted, positions, time_split
 
     try:
         results = [UnitResult(**found["result"]) for found in objects if "result" in found]
@@ -46,6 +46,7 @@ def unfinished(objects: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, 
         "settings": config,
         "positions": {arm: positions(mine) for arm, mine in arms.items()},
         "rounds": splits,
+        "drafted": [drafted(mine) for mine in groups.values()],
         "traces": traces,
     }
     return list(cells), summary

@@ -39,31 +39,54 @@ def verdict(run: Run) -> list[Remark]:
         if ranked:
             arm, found = ranked[0]
             name = setting_name(setting)
-            fastest = f"{name[0].upper()}{name[1:]}: the fastest is {arm}, {_times(found)}."
+            fastest = f"{name[0].upper()}{name[1:]}: the fastest{_so_far(run)} is {arm}, {_times(found)}."
             remarks.append(Remark(fastest, "even" if _unsure(found) else "good" if found.value > 1 else "bad"))
+        remarks += _silent(run, setting)
     return [*remarks, *_outputs(run)]
 
 
+def _so_far(run: Run) -> str:
+    return " so far" if run.unfinished else ""
+
+
+def _silent(run: Run, setting: Setting) -> list[Remark]:
+    """The arms that drafted nothing: neither speed nor texts of theirs are speculation's."""
+    return [
+        Remark(f"{arm} drafted nothing ({setting_name(setting)}): it decoded plainly, so nothing of it is compared.")
+        for arm in run.rivals
+        if run.drafted_nothing(setting, arm)
+    ]
+
+
 def _ranked(run: Run, setting: Setting) -> list[tuple[str, Speedup]]:
-    found = [(arm, s) for arm in run.rivals if (s := overall(run, setting, arm)) is not None]
+    rivals = [arm for arm in run.rivals if not run.drafted_nothing(setting, arm)]
+    found = [(arm, s) for arm in rivals if (s := overall(run, setting, arm)) is not None]
     return sorted(found, key=lambda pair: -pair[1].value)
 
 
 def _at_length(run: Run, setting: Setting) -> list[Remark]:
     ranked = _ranked(run, setting)
+    silent = _silent(run, setting)
     if not ranked:
-        return [Remark("This run has no arm beside plain decoding, so there is nothing to compare.")]
+        return silent or [Remark(_nothing_measured(run, setting))]
     arm, best = ranked[0]
     if best.value <= 1:
-        remarks = [Remark(f"Nothing is faster than plain decoding ({setting_name(setting)}).", "bad")]
+        remarks = [Remark(f"Nothing is faster than plain decoding{_so_far(run)} ({setting_name(setting)}).", "bad")]
     else:
         length = _tokens_per_round(run, setting, arm)
         detail = f", with {length:.2f} tokens per round" if length else ""
         doubt = "; but this run cannot tell it from plain decoding" if _unsure(best) else ""
-        fastest = f"Fastest ({setting_name(setting)}): {arm}, {_times(best)}{detail}{doubt}."
+        fastest = f"Fastest{_so_far(run)} ({setting_name(setting)}): {arm}, {_times(best)}{detail}{doubt}."
         remarks = [Remark(fastest, "even" if doubt else "good")]
         ranked = ranked[1:]
-    return [*remarks, *(_compared(run, setting, name, found) for name, found in ranked)]
+    return [*remarks, *(_compared(run, setting, name, found) for name, found in ranked), *silent]
+
+
+def _nothing_measured(run: Run, setting: Setting) -> str:
+    if not run.rivals:
+        return "This run has no arm beside plain decoding, so there is nothing to compare."
+    when = "yet: it was broken off" if run.unfinished else f"at {setting_name(setting)}"
+    return f"This run has measured no arm beside plain decoding {when}, so there is nothing to compare."
 
 
 def _compared(run: Run, setting: Setting, arm: str, found: Speedup) -> Remark:
@@ -147,7 +170,8 @@ def per_token(cells: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
 
 def _outputs(run: Run) -> Sequence[Remark]:
-    found = [(cell, badge) for cell in run.cells if (badge := equality(cell))]
+    """How many cells have plain decoding's texts, of those in which something was drafted."""
+    found = [(cell, badge) for cell in run.cells if (badge := equality(cell)) and number(cell.get("drafted")) != 0]
     if not found:
         return []
     badges = [badge for _, badge in found]
@@ -155,8 +179,9 @@ def _outputs(run: Run) -> Sequence[Remark]:
     sampled = sum(setting_of(cell)[0] > 0 for cell, _ in found)
     share = "all" if sampled == len(found) else f"{sampled} of them"
     compared = f"{len(found)} compared cells" + (f" ({share} sampled, with the same seeds)" if sampled else "")
+    end = "; this run was broken off, and the prompts that it did not reach are not known." if run.unfinished else "."
     if differs:
-        return [Remark(f"Output differs from plain decoding's in {differs} of {compared}.", "bad")]
+        return [Remark(f"Output differs from plain decoding's in {differs} of {compared}{end}", "bad")]
     if ties:
-        return [Remark(f"Output equals plain decoding's but for numerical ties in {ties} of {compared}.")]
-    return [Remark(f"Output equals plain decoding's in all {compared}.", "good")]
+        return [Remark(f"Output equals plain decoding's but for numerical ties in {ties} of {compared}{end}")]
+    return [Remark(f"Output equals plain decoding's in all {compared}{end}", "even" if run.unfinished else "good")]

@@ -1,0 +1,96 @@
+"""Which files a model or a drafter is made of, and their checksums: known before anything is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from foretoken.loading.adapters import read_adapter
+from foretoken.loading.checkpoints import ZOO, is_adapter, is_builtin, resolve
+from foretoken.registry import parse_spec, rows, split_specs
+
+PATTERNS = ("*.safetensors", "*.gguf", "config.json", "adapter_config.json", "drafter.json")
+"""Files of a folder that decide what it computes."""
+BUILT_IN = dict.fromkeys(("model", "online", "shared_vocab", "retokenize", "cascade", "staged"), "draft")
+"""Drafters that use the built-in draft model where they are given no other."""
+Checksums = dict[str, str]
+"""SHA-256 by the file's name."""
+
+
+def model_checksums(source: str) -> Checksums:
+    """Checksums of a target; an update of a model has its base model's as well, under ``base/``.
+
+    Raises:
+        ValueError: its files are not on this machine.
+    """
+    place = Path(resolve(source)).expanduser()
+    if not place.exists():
+        place = _fetched(source)
+    found = _checksums(place)
+    if place.is_dir() and is_adapter(place):
+        found |= {f"base/{name}": digest for name, digest in model_checksums(read_adapter(place).base).items()}
+    return found
+
+
+def drafter_checksums(spec: str, target: str) -> Checksums:
+    """Checksums of all that a spec names, parts of a composed one included; nothing for a drafter without files.
+
+    A name without a path means the built-in weights of that name, where the target is built in.
+
+    Raises:
+        ValueError: the files are not on this machine.
+    """
+    found: Checksums = {}
+    for name, path in _named(spec):
+        if path is not None:
+            found |= {f"{name}/{file}": digest for file, digest in model_checksums(path).items()}
+        elif is_builtin(target) and (ZOO / BUILT_IN.get(name, name)).is_dir():
+            found |= {f"{name}/{file}": digest for file, digest in _checksums(ZOO / BUILT_IN.get(name, name)).items()}
+    return found
+
+
+def _named(spec: str) -> Iterator[tuple[str, str | None]]:
+    """Names and paths of a spec and of those within its options."""
+    drafters = {row.name for row in rows("drafter")}
+    whole = parse_spec(spec)
+    yield whole.name, whole.path
+    for key, value in whole.options.items():
+        if Path(value).expanduser().is_file():
+            yield key, value
+            continue
+        try:
+            parts = [part for part in split_specs(value) if parse_spec(part).name in drafters]
+        except ValueError:  # a value that is no spec
+            continue
+        for part in parts:
+            yield from _named(part)
+
+
+def _checksums(place: Path) -> Checksums:
+    """Of a file, or of the files of a folder that decide what it computes: all, where there are no weights."""
+    if place.is_file():
+        return {place.name: _sha256(place)}
+    files = sorted({file for pattern in PATTERNS for file in place.glob(pattern)})
+    return {file.name: _sha256(file) for file in files or sorted(place.iterdir()) if file.is_file()}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _fetched(name: str) -> Path:
+    """The folder of a model of the hub that was fetched before.
+
+    Raises:
+        ValueError: it was not.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):
+        raise ValueError(
+            f"the files of {name} are not on this machine, so they have no checksums: fetch it or give its folder"
+        ) from None
