@@ -1,0 +1,175 @@
+"""A real chat model from a folder: our plain decoding and drafters against Transformers, and whether texts are equal.
+
+Twelve conversations (six about anything, six about code) in the model's own template.  Speed: all arms take turns on
+every conversation; a figure is the median over conversations of tokens per second, prompt included.  Equality: text
+with drafts against plain decoding's, token by token, alone and in batches of eight, greedy and with a seed.
+
+    python benchmarks/real_models.py FOLDER [--drafters SPEC ...] [--assistant FOLDER] [--new-tokens 128]
+                                     [--conversations 12] [--parts equality speed] [--dtype bfloat16] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import environment
+
+import foretoken as ft
+
+CHAT = (
+    "Why is the sky blue? Explain it to a child.",
+    "Write a short letter to my landlord: the heating has been broken for two weeks.",
+    "What should I cook tonight with eggs, spinach and rice?",
+    "List five differences between cats and dogs, one line each.",
+    "Summarise in one sentence: a town closed its bridge for repairs, shops lost customers, a ferry was opened.",
+    "Give me a plan for learning to play the guitar in three months.",
+)
+CODE = (
+    "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
+    "Rename the variable x to count: def f(x):\n    x = x + 1\n    print(x)\n    return x * 2",
+    "Write a Python class Stack with push, pop and is_empty, and a test for each method.",
+    "Explain what this does: [w for w in text.split() if len(w) > 3]",
+    "Write a SQL query that lists customers with more than three orders, with their number of orders.",
+    "Write a Python script that reads a CSV file and prints the mean of every numeric column.",
+)
+SEED = 7
+Result = tuple[list[int], float]
+
+
+def main() -> None:
+    """Print figures as they come, then one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--drafters", nargs="+", default=["ngram", "quantized,bits=4,k=4", "auto"])
+    parser.add_argument("--assistant")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--conversations", type=int, default=12)
+    parser.add_argument("--parts", nargs="+", choices=("equality", "speed"), default=["equality", "speed"])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    plain = ft.load(args.folder, drafter=None, dtype=args.dtype)
+    arms = {"plain": plain}
+    for spec in args.drafters:  # one target for all: its weights are read once
+        arms[spec] = ft.load(plain.target, drafter=spec, tokenizer=plain.tokenizer)
+    half = args.conversations // 2
+    prompts = [_ids(plain.tokenizer, text) for text in (*CHAT[:half], *CODE[:half])]
+    report: dict[str, Any] = {"environment": environment(), "model": plain.describe(), "prompts": len(prompts)}
+    print(json.dumps(report["model"]))
+    if "equality" in args.parts:
+        report["equality"] = equality(arms, prompts, args.new_tokens)
+    if "speed" in args.parts:
+        report["speed"] = {str(t): speed(args, arms, prompts, t) for t in args.temperatures}
+    line = json.dumps(report)
+    print(line)
+    if args.out is not None:
+        args.out.write_text(line + "\n", encoding="utf-8")
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+    )
+    ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+# -- equality ----------------------------------------------------------------------------------------------------------
+
+
+def equality(arms: dict[str, ft.Llm], prompts: list[list[int]], new_tokens: int) -> dict[str, str]:
+    """Of how many texts each arm writes what plain decoding writes alone, by arm, mode and company."""
+    counts: dict[str, str] = {}
+    for mode, options in (("greedy", {"temperature": 0.0}), ("seeded", {"temperature": 1.0, "seed": SEED})):
+        options = {**options, "max_new_tokens": new_tokens}
+        wanted = [arms["plain"].generate(prompt, **options).token_ids for prompt in prompts]
+        for name, llm in arms.items():
+            for company in ("alone", "batch of 8"):
+                if name == "plain" and company == "alone":
+                    continue
+                if company == "alone":
+                    texts = [llm.generate(prompt, **options).token_ids for prompt in prompts]
+                else:
+                    groups = [prompts[i : i + 8] for i in range(0, len(prompts), 8)]
+                    texts = [out.token_ids for group in groups for out in llm.generate(group, **options)]
+                same = sum(text == right for text, right in zip(texts, wanted, strict=True))
+                counts[f"{name} {mode} {company}"] = f"{same} of {len(prompts)}"
+                print(f"{name:<28} {mode:<7} {company:<11} {same} of {len(prompts)} equal to plain alone", flush=True)
+    return counts
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def speed(args: Any, arms: dict[str, ft.Llm], prompts: list[list[int]], temperature: float) -> dict[str, float]:
+    """Median tokens per second by arm."""
+    runs: dict[str, Callable[[list[int]], Result]] = dict(_transformers(args, temperature))
+    for name, llm in arms.items():
+        runs[name] = _ours(llm, args.new_tokens, temperature)
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():  # not counted
+        run(prompts[0])
+    for prompt in prompts:
+        for name, run in runs.items():
+            ids, seconds = run(prompt)
+            rates[name].append(len(ids) / seconds)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    for name, value in medians.items():
+        ratio = statistics.median(a / b for a, b in zip(rates[name], rates["plain"], strict=True))
+        print(f"T={temperature:g} {name:<34} {value:7.1f} tokens/s, {ratio:.2f} of plain", flush=True)
+    return medians
+
+
+def _ours(llm: ft.Llm, new_tokens: int, temperature: float) -> Callable[[list[int]], Result]:
+    def run(prompt: list[int]) -> Result:
+        began = time.perf_counter()
+        out = llm.generate(prompt, max_new_tokens=new_tokens, temperature=temperature, seed=SEED)
+        return out.token_ids, time.perf_counter() - began
+
+    return run
+
+
+def _transformers(args: Any, temperature: float) -> list[tuple[str, Callable[[list[int]], Result]]]:
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, args.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype=dtype)
+    ways: dict[str, dict[str, Any]] = {
+        "transformers plain": {},
+        "transformers prompt lookup": {"prompt_lookup_num_tokens": 10},
+    }
+    if args.assistant is not None:
+        draft = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=dtype)
+        ways["transformers assisted"] = {"assistant_model": draft}
+
+    def runner(extra: dict[str, Any]) -> Callable[[list[int]], Result]:
+        def run(prompt: list[int]) -> Result:
+            torch.manual_seed(SEED)
+            sampling = (
+                {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+            )
+            began = time.perf_counter()
+            out = model.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),
+                max_new_tokens=args.new_tokens,
+                **sampling,
+                **extra,
+            )
+            return out[0, len(prompt) :].tolist(), time.perf_counter() - began
+
+        return run
+
+    return [(name, runner(extra)) for name, extra in ways.items()]
+
+
+if __name__ == "__main__":
+    main()
