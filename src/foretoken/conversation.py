@@ -58,7 +58,7 @@ def conversations_of(messages: Any) -> tuple[list[Sequence[Message]], bool]:
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:
-    """Messages as templates expect them: texts in one piece.
+    """Messages of the right shape, each with its text in one piece.
 
     Raises:
         ValueError: no list of messages, or one without role or content; names its number, from 1.
@@ -79,14 +79,24 @@ def _checked(message: Any, name: str) -> dict[str, Any]:
     content = message.get("content")
     if content is None and not message.get("tool_calls"):
         raise ValueError(f"{name} needs a 'content': text, or a list of text parts")
-    found = {**message, "content": "" if content is None else _text_of(content, name)}
-    if message.get("tool_calls"):
-        found["tool_calls"] = [_call(call, name) for call in message["tool_calls"]]
-    return found
+    return {**message, "content": "" if content is None else _text_of(content, name)}
+
+
+def _with_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """A message with the arguments of its calls as templates want them: objects, which OpenAI's clients send as text.
+
+    Raises:
+        ValueError: no list of calls, or arguments that are no JSON.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"{name}: 'tool_calls' must be a list, not {_kind(calls)}")
+    return {**message, "tool_calls": [_call(call, name) for call in calls]}
 
 
 def _call(call: Any, name: str) -> Any:
-    """An earlier call, with its arguments as templates want them: an object, which OpenAI's clients send as text."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -101,7 +111,7 @@ def _text_of(content: Any, name: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
-        raise ValueError(f"{name}: 'content' must be text or a list of text parts, not {_kind(content)}")
+        raise ValueError(f"{name}: 'content' must be a text or a list of text parts, not {_kind(content)}")
     texts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
@@ -120,6 +130,20 @@ def from_sharegpt(turns: Any) -> list[dict[str, Any]]:
     if not isinstance(turns, list):
         raise ValueError(f"'conversations' must be a list of messages, not {_kind(turns)}")
     return [_from_turn(turn, f"message {number}") for number, turn in enumerate(turns, 1)]
+
+
+def to_answer(messages: Any) -> list[dict[str, Any]]:
+    """A transcript up to the last message that an assistant would answer.
+
+    Raises:
+        ValueError: as :func:`checked`, or nothing is left.
+    """
+    found = checked(messages)
+    while found and found[-1]["role"] == "assistant":
+        found.pop()
+    if not found:
+        raise ValueError("the conversation has no message to answer")
+    return found
 
 
 def _from_turn(turn: Any, name: str) -> dict[str, Any]:
@@ -154,6 +178,7 @@ def render(
     written = checked(messages)
     if not has_template(tokenizer):
         raise ValueError(NO_TEMPLATE)
+    written = [_with_calls(message, f"message {number}") for number, message in enumerate(written, 1)]
     how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **template_kwargs}
     if add_generation_prompt and written[-1]["role"] == "assistant":
         if written[-1].get("tool_calls") or not written[-1]["content"].strip():

@@ -117,7 +117,7 @@ USER = {"role": "user", "content": "Hello"}
         ([{"content": "Hello"}], "message 1 needs a 'role'"),
         ([{"role": 3, "content": "Hello"}], "message 1 needs a 'role'"),
         ([{"role": "user"}], "message 1 needs a 'content'"),
-        ([{"role": "user", "content": 7}], "'content' must be text or a list of text parts, not of type int"),
+        ([{"role": "user", "content": 7}], "'content' must be a text or a list of text parts, not of type int"),
         ([{"role": "user", "content": ["Hello"]}], "only text parts .* not one that is text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "not one of type 'image_url'"),
         ([{"role": "robot", "content": "Hello"}], "the chat template refuses these messages: no robots here"),
