@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foretoken.engine.request import Emission, Running
     from foretoken.llm import Llm
 
-FIELDS = ("id", "prompt", "messages")
+FIELDS = ("id", "prompt", "messages", "conversations")
 OPTIONS = (
     "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "prediction", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "ignore_eos", "min_tokens", "bad_words", "priority", "cache_salt",
@@ -33,14 +33,12 @@ class Job:
 
     Attributes:
         id: of the answer; the line's number if the line has none.
-        prompt: text or token ids, or ``None`` for a chat.
-        messages: of a chat, ``{"role", "content"}`` each.
+        prompt: text, token ids or messages.
         options: of the request.
     """
 
     id: str
-    prompt: str | Sequence[int] | None
-    messages: Sequence[Mapping[str, Any]] | None
+    prompt: str | Sequence[int] | Sequence[Mapping[str, Any]]
     options: Mapping[str, Any]
 
 
@@ -48,7 +46,8 @@ def read_jobs(file: Path, options: Mapping[str, Any]) -> list[Job]:
     """All lines of the input, checked before any work.
 
     Args:
-        file: JSON lines: ``prompt`` or ``messages``, perhaps ``id``, perhaps options of its own.
+        file: JSON lines: ``prompt``, ``messages`` or ShareGPT's ``conversations`` (up to the last message that is to
+            be answered), perhaps ``id``, perhaps options of its own.
         options: of lines that have none of their own.  A ``seed`` becomes seed + line number, from 0.
 
     Raises:
@@ -78,20 +77,35 @@ def _job(found: Any, number: int, options: Mapping[str, Any]) -> Job:
     unknown = [name for name in found if name not in (*FIELDS, *OPTIONS)]
     if unknown:
         raise ValueError(f"unknown field {unknown[0]!r}: known are {', '.join((*FIELDS, *OPTIONS))}")
-    if ("prompt" in found) == ("messages" in found):
-        raise ValueError("give prompt or messages, one of them")
-    prompt = found.get("prompt")
-    if not (prompt is None or isinstance(prompt, str) or _are_ids(prompt)):
-        raise ValueError("prompt is neither a text nor a list of token ids")
+    prompt = _prompt(found)
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("seed") is not None:
         given["seed"] += number - 1
     own = {name: found[name] for name in OPTIONS if name in found}
-    return Job(str(found.get("id", number)), prompt, found.get("messages"), {**given, **own})
+    return Job(str(found.get("id", number)), prompt, {**given, **own})
+
+
+def _prompt(found: Mapping[str, Any]) -> Any:
+    """What a line asks."""
+    from foretoken.conversation import checked, from_sharegpt, is_messages, to_answer
+
+    asked = [name for name in ("prompt", "messages", "conversations") if name in found]
+    if len(asked) != 1:
+        raise ValueError("give prompt, messages or conversations, one of them")
+    value = found[asked[0]]
+    if asked == ["messages"]:
+        return checked(value)
+    if asked == ["conversations"]:
+        return to_answer(from_sharegpt(value))
+    if isinstance(value, str) or _are_ids(value):
+        return value
+    if is_messages(value):
+        return checked(value)
+    raise ValueError("prompt is neither a text, nor a list of token ids, nor messages")
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, int) for one in value)
+    return isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
 
 
 def finished_ids(file: Path) -> set[str]:
@@ -162,7 +176,7 @@ def run_jobs(llm: Llm, jobs: Sequence[Job], write: Callable[[Mapping[str, Any]],
             while waiting and len(running) < max_running:
                 job = waiting.popleft()
                 try:
-                    running[llm.engine.add(llm.request(_prompt(llm, job), **job.options))] = job
+                    running[llm.engine.add(llm.request(job.prompt, **job.options))] = job
                 except (ValueError, TypeError) as error:
                     write({"id": job.id, "error": " ".join(str(error).split())})
             if not running:
@@ -173,18 +187,6 @@ def run_jobs(llm: Llm, jobs: Sequence[Job], write: Callable[[Mapping[str, Any]],
     finally:
         for request_id in running:
             llm.engine.cancel(request_id)
-
-
-def _prompt(llm: Llm, job: Job) -> str | Sequence[int]:
-    if job.prompt is not None:
-        return job.prompt
-    if getattr(llm.tokenizer, "chat_template", None) is None:
-        raise ValueError("messages need a model with a chat template: give a prompt instead")
-    text: str = llm.tokenizer.apply_chat_template(  # type: ignore[union-attr]
-        list(job.messages or ()), add_generation_prompt=True, tokenize=False
-    )
-    ids: list[int] = llm.tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
-    return ids
 
 
 def _answer(llm: Llm, job: Job, run: Running, emission: Emission) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, Unpack, overload
 import torch
 
 from foretoken.controllers.base import Controller
+from foretoken.conversation import Message, conversations_of, render
 from foretoken.core.noise import samples_of, seeds_of
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.known import KnownDrafter
@@ -26,6 +27,7 @@ from foretoken.models.alone import lock_of
 from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import with_graphs
 from foretoken.options import BatchOptions, Options, Prompt, encode, make_request
+from foretoken.prompts import prompts_of
 from foretoken.registry import make
 from foretoken.verifiers.base import Verifier
 
@@ -85,16 +87,21 @@ class Llm:
     def generate(self, prompts: Prompt, *, n: int, **options: Unpack[BatchOptions]) -> list[Output]: ...
     @overload
     def generate(
-        self, prompts: list[str] | list[list[int]], *, n: int = 1, **options: Unpack[BatchOptions]
+        self,
+        prompts: list[str] | list[list[int]] | list[list[dict[str, Any]]],
+        *,
+        n: int = 1,
+        **options: Unpack[BatchOptions],
     ) -> list[Output]: ...
     def generate(self, prompts: Any, *, n: int = 1, **options: Any) -> Any:
-        """Generate for one prompt (text or ids) or a list of them; see :class:`foretoken.options.Options`.
+        """Generate for one prompt (text, ids or messages) or several; see :class:`foretoken.options.Options`.
 
         A list is served as one batch.  ``seed`` and ``prediction`` may then be lists too, one per prompt; one seed for
         a list is every prompt's.
 
         Args:
-            prompts: text, token ids, or a list of either.
+            prompts: text, token ids or a list of messages; or a list of such prompts.  A tensor, an array or a
+                tokenizer's output is one prompt if it has one row.
             n: samples per prompt.  Above 1 the result is a list of them for every prompt; sample i has the prompt's
                 seed plus i, if there is one, so that it can be asked for alone.
             options: of every request; ``seed`` and ``prediction`` may be lists.
@@ -107,8 +114,7 @@ class Llm:
             raise ValueError(f"n must be at least 1, not {n}")
         if n > 1 and not options.get("temperature"):
             raise ValueError(f"n={n} needs temperature > 0: at temperature 0 all samples are the same")
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        batch: Sequence[Prompt] = [prompts] if single else prompts
+        batch, single = prompts_of(prompts, self.tokenizer)
         if not single and not batch:
             return []
         predictions = options.pop("prediction", None)
@@ -122,6 +128,31 @@ class Llm:
             found = [outputs[i : i + n] for i in range(0, len(outputs), n)]
             return found[0] if single else found
         return outputs[0] if single else outputs
+
+    @overload
+    def chat(self, messages: Sequence[Message], **options: Any) -> Output: ...
+    @overload
+    def chat(self, messages: Sequence[Sequence[Message]], **options: Any) -> list[Output]: ...
+    def chat(
+        self, messages: Any, *, n: int = 1, template_kwargs: Mapping[str, Any] | None = None, **options: Any
+    ) -> Any:
+        """Answer a conversation, or each of a list of them, by the model's own chat template.
+
+        Where the last message is the assistant's, the answer goes on behind it.
+
+        Args:
+            messages: ``[{"role": "user", "content": "Hello"}]``, or a list of such lists.
+            n: samples of each, as in :meth:`generate`.
+            template_kwargs: for the template: ``{"tools": [...]}``, ``{"enable_thinking": False}``, ...
+            options: as in :meth:`generate`.
+
+        Raises:
+            ValueError: no tokenizer or template, messages of another shape or that the template refuses; and what
+                :meth:`generate` refuses.
+        """
+        conversations, single = conversations_of(messages)
+        ids = [render(one, self.tokenizer, **(template_kwargs or {})) for one in conversations]
+        return self.generate(ids[0] if single else ids, n=n, **options)
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """Generate for one prompt, yielding a piece per round."""
@@ -188,7 +219,7 @@ class Llm:
         """Token ids of a prompt.
 
         Raises:
-            ValueError: text without a tokenizer, or an empty prompt.
+            ValueError: as :func:`foretoken.prompts.encode`.
         """
         return encode(prompt, self.tokenizer)
 

@@ -6,13 +6,14 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from foretoken.bos import ids_with_one_bos
 from foretoken.constraints import Constraint
 from foretoken.core.values import check_text, ids_of, texts_of
 from foretoken.engine.request import Request
+from foretoken.prompts import Prompt as Prompt
+from foretoken.prompts import encode as encode
 from foretoken.sampling import LogitsProcessor, SamplingParams
 
-Prompt = str | Sequence[int]
+Prediction = str | Sequence[int]
 
 
 class CommonOptions(TypedDict, total=False):
@@ -87,14 +88,14 @@ class Options(CommonOptions, total=False):
     """
 
     seed: int | None
-    prediction: Prompt | None
+    prediction: Prediction | None
 
 
 class BatchOptions(CommonOptions, total=False):
     """Options of several generations: the same seed or prediction for all, or a list with one for each prompt."""
 
     seed: int | Sequence[int] | None
-    prediction: Prompt | Sequence[Prompt | None] | None
+    prediction: Prediction | Sequence[Prediction | None] | None
 
 
 KNOWN = tuple(typing.get_type_hints(Options))
@@ -130,13 +131,13 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
     """A checked request.
 
     Args:
-        prompt: text, or token ids.
+        prompt: text, token ids, or messages (:mod:`foretoken.prompts`).
         tokenizer: a Transformers tokenizer, if there is one.
         options: see :class:`Options`.
 
     Raises:
         OptionError: any of them of another kind or out of range.
-        ValueError: text without a tokenizer.
+        ValueError: what is no prompt, or text or messages without a tokenizer.
         TypeError: an unknown option.
     """
     unknown = [name for name in options if name not in KNOWN]
@@ -166,23 +167,7 @@ def _spelled(words: Sequence[str], tokenizer: Any | None) -> list[list[int]]:
     return [_ids(form, tokenizer, "bad_words") for word in words for form in (word, f" {word.lstrip()}")]
 
 
-def encode(prompt: Prompt, tokenizer: Any | None) -> list[int]:
-    """Token ids of a prompt.
-
-    Raises:
-        ValueError: text without a tokenizer, or an empty prompt.
-    """
-    if not isinstance(prompt, str):
-        return list(prompt)
-    if tokenizer is None:
-        raise ValueError("a text prompt needs a tokenizer: pass tokenizer=... to load, or give token ids")
-    ids = ids_with_one_bos(prompt, tokenizer)
-    if not ids:
-        raise ValueError("the prompt is empty: give at least one character")
-    return ids
-
-
-def _prediction(prediction: Prompt | None, tokenizer: Any | None) -> list[int] | None:
+def _prediction(prediction: Prediction | None, tokenizer: Any | None) -> list[int] | None:
     """Ids of a predicted text: no special tokens, and nothing predicted is no prediction."""
     if prediction is None:
         return None

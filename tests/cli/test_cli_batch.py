@@ -135,6 +135,12 @@ def test_a_killed_run_goes_on(target: str, source: Path, tmp_path: Path, kill: s
         ('{"prompt": "x", "temprature": 1}', "line 2: unknown field 'temprature': known are id, prompt"),
         ('{"id": "a"}', "line 2: give prompt or messages"),
         ('{"prompt": 5}', "line 2: prompt is neither"),
+        ('{"prompt": [true]}', "line 2: prompt is neither"),
+        ('{"messages": [{"role": "user"}]}', "line 2: message 1 needs a 'content'"),
+        ('{"messages": {"role": "user", "content": "a"}}', "line 2: a conversation is a list"),
+        ('{"messages": []}', "line 2: the conversation is empty"),
+        ('{"conversations": [{"from": "gpt", "value": "a"}]}', "line 2: the conversation has no message to answer"),
+        ('{"conversations": 1}', "line 2: 'conversations' must be a list"),
         ('{"id": "a", "prompt": "x"}', "line 2: the id 'a' comes twice"),
     ],
 )
@@ -163,3 +169,12 @@ def test_readers(tmp_path: Path) -> None:
     assert [job.id for job in read_jobs(source, {"seed": None, "temperature": 0.5})] == ["1", "7"]
     assert read_jobs(source, {"seed": None})[0].options == {}
     assert finished_ids(tmp_path / "none") == set()
+
+
+def test_conversations_are_prompts(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    begun = [*messages, {"role": "assistant", "content": "Well,"}]
+    turns = [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "on record"}]
+    lines = [{"messages": messages}, {"prompt": messages}, {"conversations": turns}, {"messages": begun}]
+    jobs = read_jobs(write_lines(tmp_path / "in.jsonl", lines), {})
+    assert [job.prompt for job in jobs] == [messages, messages, messages, begun]

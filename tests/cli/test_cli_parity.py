@@ -254,6 +254,11 @@ def test_places_of_true_draws_are_uniform_and_those_of_others_are_not() -> None:
 def test_prompt_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "three"}).encode()))
-    assert read_prompts(tmp_path / "a.txt") == ["one", "two"]
-    assert read_prompts(tmp_path / "b.jsonl.gz") == ["three"]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"conversations": [{"from": "human", "value": "four"}]}))
+    assert [prompt.text for prompt in read_prompts(tmp_path / "a.txt")] == ["one", "two"]
+    assert [prompt.text for prompt in read_prompts(tmp_path / "b.jsonl.gz")] == ["three"]
+    assert read_prompts(tmp_path / "c.jsonl")[0].messages == ({"role": "user", "content": "four"},)
     assert len(read_prompts(None)) >= 3
+    (tmp_path / "c.jsonl").write_text('{"prompt": "fine"}\n{"messages": [{"role": "user"}]}\n')
+    with pytest.raises(ValueError, match=r"c.jsonl, line 2: message 1 needs a 'content'"):
+        read_prompts(tmp_path / "c.jsonl")

@@ -56,3 +56,23 @@ class Writer(MarkovTable):
 def eos() -> int:
     """The id of ``<eos>``."""
     return int(tokenizer().convert_tokens_to_ids("<eos>"))
+
+
+TEMPLATE = (
+    "{{ '<eos>' }}{% for message in messages %}"
+    "{% if message['role'] == 'robot' %}{{ raise_exception('no robots here') }}{% endif %}"
+    "{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if mood is defined %}{{ mood + '\\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def chat_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """The same tokens, with a chat template and a beginning-of-text token that both it and the tokenizer write."""
+    from tokenizers import processors
+
+    backend = Tokenizer.from_str(tokenizer().backend_tokenizer.to_str())
+    backend.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", eos())])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<eos>", eos_token="<eos>", pad_token="!", chat_template=template
+    )

@@ -24,6 +24,11 @@ ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "gsm8k": ({"question": "1 + 1?", "answer": "2"}, "gsm8k", "Question: 1 + 1?\nAnswer:"),
     "chat": (CHAT, "chat", "system: Be brief.\n\nuser: Hi\n\nassistant:"),
+    "sharegpt": (
+        {"id": "a", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
+        "chat",
+        "user: Hi\n\nassistant:",
+    ),
 }
 
 
@@ -91,6 +96,11 @@ def test_a_tool_call_without_content_is_kept(tmp_path: Path) -> None:
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no message to answer"),
         ('{"messages": [{"content": "a"}]}', "needs a 'role'"),
         ('{"messages": [{"role": "user", "content": 3}]}', "'content' must be a text"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "only text parts"),
+        ('{"messages": ["a"]}', "message 1 is text"),
+        ('{"conversations": "a"}', "'conversations' must be a list"),
+        ('{"conversations": [{"from": "human"}]}', "message 1 needs texts 'from' and 'value'"),
+        ('{"conversations": [{"from": "gpt", "value": "a"}]}', "no message to answer"),
         ('{"title": "a"}', "no known prompt in the keys 'title'"),
         ("{}", "no known prompt in the keys (none)"),
     ],
@@ -156,15 +166,16 @@ def test_categories_are_chosen_and_their_prompts_spread() -> None:
 
 
 class Templated:
-    """A tokenizer that shows which way was taken."""
+    """A tokenizer that shows which way was taken: the text's length, plus 1000 for special tokens."""
 
     chat_template = "there is one"
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [len(messages)]}
+    def apply_chat_template(self, messages: list[dict[str, str]], **how: Any) -> str:
+        assert how == {"tokenize": False, "add_generation_prompt": True}
+        return "m" * len(messages)
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [1000 + len(text)]}
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1000 * add_special_tokens + len(text)]}
 
 
 def test_the_chat_template_is_for_conversations_only() -> None:
@@ -172,3 +183,16 @@ def test_the_chat_template_is_for_conversations_only() -> None:
     assert chat.encode(tokenizer) == [1]
     assert chat.encode(tokenizer, chat=False) == [1004]
     assert BenchPrompt("a", "text").encode(tokenizer) == [1004]
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        chat.encode(None)
+
+
+def test_rows_of_text_alone_are_prompts(tmp_path: Path) -> None:
+    assert load_prompts(written(tmp_path, "p.jsonl", {"text": "one"}))[0] == BenchPrompt("default", "one")
+
+
+def test_calls_of_tools_stay_in_the_messages(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    row = {"messages": [call, {"role": "tool", "content": "found"}]}
+    (found,) = load_prompts(written(tmp_path, "p.jsonl", row))
+    assert found.messages[0]["tool_calls"] == call["tool_calls"]

@@ -22,7 +22,9 @@ SOME_FAILED = 1
 
 @with_common(max_new_tokens=256)
 def batch_command(
-    source: Annotated[Path, typer.Argument(metavar="IN", help='JSON lines: {"id": "a", "prompt": "..."} or messages.')],
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help='JSON lines: {"id": "a", "prompt": "..."}, messages or conversations.')
+    ],
     out: Annotated[Path, typer.Argument(help="JSON lines, an answer each; ids that are in it are not asked again.")],
     max_running: Annotated[int, typer.Option(help="Requests that run together.", min=1)] = 16,
     as_json: Json = False,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from foretoken.bench.summary import BenchResult
 
 _NAMES = ", ".join(row.name for row in rows("drafter"))
-_FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, text"
+_FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
 Number = TypeVar("Number", int, float)
 
 app = typer.Typer(help="Measure what speculation brings on your prompts and machine.", no_args_is_help=False)

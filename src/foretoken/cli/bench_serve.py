@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foretoken.bench.load.settings import Level
 
 Number = TypeVar("Number", int, float)
-_FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, text"
+_FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
 
 
 def serve_command(

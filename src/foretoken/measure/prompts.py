@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foretoken.conversation import from_sharegpt, has_template, render, to_answer
+from foretoken.options import encode
+
 BUILTIN_FILE = Path(__file__).with_name("builtin_prompts.jsonl")
 TEXT_SUFFIXES = (".txt", ".md")
 Row = Mapping[str, Any]
@@ -34,14 +37,17 @@ class BenchPrompt:
 
     category: str
     text: str
-    messages: tuple[dict[str, str], ...] = ()
+    messages: tuple[dict[str, Any], ...] = ()
 
     def encode(self, tokenizer: Any, chat: bool = True) -> list[int]:
-        """Token ids: by the chat template where ``chat``, the tokenizer has one, and this is a conversation."""
-        if chat and self.messages and getattr(tokenizer, "chat_template", None):
-            found = tokenizer.apply_chat_template(list(self.messages), add_generation_prompt=True, return_dict=True)
-            return list(found["input_ids"])
-        return list(tokenizer(self.text)["input_ids"])
+        """Token ids: by the chat template where ``chat``, the tokenizer has one, and this is a conversation.
+
+        Raises:
+            ValueError: no tokenizer, an empty text, or messages that the template refuses.
+        """
+        if chat and self.messages and has_template(tokenizer):
+            return render(self.messages, tokenizer)
+        return encode(self.text, tokenizer)
 
 
 # -- one row of every format -----------------------------------------------------------------------------------------
@@ -62,7 +68,9 @@ def _category_of(row: Row, default: str) -> str:
 
 
 def _plain(row: Row) -> BenchPrompt:
-    return BenchPrompt(_category_of(row, "default"), _text_of(row, "prompt"))
+    return BenchPrompt(
+        _category_of(row, "default"), _text_of(row, "prompt" if "prompt" in row or "text" not in row else "text")
+    )
 
 
 def _turns(row: Row) -> BenchPrompt:
@@ -96,26 +104,22 @@ def _chat(row: Row) -> BenchPrompt:
     found = row.get("messages")
     if not isinstance(found, list):
         raise _Shape("'messages' must be a list of messages")
-    messages = [_message(message) for message in found]
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages:
-        raise _Shape("the conversation has no message to answer")
-    text = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    return _transcript(row, found)
+
+
+def _sharegpt(row: Row) -> BenchPrompt:
+    return _transcript(row, from_sharegpt(row.get("conversations")))
+
+
+def _transcript(row: Row, found: list[Any]) -> BenchPrompt:
+    messages = to_answer(found)
+    text = "\n\n".join(f"{message['role']}: {_said(message)}" for message in messages)
     return BenchPrompt(_category_of(row, "chat"), f"{text}\n\nassistant:", tuple(messages))
 
 
-def _message(message: Any) -> dict[str, str]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise _Shape("a message needs a 'role' and a 'content'")
-    content = message.get("content")
-    if isinstance(content, list):  # parts: what is no text is left out
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    if content is None:  # a call of a tool
-        content = json.dumps(message.get("tool_calls", ""))
-    if not isinstance(content, str):
-        raise _Shape("a message's 'content' must be a text or a list of parts")
-    return {"role": message["role"], "content": content}
+def _said(message: Mapping[str, Any]) -> str:
+    """What a message says without a template: its text, or its calls of tools."""
+    return str(message["content"]) or json.dumps(message.get("tool_calls", ""))
 
 
 READERS: dict[str, Callable[[Row], BenchPrompt]] = {
@@ -126,15 +130,18 @@ READERS: dict[str, Callable[[Row], BenchPrompt]] = {
     "mbpp": _mbpp,
     "gsm8k": _gsm8k,
     "chat": _chat,
+    "sharegpt": _sharegpt,
 }
 FORMATS = ("auto", *READERS, "text")
-KEYS = "prompt (and category), turns, question and answer, text and code, or messages"
+KEYS = "prompt (and category), turns, question and answer, text and code, text, messages or conversations"
 
 
 def _format_of(row: Row) -> str:
     """The format that a row's keys tell."""
     if "messages" in row:
         return "chat"
+    if "conversations" in row:
+        return "sharegpt"
     if "turns" in row:
         return "spec_bench"
     if "prompt" in row:
@@ -143,6 +150,8 @@ def _format_of(row: Row) -> str:
         return "gsm8k"
     if "text" in row and ("code" in row or "test_list" in row):
         return "mbpp"
+    if "text" in row:
+        return "jsonl"
     raise _Shape(f"no known prompt in the keys {', '.join(map(repr, row)) or '(none)'}: give {KEYS}")
 
 
@@ -191,7 +200,7 @@ def _read(file: Path, format: str) -> Iterator[BenchPrompt]:
             if not isinstance(row, dict):
                 raise _Shape(f"a row must be a JSON object, not {type(row).__name__}")
             yield READERS[_format_of(row) if format == "auto" else format](row)
-        except _Shape as error:
+        except ValueError as error:
             asked = "" if format == "auto" else f" (--format {format})"
             raise ValueError(f"{file}, line {number}: {error}{asked}") from None
 

@@ -16,7 +16,9 @@ from typing import Any
 from foretoken.drafters.base import Drafter
 from foretoken.llm import Llm, load
 from foretoken.loading import build_drafter, default_drafter
+from foretoken.measure.prompts import BenchPrompt
 from foretoken.models.base import LanguageModel
+from foretoken.options import Prompt
 from foretoken.parity.checks import (
     Reference,
     Subject,
@@ -50,7 +52,7 @@ def run_parity(
     target: LanguageModel,
     tokenizer: Any | None,
     drafters: Sequence[str | Drafter] | None,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Sequence[Prompt | BenchPrompt],
     settings: Settings,
     on_progress: OnProgress = lambda done, total, text: None,
     report: Report | None = None,
@@ -61,7 +63,7 @@ def run_parity(
         target: the model under test.
         tokenizer: for text prompts.
         drafters: specs or drafters; ``None`` tries all, and leaves out those that do not fit.
-        prompts: texts, or lists of token ids.
+        prompts: of a file, or what :func:`foretoken.prompts.encode` takes.
         settings: see :class:`Settings`.
         on_progress: told what is being done.
         report: filled as checks are finished, for a caller who wants what there is when the run is broken off.
@@ -110,10 +112,10 @@ def _compared_outside(plain: Llm, reference: Reference) -> Check:
 
 
 def _reference(
-    target: LanguageModel, tokenizer: Any | None, prompts: Sequence[str] | Sequence[Sequence[int]], settings: Settings
+    target: LanguageModel, tokenizer: Any | None, prompts: Sequence[Prompt | BenchPrompt], settings: Settings
 ) -> tuple[Reference, Llm]:
     plain = Llm(target, None, None, None, tokenizer)
-    encoded = [plain.encode(prompt) for prompt in prompts]
+    encoded = [p.encode(tokenizer) if isinstance(p, BenchPrompt) else plain.encode(p) for p in prompts]
     options = {"max_new_tokens": settings.max_new_tokens, **settings.greedy}
     expected = [plain.generate(prompt, **options).token_ids for prompt in encoded]
     outside = None

@@ -19,6 +19,7 @@ from foretoken.drafters.skip_sets import SkipSet, fingerprint, save_skips
 from foretoken.engine.stats import SpecStats
 from foretoken.io.files import checksum
 from foretoken.llm import assemble
+from foretoken.measure.prompts import BenchPrompt
 from foretoken.models.base import LanguageModel
 from foretoken.options import Options
 
@@ -86,7 +87,7 @@ class Workload:
 
 
 def fitting_prompts(
-    texts: Sequence[str], tokenizer: Any, target: LanguageModel, new_tokens: int, most: int
+    prompts: Sequence[BenchPrompt], tokenizer: Any, target: LanguageModel, new_tokens: int, most: int
 ) -> list[list[int]]:
     """Token ids of at most ``most`` prompts, spread over the list, that leave room for ``new_tokens``.
 
@@ -96,7 +97,7 @@ def fitting_prompts(
     if tokenizer is None:
         raise ValueError("the target has no tokenizer beside it: tuning needs one to read the prompts")
     room = target.context_length - new_tokens
-    encoded: list[list[int]] = [tokenizer(text)["input_ids"] for text in texts]
+    encoded = [prompt.encode(tokenizer) for prompt in prompts]
     found = [ids for ids in encoded if 0 < len(ids) <= room]
     if not found:
         raise ValueError(f"no prompt leaves room for {new_tokens} new tokens in a context of {target.context_length}")

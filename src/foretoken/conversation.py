@@ -1,0 +1,207 @@
+"""From a conversation to token ids, by the model's own chat template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foretoken.core.values import check_text
+
+Message = Mapping[str, Any]
+"""``{"role": ..., "content": ...}`` as in OpenAI's interface; more keys reach the template as they are."""
+NO_TEMPLATE = "this model has no chat template: give its prompt as text, or set tokenizer.chat_template"
+SHAPE = 'a conversation is a list of messages such as {"role": "user", "content": "Hello"}'
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bing", "bard"), "assistant"),
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Roles by ShareGPT's names of who speaks."""
+
+
+def is_messages(prompt: Any) -> bool:
+    """Whether a prompt is one conversation: a list with mappings in it, none of which is a tokenizer's output.
+
+    Whether its messages are whole is for :func:`render` to find.
+    """
+    if not isinstance(prompt, list | tuple):
+        return False
+    mappings = [one for one in prompt if isinstance(one, Mapping)]
+    return bool(mappings) and not any("input_ids" in one for one in mappings)
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether the model says itself how a conversation is written."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def conversations_of(messages: Any) -> tuple[list[Sequence[Message]], bool]:
+    """Conversations, and whether a single one was given rather than a list of them.
+
+    Raises:
+        ValueError: neither.
+    """
+    if is_messages(messages):
+        return [messages], True
+    several = isinstance(messages, list | tuple) and any(is_messages(one) for one in messages)
+    if not several:
+        given = "an empty list" if isinstance(messages, list | tuple) and not messages else _kind(messages)
+        raise ValueError(f"{SHAPE}, or several of them in a list; {given} is neither")
+    for number, one in enumerate(messages, 1):
+        if not is_messages(one):
+            given = "an empty list" if isinstance(one, list | tuple) and not one else _kind(one)
+            raise ValueError(f"conversation {number}: {SHAPE}, not {given}")
+    return list(messages), False
+
+
+def checked(messages: Any) -> list[dict[str, Any]]:
+    """Messages of the right shape, each with its text in one piece.
+
+    Raises:
+        ValueError: no list of messages, or one without role or content; names its number, from 1.
+    """
+    if not isinstance(messages, list | tuple):
+        raise ValueError(f"{SHAPE}, not {_kind(messages)}")
+    if not messages:
+        raise ValueError("the conversation is empty: give at least one message")
+    return [_checked(message, f"message {number}") for number, message in enumerate(messages, 1)]
+
+
+def _checked(message: Any, name: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise ValueError(f"{name} is {_kind(message)}: {SHAPE}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{name} needs a 'role', such as 'user'")
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f"{name} needs a 'content': text, or a list of text parts")
+    return {**message, "content": "" if content is None else _text_of(content, name)}
+
+
+def _with_calls(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """A message with the arguments of its calls as templates want them: objects, which OpenAI's clients send as text.
+
+    Raises:
+        ValueError: no list of calls, or arguments that are no JSON.
+    """
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"{name}: 'tool_calls' must be a list, not {_kind(calls)}")
+    return {**message, "tool_calls": [_call(call, name) for call in calls]}
+
+
+def _call(call: Any, name: str) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except (json.JSONDecodeError, RecursionError):
+        raise ValueError(f"{name}: the arguments of its tool call are no JSON") from None
+
+
+def _text_of(content: Any, name: str) -> str:
+    """The text of a content, which may come in parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise ValueError(f"{name}: 'content' must be a text or a list of text parts, not {_kind(content)}")
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            shown = f"of type {str(part.get('type'))[:32]!r}" if isinstance(part, Mapping) else f"that is {_kind(part)}"
+            raise ValueError(f'{name}: only text parts ({{"type": "text", "text": ...}}) are read, not one {shown}')
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def from_sharegpt(turns: Any) -> list[dict[str, Any]]:
+    """Messages of ShareGPT's ``{"from", "value"}`` turns; messages with ``role`` and ``content`` stay as they are.
+
+    Raises:
+        ValueError: other shapes, or an unknown speaker.
+    """
+    if not isinstance(turns, list):
+        raise ValueError(f"'conversations' must be a list of messages, not {_kind(turns)}")
+    return [_from_turn(turn, f"message {number}") for number, turn in enumerate(turns, 1)]
+
+
+def to_answer(messages: Any) -> list[dict[str, Any]]:
+    """A transcript up to the last message that an assistant would answer.
+
+    Raises:
+        ValueError: as :func:`checked`, or nothing is left.
+    """
+    found = checked(messages)
+    while found and found[-1]["role"] == "assistant":
+        found.pop()
+    if not found:
+        raise ValueError("the conversation has no message to answer")
+    return found
+
+
+def _from_turn(turn: Any, name: str) -> dict[str, Any]:
+    if isinstance(turn, dict) and "role" in turn:
+        return turn
+    if not isinstance(turn, dict) or not isinstance(turn.get("from"), str) or not isinstance(turn.get("value"), str):
+        raise ValueError(f"{name} needs texts 'from' and 'value', or 'role' and 'content'")
+    if turn["from"] not in _ROLES:
+        raise ValueError(f"{name} is from {turn['from'][:32]!r}: known are {', '.join(_ROLES)}")
+    return {"role": _ROLES[turn["from"]], "content": turn["value"]}
+
+
+def render(
+    messages: Sequence[Message], tokenizer: Any, *, add_generation_prompt: bool = True, **template_kwargs: Any
+) -> list[int]:
+    """Token ids of a conversation, by the tokenizer's chat template.
+
+    The template writes the beginning-of-text token itself, so the tokenizer adds none.  Where the last message is the
+    assistant's and an answer is wanted, the answer goes on behind it.
+
+    Args:
+        messages: in order; a ``content`` is text or a list of OpenAI's text parts.
+        tokenizer: with a chat template.
+        add_generation_prompt: end where the assistant answers.
+        template_kwargs: for the template: ``tools``, ``enable_thinking``, ...
+
+    Raises:
+        ValueError: no tokenizer, no template, messages of another shape, or messages that the template refuses.
+    """
+    if tokenizer is None:
+        raise ValueError("a conversation needs a tokenizer: pass tokenizer=... to load, or give token ids")
+    written = checked(messages)
+    if not has_template(tokenizer):
+        raise ValueError(NO_TEMPLATE)
+    written = [_with_calls(message, f"message {number}") for number, message in enumerate(written, 1)]
+    how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **template_kwargs}
+    if add_generation_prompt and written[-1]["role"] == "assistant":
+        if written[-1].get("tool_calls") or not written[-1]["content"].strip():
+            raise ValueError("the assistant's last message has no text to go on with: leave it out, or add an answer")
+        how |= {"add_generation_prompt": False, "continue_final_message": True}
+    try:
+        text = tokenizer.apply_chat_template(written, tokenize=False, **how)
+    except Exception as error:  # templates are programs: they raise what they like
+        words = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ValueError(f"the chat template refuses these messages: {words}") from None
+    check_text("messages", text)
+    ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise ValueError("the chat template writes nothing for these messages")
+    return ids
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in a message of one line."""
+    if value is None:
+        return "None"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, Mapping):
+        return "a single message" if "role" in value else "a mapping"
+    return f"a {type(value).__name__}" if isinstance(value, list | tuple) else f"of type {type(value).__name__}"
