@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from safetensors import safe_open
+
 BUILTIN = "builtin"
 ZOO = Path(__file__).parent.parent / "zoo"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -73,6 +75,15 @@ def check_folder(folder: Path) -> None:
         raise LoadError(f"{folder} lacks {sorted(missing)[0]}: copy the missing shards and try again")
     for shard in shards:
         _check_shard(shard)
+
+
+def file_of(folder: Path, tensor: str) -> Path:
+    """The file that holds a tensor; the folder itself where none has one of that name."""
+    for shard in sorted(folder.glob("*.safetensors")):
+        with safe_open(shard, "pt") as opened:
+            if tensor in opened.keys():  # noqa: SIM118 (no mapping)
+                return shard
+    return folder
 
 
 def _indexed_shards(index: Path) -> set[str]:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
-from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, resolve
+from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, file_of, is_adapter, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf
 from foretoken.loading.memory import moved
 from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
+from foretoken.models.finite import REMEDY, first_not_finite, weights_of
 from foretoken.models.inflated import InflatedModel
 from foretoken.models.inflation import inflate as inflate_network
 from foretoken.models.inflation import shape_for
@@ -79,12 +80,21 @@ def load_model(
         return source
     given = not isinstance(source, str | Path)
     network = source if given else _load_network(source, role, dtype, device)
+    if role == "draft" and not given:
+        _check_draft(network, Path(resolve(source, role)).expanduser())
     if pack is True:
         check_packable(network)
     if quantize is not None:
         quantise_linears(network, quantize, wide=exact != "bitwise")
     in_place = ours and (not given or pack is True)
     return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(source))
+
+
+def _check_draft(network: Any, folder: Path) -> None:
+    """Refuse a draft model whose weights are not finite: nobody would see more of it than that no draft is right."""
+    name = first_not_finite(weights_of(network))
+    if name is not None:
+        raise LoadError(f"{name} in {file_of(folder, name)} holds NaN or inf: {REMEDY}")
 
 
 def _load_inflated(

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from foretoken.io.files import save_described
+from foretoken.models.finite import check_finite
 from foretoken.models.parts import Fingerprint
 
 CONFIG = "drafter.json"
@@ -94,7 +95,8 @@ def load_weights(folder: Path, net: nn.Module) -> None:
     """Fill ``net`` with the stored weights.
 
     Raises:
-        ValueError: a damaged file, or missing, superfluous or misshapen tensors.
+        ValueError: a damaged file, or missing, superfluous or misshapen tensors, or numbers that are not
+            finite.
     """
     file = folder / WEIGHTS
     try:
@@ -109,4 +111,5 @@ def load_weights(folder: Path, net: nn.Module) -> None:
             raise ValueError(f"{file} holds a tensor {name} that this drafter does not know")
         if wanted[name].shape != stored[name].shape:
             raise ValueError(f"{name} in {file} is {list(stored[name].shape)} and must be {list(wanted[name].shape)}")
+    check_finite(stored.items(), file)
     net.load_state_dict({name: value.to(wanted[name].dtype) for name, value in stored.items()})
