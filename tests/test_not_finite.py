@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from formats.tiny_nets import save_net, save_target
 from safetensors.torch import load_file, save_file
 
 import foretoken as ft
 from foretoken.core import NonFiniteLogitsError
 from foretoken.formats import export_drafter, import_drafter
 from foretoken.loading.adapters import save_adapter
+from formats.tiny_nets import save_net, save_target
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import torch
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, file_of, is_adapter, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf
+from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.memory import moved
 from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
@@ -60,6 +61,8 @@ def load_model(
         ValueError: unknown dtype, no such device, a model that cannot be inflated to that size or split so, or
             ``pack=True`` or ``quantize`` for one that cannot be packed or quantised.
     """
+    source = unwrapped(source)
+    check_handed_in(source)
     if pack not in ("auto", True, False):
         raise ValueError(f"pack must be 'auto', True or False, not {pack!r}")
     if tensor_parallel != 1:

@@ -8,12 +8,14 @@ from typing import Any
 from foretoken.loading.adapters import read_adapter
 from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, is_adapter, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
+from foretoken.loading.handed import unwrapped
 from foretoken.models.base import LanguageModel
 from foretoken.models.judging import ROWS, SENTENCE
 
 
 def load_tokenizer(source: Any) -> Any | None:
     """The tokenizer that belongs to a model source, or ``None`` when it has none."""
+    source = unwrapped(source)
     if isinstance(source, LanguageModel):
         source = getattr(source, "path", source)
     if is_gguf(source):

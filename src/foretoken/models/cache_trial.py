@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.models.placement import device_of
 from foretoken.models.self_test import relative
 
 ROWS, KEPT = 6, 3
@@ -76,6 +77,8 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> Tensor:
     other = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
     try:
         found, changed = (_forward(model, ids) for ids in (tokens, other))
+    except CapabilityError:
+        raise
     except Exception as error:
         raise _refusal(model, error) from error
     difference = relative(changed[:KEPT], found[:KEPT])
@@ -89,17 +92,19 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> Tensor:
 
 def _forward(model: Any, tokens: list[int]) -> Tensor:
     parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    ids = torch.tensor([tokens], device=model.device)
+    ids = torch.tensor([tokens], device=device_of(model))
     given: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
     if "position_ids" in parameters:  # as generate gives them
-        given["position_ids"] = torch.arange(len(tokens), device=model.device)[None]
-    logits: Tensor = model(input_ids=ids, **given).logits
+        given["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
+    logits: Tensor | None = getattr(model(input_ids=ids, **given), "logits", None)
+    if logits is None or logits.ndim != 3 or logits.shape[2] < model.config.get_text_config().vocab_size:
+        raise CapabilityError(f"{type(model).__name__} gives no logits of every token: load the model as a causal one")
     return logits[0].float()
 
 
 def _form(model: Any, wrapped: LanguageModel) -> tuple[Any, ...]:
     exact, lean = getattr(wrapped, "exact", None), getattr(wrapped, "is_lean", None)
-    return model.dtype, model.device, exact, lean
+    return model.dtype, device_of(model), exact, lean
 
 
 def _text(vocab_size: int) -> list[int]:
