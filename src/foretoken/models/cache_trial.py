@@ -13,14 +13,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.models.packing import is_plain
 from foretoken.models.placement import device_of
 from foretoken.models.self_test import relative
 
 ROWS, KEPT = 6, 3
 """Tokens of the trial, and how many of them are read first."""
+LOOKS_AHEAD = 0.3
+"""Relative difference that later tokens make in a model that reads them.  Quantised layers that scale all tokens of a
+call together make one too, and a small one."""
 HALF = (torch.bfloat16, torch.float16)
 LIMIT, HALF_LIMIT = 1e-3, 0.5
 """Relative differences that no rounding makes, in float32 (at most 1e-6 in random models) and in 16 bits, where it can
@@ -46,7 +50,9 @@ def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
 def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     rollback = wrapped.capabilities.rollback
     limit = HALF_LIMIT if model.dtype in HALF or getattr(wrapped, "exact", "") == "approximate" else LIMIT
-    wanted = _without_cache(model, wrapped.vocab_size, limit)
+    wanted, mixed = _without_cache(model, wrapped.vocab_size, limit)
+    if mixed:
+        return f"its quantised layers scale all tokens of a call together (logits move by {mixed:.2g} of their size)"
     if not wanted.isfinite().all():  # damaged weights: decoding says so, with the place
         return None
     tokens = _text(wrapped.vocab_size)
@@ -67,11 +73,12 @@ def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     return None
 
 
-def _without_cache(model: Any, vocab_size: int, limit: float) -> Tensor:
-    """Float32 logits [6, V] of the model's own forward.
+def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, float]:
+    """Float32 logits [6, V] of the model's own forward, and how much quantised layers change them with later tokens: 0
+    where that is rounding.
 
     Raises:
-        CapabilityError: they depend on later tokens, or the forward fails.
+        CapabilityError: it reads later tokens, or the forward fails.
     """
     tokens = _text(vocab_size)
     other = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
@@ -82,12 +89,20 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> Tensor:
     except Exception as error:
         raise _refusal(model, error) from error
     difference = relative(changed[:KEPT], found[:KEPT])
+    if limit < difference <= LOOKS_AHEAD and _is_quantised(model):
+        return found, difference
     if difference > limit:
         raise CapabilityError(
             f"{_name(model)} is no causal language model: what it says of a token depends on later ones "
             "(a BERT-like model needs is_decoder=True in its configuration)"
         )
-    return found
+    return found, 0.0
+
+
+def _is_quantised(model: Any) -> bool:
+    """By its configuration, or by linear layers with another forward than their own."""
+    linears = (module for module in model.modules() if isinstance(module, nn.Linear))
+    return getattr(model.config, "quantization_config", None) is not None or not all(map(is_plain, linears))
 
 
 def _forward(model: Any, tokens: list[int]) -> Tensor:
