@@ -187,13 +187,14 @@ def _from_pretrained(
     model, info = loaded
     for key, found, wanted in sorted(info.get("mismatched_keys", ())):
         raise LoadError(
-            f"{path}{_quantised(path)} has a config.json that does not fit its weights: {key} is {list(found)} in the file and "
-            f"{list(wanted)} in the configuration; copy both from the same checkpoint"
+            f"{path}{_quantised(path)} has a config.json that does not fit its weights: {key} is {list(found)} in the "
+            f"file and {list(wanted)} in the configuration; copy both from the same checkpoint"
         )
     missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
     if missing:
         raise LoadError(
-            f"{path}{_quantised(path)} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
+            f"{path}{_quantised(path)} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is "
+            "incomplete"
         )
     return moved(model, device, path)
 
