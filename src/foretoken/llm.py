@@ -299,7 +299,8 @@ def load(
     Args:
         target: ``"builtin"``, ``"builtin:early_exit"`` (trained for early exits), ``"builtin:hybrid"`` (with recurrent
             layers and an MTP head of its own), the path of a model, of a low-rank update of one or of a GGUF file, a
-            hub id, a ``PreTrainedModel`` or a :class:`LanguageModel`.
+            hub id, a ``PreTrainedModel`` (also offloaded by accelerate, compiled or in a ``DataParallel``; it is put
+            into eval mode and stays so) or a :class:`LanguageModel`.
         drafter: a spec string (``"ngram,n=3,k=8"``, ``"model:./draft,k=5"``), a drafter, a list of them (an
             ensemble), ``None`` for plain decoding, or ``"auto"``.
         verifier: a name, a verifier, or ``"auto"`` for the best lossless rule.

@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import monotonic
 from typing import Any
 
 import torch
 
 from foretoken.controllers.base import Controller
-from foretoken.core import Scores, TokenTree, Verdict
+from foretoken.core import NonFiniteLogitsError, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.engine.admission import KvBudget, check
 from foretoken.engine.errors import is_full_memory
@@ -28,6 +29,7 @@ from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stopping import FinishReason
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.clock import now
+from foretoken.models.finite import why_not_finite
 from foretoken.verifiers.base import Verifier
 
 CHANGED = (
@@ -180,6 +182,8 @@ class Requests(ABC):
 
     def _end(self, run: Running, reason: FinishReason, error: Exception | None = None) -> None:
         """End a request before its time; the caller of :meth:`step` is told."""
+        if type(error) is NonFiniteLogitsError:
+            error = NonFiniteLogitsError(self._why_not_finite)
         run.finish_reason, run.error = reason, error
         if run in self.running:
             try:
@@ -189,6 +193,11 @@ class Requests(ABC):
                 run.finish_reason = "error"
         self.waiting = [other for other in self.waiting if other is not run]
         self._ended.append((run, Emission(run.id, finish_reason=run.finish_reason, error=run.error)))
+
+    @cached_property
+    def _why_not_finite(self) -> str:
+        """Looked for once: reading all weights takes a while."""
+        return why_not_finite(self.target)
 
     def _leave(self, run: Running) -> None:
         """Free all that a request holds, also where a part of that raises."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from foretoken.drafters.nets.store import CONFIG as OURS
 from foretoken.io.files import replacing
 from foretoken.loading import PICKLES
+from foretoken.models.finite import check_finite
 
 NOTE = "foretoken.json"
 """Beside an export: its target and what was measured, which no public layout has a place for."""
@@ -134,14 +135,31 @@ class Found:
         return frozenset(found)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, with no prefix that training code has left in their names."""
+        """All tensors, with no prefix that training code has left in their names.
+
+        Raises:
+            ValueError: a damaged file, or numbers that are not finite.
+        """
         found: dict[str, Tensor] = {}
         for file in self._files:
             try:
-                found.update(load_file(file))
+                held = load_file(file)
             except (SafetensorError, OSError):
                 raise ValueError(f"{file} is damaged or half-written: copy it again") from None
+            check_finite(held.items(), file)
+            found.update(held)
         return found
+
+    def check_whole(self) -> None:
+        """Whether there is a configuration with weights.
+
+        Raises:
+            ValueError: one of the two is missing, or the weights are pickled or damaged.
+        """
+        if not (self.path / "config.json").exists():
+            raise ValueError(f"{self.path} has no config.json: copy it from where the weights are from")
+        if not self.names:
+            raise ValueError(f"{self.path} holds no *.safetensors weights: the checkpoint is incomplete")
 
     @property
     def _files(self) -> list[Path]:

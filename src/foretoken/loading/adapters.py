@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from foretoken.io.files import save_described
 from foretoken.loading.checkpoints import ADAPTER_CONFIG, LoadError, is_adapter, resolve
+from foretoken.models.finite import check_finite
 from foretoken.models.low_rank import merged
 from foretoken.models.packing import is_plain
 
@@ -117,6 +118,7 @@ def _read_factors(file: Path) -> dict[str, dict[str, Tensor]]:
         raise LoadError(f"{file} is missing: the adapter is incomplete, copy its folder again") from None
     except SafetensorError:
         raise LoadError(f"{file} is no safetensors file: it is damaged or half-written, copy it again") from None
+    check_finite(tensors.items(), file)
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = KEY.fullmatch(key)

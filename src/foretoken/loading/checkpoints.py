@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from safetensors import safe_open
+
 BUILTIN = "builtin"
 ZOO = Path(__file__).parent.parent / "zoo"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -13,6 +15,14 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 class LoadError(ValueError):
     """A model or tokenizer could not be loaded; the message says what to do."""
+
+
+def cause_of(error: Exception) -> str:
+    """What another library's error says, in one line; a package that is not there is named with how to get it."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"it needs the package {error.name} (pip install {error.name})"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def resolve(name: str | Path, role: str = "target") -> str:
@@ -73,6 +83,15 @@ def check_folder(folder: Path) -> None:
         raise LoadError(f"{folder} lacks {sorted(missing)[0]}: copy the missing shards and try again")
     for shard in shards:
         _check_shard(shard)
+
+
+def file_of(folder: Path, tensor: str) -> Path:
+    """The file that holds a tensor; the folder itself where none has one of that name."""
+    for shard in sorted(folder.glob("*.safetensors")):
+        with safe_open(shard, "pt") as opened:
+            if tensor in opened.keys():  # noqa: SIM118 (no mapping)
+                return shard
+    return folder
 
 
 def _indexed_shards(index: Path) -> set[str]:

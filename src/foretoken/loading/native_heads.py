@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foretoken.loading.checkpoints import LoadError
+from foretoken.models.finite import check_finite
 from foretoken.models.native_mtp import modules_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -123,4 +124,7 @@ def _read(module: Mapping[str, str], where: Mapping[str, Path]) -> dict[str, Ten
 
 def _from(file: Path, names: Iterable[tuple[str, str]]) -> dict[str, Tensor]:
     with safe_open(file, "pt") as opened:
-        return {mine: opened.get_tensor(name) for mine, name in names}
+        listed = list(names)
+        tensors = {name: opened.get_tensor(name) for _, name in listed}
+    check_finite(tensors.items(), file)
+    return {mine: tensors[name] for mine, name in listed}

@@ -25,6 +25,7 @@ from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers
 from foretoken.models.lean import LeanForward, build_lean
 from foretoken.models.masks import RowPlan, additive_mask
 from foretoken.models.packing import Packing, unpack_linears
+from foretoken.models.placement import device_of
 from foretoken.models.provisional import comes_before, keep_common, without_first
 from foretoken.models.public import run_public
 from foretoken.models.public_layouts import lay_out
@@ -98,7 +99,7 @@ class HuggingFaceModel(LanguageModel):
         self.rotary = ChangingRotary.of(model)
         self.context_length, self.context_why = context_of(model, context_length_of(self.config), self.rotary)
         self.eos_token_ids = eos_ids(model)
-        self.device: torch.device = model.device
+        self.device: torch.device = device_of(model)
         self.dtype: torch.dtype = model.dtype
         self.exact = exact
         self.layer_masks = layer_masks(model)
@@ -519,9 +520,8 @@ class HuggingFaceModel(LanguageModel):
         return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
 
     def _append(self, feed: Feed) -> RowPlan:
-        sequence = feed.sequence
+        sequence, count = feed.sequence, len(feed.tokens)
         old = len(sequence.scratch_tokens)
-        count = len(feed.tokens)
         parents = range(old - 1, old - 1 + count) if feed.parents is None else feed.parents
         sequence.append(feed.tokens, parents)
         return self._row_plan(sequence, count, feed.after)
@@ -551,8 +551,7 @@ class HuggingFaceModel(LanguageModel):
         """Logits [n, V] per feed and taps on the lean forward, or on the public one where there is none."""
         if call.plan.weights:
             return self._second[call.plan.weights].run(self, call)
-        run = self._lean.run if self._lean is not None else self._run_public
-        return run(call)
+        return self._run_public(call) if self._lean is None else self._lean.run(call)
 
     def _run_public(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and taps through the model's own forward."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.packing import PackedLinear, Projection, pays_packed
+from foretoken.models.placement import is_offloaded
 from foretoken.models.taps import decoder_layers, find_decoder, recording
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
@@ -80,6 +81,8 @@ class TargetParts:
         network: Any = getattr(model, "small", getattr(model, "model", None))
         if network is None or not model.capabilities.taps or network.get_output_embeddings() is None:
             raise CapabilityError(f"a trained drafter needs a target with hidden states, not {type(model).__name__}")
+        if is_offloaded(network):
+            raise CapabilityError("a trained drafter needs all of the target's weights in memory: load it unoffloaded")
         self.network = network
         config = network.config.get_text_config()
         self.config = config

@@ -13,6 +13,7 @@ from foretoken.models.call import Call
 from foretoken.models.extra import embedding_rows
 from foretoken.models.layers import running
 from foretoken.models.packing import BlockedProducts
+from foretoken.models.placement import decoding
 from foretoken.models.taps import recording
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def run_public(owner: HuggingFaceModel, call: Call) -> tuple[list[Tensor], dict[
     turning = nullcontext() if owner.rotary is None else owner.rotary.switched(call.positions, call.lengths)
     recorded = recording(owner.model, call.taps)
     with switched_attention(owner), products, turning, recorded as hidden, part, embedding as known:
+        decoding(owner.model)
         out = owner.model(
             input_ids=known,
             position_ids=call.positions,

@@ -17,6 +17,7 @@ from foretoken.models.alone import alone, lock_of
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
+from foretoken.models.placement import decoding, device_of
 from foretoken.models.rotary import context_of
 from foretoken.models.taps import check_taps, decoder_layers, recording
 from foretoken.models.traits import cache_name, context_length_of, eos_ids
@@ -43,7 +44,7 @@ class SequentialModel(LanguageModel):
         self.vocab_size = int(self.config.vocab_size)
         self.context_length, self.context_why = context_of(model, context_length_of(self.config))
         self.eos_token_ids = eos_ids(model)
-        self.device: torch.device = model.device
+        self.device: torch.device = device_of(model)
         self.dtype: torch.dtype = model.dtype
         self._num_layers = len(decoder_layers(model))
         self._cache_name = cache_name(model)
@@ -117,6 +118,7 @@ class SequentialModel(LanguageModel):
 
     def _run(self, sequence: SequenceState, tokens: Sequence[int]) -> Tensor:
         """Logits [n, V] of the n tokens behind the sequence's committed and scratch tokens."""
+        decoding(self.model)
         if self._cache_name is None:
             text = [*sequence.tokens, *sequence.scratch_tokens, *tokens]
             out = self.model(input_ids=torch.tensor([text], device=self.device), use_cache=False)

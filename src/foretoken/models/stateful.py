@@ -23,6 +23,7 @@ from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, Se
 from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
 from foretoken.models.delta_rule import recorded, rule_files
+from foretoken.models.placement import decoding, device_of
 from foretoken.models.rotary import context_of
 from foretoken.models.self_test import state_fault
 from foretoken.models.state_cache import StateCache
@@ -69,7 +70,7 @@ class StatefulModel(LanguageModel):
         self.vocab_size = int(self.config.vocab_size)
         self.context_length, self.context_why = context_of(model, context_length_of(self.config))
         self.eos_token_ids = eos_ids(model)
-        self.device: torch.device = model.device
+        self.device: torch.device = device_of(model)
         self.dtype: torch.dtype = model.dtype
         self.flush = flush
         self._files: list[ModuleType] = []
@@ -242,6 +243,7 @@ class StatefulModel(LanguageModel):
             given["position_ids"] = torch.tensor([positions], device=self.device)
         ids = torch.tensor([list(tokens)], device=self.device)
         with alone(self.model):
+            decoding(self.model)
             out = self.model(input_ids=ids, use_cache=True, **given)
         state.advance(out.get(self._cache_name), len(tokens))
         self.num_forwards += 1

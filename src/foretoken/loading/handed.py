@@ -1,0 +1,90 @@
+"""What callers hand in instead of a path: wrappers are taken off, and what is no model is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from foretoken.loading.checkpoints import LoadError
+from foretoken.models.base import LanguageModel
+from foretoken.models.placement import has_no_weights
+
+EXPECTED = "give the path or hub id of a model, 'builtin', or a Transformers model"
+WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+"""Where ``torch.compile`` and the wrappers of training on several devices keep the model, by the name of their class.
+Decoding runs forwards of its own, so that what such a wrapper adds to the public one has nothing to do."""
+
+
+def unwrapped(source: Any) -> Any:
+    """A source without the wrappers that change nothing about what its model computes."""
+    while isinstance(source, nn.Module) and type(source).__name__ in WRAPPERS:
+        source = getattr(source, WRAPPERS[type(source).__name__])
+    return source
+
+
+def check_handed_in(source: Any) -> None:
+    """Look at what is to be a model.
+
+    Raises:
+        LoadError: it is none, or one that cannot be decoded; one line that says what to give instead.
+    """
+    if isinstance(source, str | Path):
+        if not str(source).strip():
+            raise LoadError(f"the name of the model is empty: {EXPECTED}")
+        return
+    if isinstance(source, LanguageModel):
+        return
+    if not isinstance(source, nn.Module) or isinstance(source, type):
+        raise LoadError(_what(source))
+    name = type(source).__name__
+    if name == "FullyShardedDataParallel":
+        raise LoadError(f"a {name} keeps a part of every weight here: save it, and load its path")
+    if not hasattr(getattr(source, "config", None), "get_text_config"):
+        raise LoadError(f"a {name} is no Transformers model (it has no configuration): {EXPECTED}")
+    if getattr(source.config, "is_encoder_decoder", False):
+        raise LoadError(f"{name} is an encoder and a decoder, and only decoders alone are run: give a causal model")
+    tuned = _prompt_tuning(source)
+    if tuned:
+        raise LoadError(
+            f"{name} puts learnt rows before every text ({tuned}), which is not supported: merge a LoRA instead, or "
+            "give the model without its adapter"
+        )
+    if has_no_weights(source):
+        raise LoadError(f"{name} has no weights (they are on the device meta): load it with from_pretrained")
+
+
+def _what(source: Any) -> str:
+    """One line about something that is no network."""
+    kind = type(source).__name__
+    if source is None:
+        return f"no model was given (None): {EXPECTED}"
+    if isinstance(source, type):
+        return f"{source.__name__} is a class: give {source.__name__}.from_pretrained(PATH), or the path itself"
+    if isinstance(getattr(source, "model", None), nn.Module):
+        return f"a {kind} is no model, but it has one: give its .model, with tokenizer=(its .tokenizer)"
+    if hasattr(source, "convert_ids_to_tokens"):
+        return f"a {kind} is a tokenizer: give it as tokenizer=..., and as the model the path it was loaded from"
+    if hasattr(source, "get_text_config"):
+        return f"a {kind} has no weights: give the model, or the path that the configuration was loaded from"
+    if isinstance(source, Mapping):
+        return f"a {kind} of weights or settings is no model: give a model that has them, or save it and give its path"
+    return f"a {kind} is no model: {EXPECTED}"
+
+
+def _prompt_tuning(model: nn.Module) -> str:
+    """The kind of an active PEFT adapter that adds rows to the prompt (prompt tuning, prefix tuning); else empty."""
+    settings = getattr(model, "peft_config", None)
+    if not isinstance(settings, Mapping):
+        return ""
+    active: Any = getattr(model, "active_adapter", None) or getattr(model, "active_adapters", None)
+    names = [active] if isinstance(active, str) else list(active() if callable(active) else active or settings)
+    chosen = [settings[name] for name in names if name in settings]
+    return next((_kind(one) for one in chosen if getattr(one, "is_prompt_learning", False)), "")
+
+
+def _kind(settings: Any) -> str:
+    kind = getattr(settings, "peft_type", "prompt learning")
+    return str(getattr(kind, "value", kind))

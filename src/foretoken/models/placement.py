@@ -1,0 +1,31 @@
+"""Where a model's weights are and in which mode it runs, for models that callers hand in as they have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def decoding(model: Any) -> None:
+    """Switch dropout off where somebody has called ``train()`` since the model was wrapped."""
+    if model.training:
+        model.eval()
+
+
+def device_of(model: Any) -> torch.device:
+    """Where a model's inputs go: where its weights are, or where accelerate takes those that it keeps elsewhere."""
+    device: torch.device = model.device
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules()) if device.type == "meta" else ()
+    places = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((place for place in places if place is not None), device))
+
+
+def is_offloaded(model: Any) -> bool:
+    """Whether some weights are not in memory: accelerate reads them when their layer runs, and drops them again."""
+    return any(weight.device.type == "meta" for weight in model.parameters())
+
+
+def has_no_weights(model: Any) -> bool:
+    """Whether a model was made without weights, and nothing will read them when it runs."""
+    return is_offloaded(model) and not any(hasattr(module, "_hf_hook") for module in model.modules())

@@ -1,0 +1,161 @@
+"""Models that callers hand in: wrappers are taken off, weights may be elsewhere, and what is no model is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)  # fmt: skip
+
+import foretoken as ft
+from foretoken.loading import LoadError, load_model
+from foretoken.models.base import CapabilityError
+from foretoken.models.parts import TargetParts
+from models.checkpoints import new_model, prompt_of
+
+PROMPT = prompt_of(9)
+
+
+def written(model: Any, **options: Any) -> list[int]:
+    return ft.load(model, "ngram,n=1,k=3", **options).generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[int]:
+    return written(new_model("llama"))
+
+
+def compiled() -> Any:
+    return torch.compile(new_model("llama"), backend="eager")
+
+
+def test_compiled_and_parallel_models_run_as_what_is_inside(wanted: list[int]) -> None:
+    for wrapped in (compiled(), nn.DataParallel(new_model("llama")), nn.DataParallel(compiled())):
+        assert written(wrapped) == wanted
+    network = new_model("llama")
+    assert load_model(torch.compile(network, backend="eager")).model is network  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "mamba"])
+def test_weights_that_accelerate_keeps_elsewhere(family: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    network = new_model(family)
+    drafter = "ngram,n=1,k=3" if family != "mamba" else None
+    plain = ft.load(network, drafter).generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
+    offloaded = accelerate.cpu_offload(new_model(family), execution_device="cpu")
+    assert offloaded.device.type == "meta"
+    llm = ft.load(offloaded, drafter)
+    assert llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == plain
+
+
+def test_some_weights_on_the_disk(wanted: list[int], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    new_model("llama").save_pretrained(tmp_path / "model")
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers"), "cpu")
+    split: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map={**places, "lm_head": "disk"}, offload_folder=tmp_path / "off"
+    )
+    assert split.lm_head.weight.device.type == "meta"
+    assert written(split) == wanted
+    with pytest.raises(CapabilityError, match="needs all of the target's weights in memory"):
+        TargetParts(load_model(split))
+
+
+def test_weights_on_the_device_meta_are_none() -> None:
+    with torch.device("meta"):
+        network = LlamaForCausalLM(new_model("llama").config)
+    with pytest.raises(LoadError, match="LlamaForCausalLM has no weights"):
+        ft.load(network, None)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "mamba"])
+def test_dropout_is_off_while_decoding(family: str) -> None:
+    rates = {"gpt2": {"resid_pdrop": 0.9, "embd_pdrop": 0.9}, "bloom": {"hidden_dropout": 0.9}, "mamba": {}}[family]
+    network = new_model(family, **rates)
+    wanted = ft.load(network, None).generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids
+    network.train()
+    llm = ft.load(network, None)
+    assert not network.training
+    network.train()  # as somebody who trains it between two requests does
+    assert llm.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == wanted
+    public = ft.load(load_model(network, lean=False), None)
+    network.train()
+    assert public.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == wanted
+
+
+class Adapted(nn.Module):
+    """As PEFT wraps a model: the adapter's settings beside it, and the model's own forward behind ``**kwargs``."""
+
+    def __init__(self, network: Any, **settings: Any) -> None:
+        super().__init__()
+        self.base_model = network
+        self.peft_config = {"default": SimpleNamespace(**settings), "other": SimpleNamespace(is_prompt_learning=True)}
+        self.active_adapter = "default"
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+
+def test_prompt_tuning_is_refused_and_other_adapters_run(wanted: list[int]) -> None:
+    for kind in ("PROMPT_TUNING", "PREFIX_TUNING"):
+        network = Adapted(new_model("llama"), is_prompt_learning=True, peft_type=kind)
+        with pytest.raises(LoadError, match=rf"Adapted puts learnt rows before every text \({kind}\)"):
+            ft.load(network, None)
+    assert written(Adapted(new_model("llama"), is_prompt_learning=False, peft_type="LORA")) == wanted
+
+
+class Pipeline:
+    def __init__(self) -> None:
+        self.model, self.tokenizer = new_model("llama"), None
+
+
+class Words:
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [str(i) for i in ids]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "no model was given"),
+        ("", "the name of the model is empty"),
+        (LlamaConfig(), "a LlamaConfig has no weights: give the model"),
+        (Words(), "a Words is a tokenizer: give it as tokenizer="),
+        (Pipeline(), r"a Pipeline is no model, but it has one: give its \.model"),
+        ({"weight": torch.zeros(1)}, "a dict of weights or settings is no model"),
+        (LlamaForCausalLM, r"LlamaForCausalLM is a class: give LlamaForCausalLM\.from_pretrained"),
+        (3, "a int is no model: give the path"),
+        (nn.Linear(2, 2), "a Linear is no Transformers model"),
+    ],
+)
+def test_what_is_no_model(given: Any, words: str) -> None:
+    with pytest.raises(LoadError, match=words) as caught:
+        ft.load(given, None)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_of_other_tasks() -> None:
+    shape: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(**shape, num_attention_heads=2)
+    for network in (LlamaForSequenceClassification(config), LlamaForCausalLM(config).model):
+        with pytest.raises(CapabilityError, match=f"^{type(network).__name__} gives no logits of every token"):
+            ft.load(network, None)
+    with pytest.raises(LoadError, match="T5ForConditionalGeneration is an encoder and a decoder"):
+        ft.load(T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, num_layers=1, d_ff=16)), None)
