@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from foretoken.io.hub_ids import UnreachableError, comes_from_cache
+
 BUILTIN = "builtin"
 ZOO = Path(__file__).parent.parent / "zoo"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -13,6 +15,18 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 class LoadError(ValueError):
     """A model or tokenizer could not be loaded; the message says what to do."""
+
+
+def local_only(path: str) -> bool:
+    """Transformers' ``local_files_only`` for a folder or a hub id.
+
+    Raises:
+        LoadError: neither is there, and the hub does not answer.
+    """
+    try:
+        return comes_from_cache(path)
+    except UnreachableError as error:
+        raise LoadError(str(error)) from None
 
 
 def resolve(name: str | Path, role: str = "target") -> str:

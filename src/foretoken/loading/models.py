@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
-from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, resolve
+from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, local_only, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf
 from foretoken.loading.memory import moved
 from foretoken.models import wrap
@@ -151,6 +151,7 @@ def _from_pretrained(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
+    from_cache = local_only(path)
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -160,6 +161,7 @@ def _from_pretrained(
             dtype=dtype or "auto",
             use_safetensors=True,
             trust_remote_code=False,
+            local_files_only=from_cache,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, in one line
             **({} if split is None else {"distributed_config": split}),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from foretoken.names import unknown
+
 BUILTIN_FILE = Path(__file__).with_name("builtin_prompts.jsonl")
 TEXT_SUFFIXES = (".txt", ".md")
 Row = Mapping[str, Any]
@@ -162,7 +164,7 @@ def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]
         OSError: no such file.
     """
     if format not in FORMATS:
-        raise ValueError(f"unknown prompt format {format!r}: choose one of {', '.join(FORMATS)}")
+        raise unknown(f"unknown prompt format {format!r}", format, FORMATS)
     file = BUILTIN_FILE if source is None else source
     if file.is_dir():
         wanted = (".jsonl", ".json", *TEXT_SUFFIXES)
