@@ -162,10 +162,10 @@ class Common:
 
     def _check_reachable(self) -> None:
         """A model that cannot be fetched is found out before seconds are spent on imports."""
-        from foretoken.io.hub_ids import comes_from_cache, is_hub_id
+        from foretoken.io.hub_ids import is_hub_id, place_of
 
         if self.target != "builtin" and is_hub_id(self.target):
-            comes_from_cache(self.target)
+            place_of(self.target)
 
     def _tell_inflated(self, target: LanguageModel) -> None:
         """Whatever is printed below is about an inflated target: say so first."""

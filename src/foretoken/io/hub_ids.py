@@ -29,28 +29,27 @@ def is_hub_id(source: str) -> bool:
     return _ID.fullmatch(source) is not None and not Path(source).exists()
 
 
-def comes_from_cache(source: str) -> bool:
-    """Whether a model must be read from the hub's cache on this machine, because the hub cannot be asked.
+def place_of(source: str) -> str:
+    """Where a model is read from: the id or path itself, or its folder in the hub's cache if the hub cannot be asked.
 
     Args:
-        source: a path or an id; for what is there as a file or folder the answer is no.
+        source: a path or an id; a file or folder that is here stays what it is.
 
     Raises:
         UnreachableError: no such folder and no valid id, or an id that is not in the cache while the hub does not
             answer.
     """
     if Path(source).expanduser().exists():
-        return False
+        return source
     if not _ID.fullmatch(source):
-        raise UnreachableError(
-            f"{source} is neither a model folder nor a GGUF file, and no Hugging Face id: no such path"
-        )
+        raise UnreachableError(f"{source} is neither a model folder nor a GGUF file here, nor a Hugging Face id")
     from huggingface_hub import constants
 
     if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT, int(time.monotonic() / REMEMBERED_S)):
-        return False
-    if _is_cached(source):
-        return True
+        return source
+    folder = _cached_folder(source)
+    if folder is not None:
+        return folder
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
     raise UnreachableError(
         f"{source} is no folder here and not in the Hugging Face cache, and {why}: check the path, or fetch the model "
@@ -58,10 +57,11 @@ def comes_from_cache(source: str) -> bool:
     )
 
 
-def _is_cached(source: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
+def _cached_folder(source: str) -> str | None:
+    from huggingface_hub import constants, try_to_load_from_cache
 
-    return any(isinstance(try_to_load_from_cache(source, file), str) for file in FILES)
+    files = [try_to_load_from_cache(source, file, cache_dir=constants.HF_HUB_CACHE) for file in FILES]
+    return next((str(Path(file).parent) for file in files if isinstance(file, str)), None)
 
 
 @lru_cache(maxsize=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from foretoken.io.hub_ids import UnreachableError, comes_from_cache
+from foretoken.io import hub_ids
 
 BUILTIN = "builtin"
 ZOO = Path(__file__).parent.parent / "zoo"
@@ -17,15 +17,15 @@ class LoadError(ValueError):
     """A model or tokenizer could not be loaded; the message says what to do."""
 
 
-def local_only(path: str) -> bool:
-    """Transformers' ``local_files_only`` for a folder or a hub id.
+def place_of(path: str) -> str:
+    """Where Transformers reads a folder or a hub id from (:func:`foretoken.io.hub_ids.place_of`).
 
     Raises:
         LoadError: neither is there, and the hub does not answer.
     """
     try:
-        return comes_from_cache(path)
-    except UnreachableError as error:
+        return hub_ids.place_of(path)
+    except hub_ids.UnreachableError as error:
         raise LoadError(str(error)) from None
 
 

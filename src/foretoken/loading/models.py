@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
-from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, local_only, resolve
+from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, place_of, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf
 from foretoken.loading.memory import moved
 from foretoken.models import wrap
@@ -119,7 +119,7 @@ def _load_network(
     if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
         check_folder(local)
         path = str(local)
-    return _from_pretrained(path, wanted, device)
+    return _from_pretrained(place_of(path), wanted, device)
 
 
 def _load_updated(folder: Path, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Any:
@@ -151,7 +151,6 @@ def _from_pretrained(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
-    from_cache = local_only(path)
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -161,7 +160,6 @@ def _from_pretrained(
             dtype=dtype or "auto",
             use_safetensors=True,
             trust_remote_code=False,
-            local_files_only=from_cache,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, in one line
             **({} if split is None else {"distributed_config": split}),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.loading.adapters import read_adapter
-from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, is_adapter, local_only, resolve
+from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, is_adapter, place_of, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
 from foretoken.models.base import LanguageModel
 
@@ -31,9 +31,9 @@ def load_tokenizer(source: Any) -> Any | None:
         if is_adapter(folder):
             return load_tokenizer(read_adapter(folder).base)
         return load_tokenizer(BUILTIN) if folder.parent == ZOO else None
-    from_cache = local_only(path)
+    place = place_of(path)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=from_cache)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise LoadError(f"cannot load a tokenizer from {path}: {str(error).strip().splitlines()[0]}") from None
 
