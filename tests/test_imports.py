@@ -14,7 +14,7 @@ import foretoken
 ROOT = Path(foretoken.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-BASE = {"core", "sampling", "costs"}
+BASE = {"core", "sampling", "costs", "names"}
 AXES = {*BASE, "registry", "trees", "verifiers", "models", "drafters", "controllers"}
 LIBRARY = {
     *AXES,
@@ -43,9 +43,10 @@ LIBRARY = {
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": LIBRARY,
     "core": set(),
-    "specs": set(),
+    "names": set(),
+    "specs": {"names"},
     "costs": set(),
-    "registry": {"specs"},
+    "registry": {"names", "specs"},
     "config": {"registry"},
     "sampling": {"core"},
     "trees": {*BASE, "registry"},

@@ -196,6 +196,27 @@ def render(
     return ids
 
 
+def turn_ends(tokenizer: Any) -> frozenset[int]:
+    """The special tokens with which an answer ends: the tokenizer's end of text, and what its template writes right
+    behind an answer (``<|im_end|>``, ``<end_of_turn>``, ``<|eot_id|>``); none without a template.
+
+    A checkpoint's ``generation_config.json`` should name them; those of many fine-tuned models do not.
+    """
+    if tokenizer is None or not has_template(tokenizer):
+        return frozenset()
+    ends = {tokenizer.eos_token_id} - {None}
+    answer = "answer"
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}], tokenize=False
+        )
+        behind = tokenizer(text[text.rindex(answer) + len(answer) :].lstrip(), add_special_tokens=False)["input_ids"]
+    except Exception:  # whoever writes a conversation will be told what the template refuses
+        behind = []
+    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
+    return frozenset(ends | ({behind[0]} & special if behind else set()))
+
+
 def _kind(value: Any) -> str:
     """What a value is, in a message of one line."""
     if value is None:

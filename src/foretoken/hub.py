@@ -208,6 +208,7 @@ class CustomGenerate:
             allow_lossy=self.allow_lossy,
             graphs=False,
             prefix_cache=False,
+            generation_config=None,
             known=predicted,
         )
 

@@ -10,7 +10,7 @@ from typing import Any, Unpack, overload
 import torch
 
 from foretoken.controllers.base import Controller
-from foretoken.conversation import Message, conversations_of, render
+from foretoken.conversation import Message, conversations_of, render, turn_ends
 from foretoken.core.noise import samples_of, seeds_of
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.known import KnownDrafter
@@ -21,6 +21,7 @@ from foretoken.engine.output import Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.loading import BUILTIN, build_controller, build_drafter, default_drafter, load_model, load_tokenizer
 from foretoken.loading import read_profile as read_profile
+from foretoken.loading.generation_defaults import GenerationDefaults, read_defaults
 from foretoken.loading.memory import told_when_full
 from foretoken.measure.profile import costs_for
 from foretoken.models.alone import lock_of
@@ -53,6 +54,9 @@ class Llm:
         tokenizer: a Transformers tokenizer, or ``None`` (token ids only).
         allow_lossy: permit a verifier that changes the target's distribution.
         prefix_bytes: memory for finished texts, so that a next one with the same beginning is not read again.
+
+    Attributes:
+        defaults: sampling options that the model comes with, for requests that leave them out.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Llm:
         prefix_bytes: int = 0,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.defaults = GenerationDefaults()
         self.engine = Engine(
             target,
             drafter,
@@ -112,7 +117,7 @@ class Llm:
         """
         if n < 1:
             raise ValueError(f"n must be at least 1, not {n}")
-        if n > 1 and not options.get("temperature"):
+        if n > 1 and not options.get("temperature", self.defaults.sampling.get("temperature")):
             raise ValueError(f"n={n} needs temperature > 0: at temperature 0 all samples are the same")
         batch, single = prompts_of(prompts, self.tokenizer)
         if not single and not batch:
@@ -213,7 +218,7 @@ class Llm:
             ValueError: an option out of range.
             TypeError: an unknown option.
         """
-        return make_request(prompt, self.tokenizer, **options)
+        return make_request(prompt, self.tokenizer, **{**self.defaults.sampling, **options})
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -264,7 +269,9 @@ class Llm:
     @property
     def plain(self) -> Llm:
         """The same target without speculation (shares the model, not the requests)."""
-        return Llm(self.target, None, None, None, self.tokenizer)
+        llm = Llm(self.target, None, None, None, self.tokenizer)
+        llm.defaults = self.defaults
+        return llm
 
 
 def _prediction_of(value: Any, index: int, single: bool) -> Any:
@@ -293,6 +300,7 @@ def load(
     prefix_cache: bool = True,
     known: bool = False,
     tensor_parallel: int = 1,
+    generation_config: str | None = "auto",
 ) -> Llm:
     """Load a target and everything around it.
 
@@ -331,6 +339,8 @@ def load(
             (``docs/methods/known.md``); a server does.
         tensor_parallel: processes of this machine (CUDA: devices) that the target is split over
             (:mod:`foretoken.models.parallel`), for drafters that do not want its layers.
+        generation_config: ``"auto"``: sampling options that a request leaves out are those of the model's
+            ``generation_config.json``, where it has some (``llm.defaults``); ``None``: greedy and without limits.
 
     Warns:
         ProfileWarning: the profile was measured with another target or on another machine.
@@ -340,6 +350,9 @@ def load(
         ValueError: an unknown name, option or device, graphs that cannot be had, a bad profile, or parts that do not
             fit each other.
     """
+    if generation_config not in ("auto", None):
+        raise ValueError(f"generation_config must be 'auto' or None, not {generation_config!r}")
+    defaults = GenerationDefaults() if generation_config is None else read_defaults(target)
     tuned = {} if profile is None else read_profile(profile)
     if tuned:
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
@@ -350,6 +363,8 @@ def load(
     if model is not target or graphs != "auto":  # a language model that is handed in stays as it is
         model = with_graphs(model, graphs)
     tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
+    if model is not target:
+        model.eos_token_ids |= frozenset(end for end in turn_ends(tokenizer) if end < model.vocab_size)
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter
     beside = None if str(device) == "auto" else device  # the target's own, wherever that turned out to be
     built = build_drafter(spec, model, target_source=target, tokenizer=tokenizer, device=beside)
@@ -357,6 +372,7 @@ def load(
         built = KnownDrafter(built)
     kept = PREFIX_BYTES if prefix_cache else 0
     llm = assemble(model, built, verifier, controller, tokenizer, allow_lossy=allow_lossy, prefix_bytes=kept)
+    llm.defaults = defaults
     if profile is not None:
         _start_from(llm, tuned, profile)
     return llm

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from foretoken.names import unknown
 from foretoken.specs import Spec as Spec
 from foretoken.specs import convert_options as convert_options
 from foretoken.specs import options_of as options_of
@@ -18,6 +19,12 @@ from foretoken.specs import parse_spec as parse_spec
 from foretoken.specs import split_specs as split_specs
 
 Role = Literal["drafter", "verifier", "controller", "tree"]
+EXAMPLES: dict[Role, tuple[str, ...]] = {
+    "drafter": ("model", "ngram", "eagle3"),
+    "verifier": ("coupled", "block", "traversal"),
+    "controller": ("auto", "constant", "goodput"),
+}
+"""A few names of the long lists."""
 
 
 @dataclass(frozen=True)
@@ -270,12 +277,14 @@ def find(role: Role, name: str) -> Row:
     """The row of a name.
 
     Raises:
-        ValueError: unknown name; the message lists the valid ones.
+        UnknownName: unknown name; the message says which are near and lists the valid ones.
     """
     for row in rows(role):
         if row.name == name:
             return row
-    raise ValueError(f"unknown {role} {name!r}: choose one of {', '.join(r.name for r in rows(role))}")
+    names = [row.name for row in rows(role)]
+    catalogue = f"`foretoken methods --role {role}` lists all"
+    raise unknown(f"unknown {role} {name!r}", name, names, catalogue=catalogue, examples=EXAMPLES.get(role, ()))
 
 
 def make(role: Literal["verifier", "controller", "tree"], spec: str, context: Any = None) -> Any:

@@ -8,6 +8,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+from foretoken.names import unknown
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -108,8 +110,8 @@ def convert_options(role: str, name: str, cls: type[Any], options: dict[str, str
     result = {}
     for key, text in options.items():
         if key not in known:
-            valid = ", ".join(known) or "it has none"
-            raise ValueError(f"unknown option {key!r} of {role} {name!r}: valid ones: {valid}")
+            what = f"unknown option {key!r} of {role} {name!r}"
+            raise unknown(what, key, list(known) or ["it has none"], lead="valid ones:")
         kind = _plain_type(known[key].annotation)
         try:
             result[key] = _convert(text, kind)

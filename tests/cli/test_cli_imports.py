@@ -9,18 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.registry import rows
+from foretoken.registry import find, rows
 
 COMMANDS = (
     "generate", "show", "batch", "chat", "methods", "drafters", "parity", "plan", "doctor", "train", "tune", "export",
     "import",
 )  # fmt: skip
+EXAMPLES = {"drafter": ("ngram", "model", "eagle3"), "verifier": ("coupled", "block"), "controller": ("goodput",)}
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "matplotlib")
 
 
 def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin", **env}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PATH": "/usr/bin:/bin", **env},
     )
 
 
@@ -51,11 +56,16 @@ print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)
         assert result.stdout.count(f"--{option} ") >= 4, option
 
 
-def test_choices_in_the_help_come_from_the_registry() -> None:
-    code = "from foretoken.cli.main import main; main(['generate', '--help'])"
-    page = " ".join(python(code, COLUMNS="600", TERM="dumb").stdout.split())
-    for role in ("drafter", "verifier", "controller"):
-        assert ", ".join(row.name for row in rows(role)) in page  # type: ignore[arg-type]
+def test_the_help_gives_examples_of_the_registry_and_says_where_all_are() -> None:
+    code = "from foretoken.cli.main import main; main(['generate', '--help']); main(['methods'])"
+    page, catalogue = python(code, COLUMNS="600", TERM="dumb").stdout.split("drafters\n", 1)
+    lines = {
+        role: next(line for line in page.splitlines() if f" --{role} <" in " ".join(line.split())) for role in EXAMPLES
+    }
+    for role, names in EXAMPLES.items():
+        assert "`foretoken methods` lists all" in lines[role]
+        assert all(name in lines[role] and find(role, name) for name in names)  # type: ignore[arg-type]
+    assert all(f"  {row.name} " in catalogue for row in rows())
 
 
 def test_the_installed_command_reports_bad_input_in_one_line() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from foretoken.bench.arms import is_foreign
+from foretoken.names import UnknownName
 from foretoken.registry import find, parse_spec
 
 PLAIN = "plain"
@@ -37,5 +38,6 @@ def check_arm(spec: str) -> None:
         return
     try:
         find("drafter", name)
-    except ValueError as error:
-        raise ValueError(f"{error}, or another engine: {OTHER_ENGINES}") from None
+    except UnknownName as error:
+        others = f", or another engine: {OTHER_ENGINES}"
+        raise UnknownName(f"{error}{others}", f"{error.short}{others}") from None

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli.model_argument import HELP, model_before
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, progress_bar
+from foretoken.cli.turns import tell_defaults
 from foretoken.jobs import Job, append, finished_ids, output_file, read_jobs
 
 if TYPE_CHECKING:
@@ -20,12 +23,16 @@ if TYPE_CHECKING:
 SOME_FAILED = 1
 
 
-@with_common(max_new_tokens=256)
+@with_common(model="own", own_sampling=True, max_new_tokens=256)
 def batch_command(
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help='JSON lines: {"id": "a", "prompt": "..."}, messages or conversations.')
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] IN OUT",
+            help='IN: JSON lines, {"id": "a", "prompt": "..."}, messages or conversations. OUT: an answer each; ids '
+            f"in it are not asked again. MODEL: {HELP}",
+        ),
     ],
-    out: Annotated[Path, typer.Argument(help="JSON lines, an answer each; ids that are in it are not asked again.")],
     max_running: Annotated[int, typer.Option(help="Requests that run together.", min=1)] = 16,
     as_json: Json = False,
     *,
@@ -38,7 +45,9 @@ def batch_command(
     Exit code 1: some lines failed; their answers say why.
     """
     common.check()
-    jobs = read_jobs(source, common.sampling)
+    model, files = model_before(words, "IN OUT")
+    common, (source, out) = common.of(model), map(Path, files)
+    jobs = read_jobs(source, common.asked)
     with output_file(out) as file:
         done = finished_ids(out)
         left = [job for job in jobs if job.id not in done]
@@ -86,7 +95,9 @@ class Counts:
 def _run(common: Common, left: Sequence[Job], total: int, file: Any, max_running: int) -> Counts:
     from foretoken.jobs import run_jobs
 
-    llm: Llm = common.load()
+    llm: Llm = common.load(own_sampling=True)
+    tell_defaults(llm)
+    left = [replace(job, options={**llm.defaults.sampling, **job.options}) for job in left]
     counts = Counts()
     with progress_bar() as tell:
 

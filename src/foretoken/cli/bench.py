@@ -11,9 +11,10 @@ import typer
 
 from foretoken.bench.specs import OTHER_ENGINES, check_arm
 from foretoken.cli.bench_serve import serve_command
-from foretoken.cli.options import Common, Json, with_common
+from foretoken.cli.model_argument import ModelGroup
+from foretoken.cli.options import DRAFTER_HELP, Common, Json, with_common
 from foretoken.cli.output import json_only, progress_bar, screen
-from foretoken.registry import find, parse_spec, rows
+from foretoken.registry import find, parse_spec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,15 +22,19 @@ if TYPE_CHECKING:
     from foretoken.bench.run import BenchSettings
     from foretoken.bench.summary import BenchResult
 
-_NAMES = ", ".join(row.name for row in rows("drafter"))
 _FORMATS = "auto, jsonl, spec_bench, mt_bench, humaneval, mbpp, gsm8k, chat, sharegpt, text"
 Number = TypeVar("Number", int, float)
 
-app = typer.Typer(help="Measure what speculation brings on your prompts and machine.", no_args_is_help=False)
+app = typer.Typer(
+    cls=ModelGroup,
+    help="Measure what speculation brings on your prompts and machine.",
+    subcommand_metavar="[MODEL] | COMMAND [ARGS]...",
+    no_args_is_help=False,
+)
 
 
 @app.callback(invoke_without_command=True)
-@with_common(omit=("drafter", "temperature", "inflate"), max_new_tokens=128)
+@with_common(omit=("drafter", "temperature", "inflate"), model="group", max_new_tokens=128)
 def bench_command(
     context: typer.Context,
     drafter: Annotated[
@@ -37,8 +42,8 @@ def bench_command(
         typer.Option(
             "--drafter",
             "--arm",
-            help=f"May be given several times. A spec NAME[:PATH][,KEY=VALUE...], perhaps with @CONTROLLER behind it: "
-            f"auto, {_NAMES}; or another engine: {OTHER_ENGINES}. Plain decoding is always measured.",
+            help=f"May be given several times. {DRAFTER_HELP} Perhaps with @CONTROLLER behind it; or another engine: "
+            f"{OTHER_ENGINES}. Plain decoding is always measured.",
         ),
     ] = None,
     prompts: Annotated[

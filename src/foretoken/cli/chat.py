@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -9,27 +10,37 @@ from typing import TYPE_CHECKING, Any
 from foretoken.cli.generate import stats_line
 from foretoken.cli.options import Common, with_common
 from foretoken.cli.output import screen
+from foretoken.cli.turns import System, check_system, is_chat_model, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
     from foretoken.engine.stats import SpecStats
-    from foretoken.llm import Llm
+    from foretoken.llm import Llm, Piece
 
-HELP = "/quit leaves, /reset forgets the conversation, /stats shows counts; Ctrl-C ends an answer"
+HELP = (
+    "/help this line, /reset forgets the conversation, /history shows it, /stats switches the figures after answers; "
+    "Ctrl-C ends an answer; /quit leaves, and so does Ctrl-D"
+)
 
 
-@with_common(max_new_tokens=256)
-def chat_command(*, common: Common) -> None:
+@with_common(own_sampling=True, max_new_tokens=256)
+def chat_command(system: System = None, *, common: Common) -> None:
     """Talk to the target, turn by turn."""
     common.check()
-    llm = common.load()
-    if llm.tokenizer is None:
-        raise ValueError(f"chat needs a tokenizer, and {common.target} has none")
-    session = Session(llm, common.sampling)
-    if not getattr(llm.tokenizer, "chat_template", None):
-        say = "was not trained to talk: it goes on with the text, and may write nonsense; --target PATH takes another"
-        print(f"(note: {common.target} {say})", file=sys.stderr)
     interactive = sys.stdin.isatty()
     if interactive:
+        screen(stderr=True).print(f"loading {common.target} ...", style="dim", soft_wrap=True)
+    llm = common.load(own_sampling=True)
+    if llm.tokenizer is None:
+        raise ValueError(f"chat needs a tokenizer, and {common.target} has none")
+    check_system(llm, system, common.target)
+    tell_defaults(llm)
+    session = Session(llm, {**llm.defaults.sampling, **common.asked}, system=system)
+    if not is_chat_model(llm):
+        say = "has no chat template and was not trained to talk: it goes on with the text, and may write nonsense"
+        print(f"(note: {common.target} {say})", file=sys.stderr)
+    if interactive:
+        with contextlib.suppress(ImportError):  # arrow keys and earlier lines; not on every system
+            import readline  # noqa: F401
         screen(stderr=True).print(HELP, style="dim", soft_wrap=True)
     while (line := _read(interactive)) is not None:
         if line == "/quit":
@@ -62,49 +73,70 @@ class Session:
         llm: what answers.
         options: sampling options.
         messages: ``{"role", "content"}``, user and assistant in turn.
+        stats: of all answers.
+        system: the message in front of all others; never forgotten.
+        shows_stats: whether figures follow every answer.
     """
 
     llm: Llm
     options: dict[str, Any]
     messages: list[dict[str, str]] = field(default_factory=list)
     stats: SpecStats | None = None
+    system: str | None = None
+    shows_stats: bool = True
 
     def handle(self, line: str) -> None:
         """Answer a line, or obey a command."""
-        if line == "/reset":
+        if line == "/help":
+            print(f"({HELP})")
+        elif line == "/reset":
             self.messages.clear()
             print("(forgotten)")
+        elif line == "/history":
+            self._show_history()
         elif line == "/stats":
-            print(f"({stats_line(self.stats) if self.stats else 'nothing generated yet'})")
+            self.shows_stats = not self.shows_stats
+            so_far = stats_line(self.stats) if self.stats else "nothing generated yet"
+            print(f"(figures after answers are {'on' if self.shows_stats else 'off'}; so far: {so_far})")
         elif line.startswith("/"):
             print(f"(unknown command {line.split()[0]}: {HELP})")
         elif line:
             self._answer(line)
 
+    def _show_history(self) -> None:
+        """What the model reads of the conversation."""
+        for message in self._all():
+            print(f"{message['role']}: {message['content'].strip()}")
+        if not self.messages:
+            print("(nothing said yet)")
+
     def _answer(self, line: str) -> None:
         self.messages.append({"role": "user", "content": line})
         try:
             prompt, room = self._fitting_prompt()
-        except ValueError as error:
+            said = self._say(prompt, {**self.options, "max_new_tokens": room})
+        except ValueError as error:  # nothing was said: the next line may be a better one
             self.messages.pop()
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
             return
-        said = self._say(prompt, {**self.options, "max_new_tokens": room})
-        self.messages.append({"role": "assistant", "content": said.strip()})
+        self.messages.append({"role": "assistant", "content": said})
 
     def _say(self, prompt: list[int], options: dict[str, Any]) -> str:
-        """Stream one answer; Ctrl-C ends it and keeps what was said."""
-        said = ""
+        """Stream one answer; Ctrl-C ends it and keeps what was said.
+
+        A chat model's answer is kept as it is, so that the next turn begins with the same tokens and reads only what
+        is new.
+        """
+        said, token_ids = "", []
+        last: Piece | None = None
         stop = None if self._has_template else ["\nUser:"]
         pieces = self.llm.stream(prompt, stop=stop, **options)
         try:
-            for piece in pieces:
-                text = piece.text if said else piece.text.lstrip()
-                said += text
-                sys.stdout.write(text)
+            for last in pieces:
+                sys.stdout.write(last.text if said.strip() else (said + last.text).lstrip())
                 sys.stdout.flush()
-                if piece.stats is not None:
-                    self._count(piece.stats)
+                said += last.text
+                token_ids += last.token_ids
         except KeyboardInterrupt:
             self.llm.engine.close()
             sys.stdout.write(" (stopped)")
@@ -112,9 +144,18 @@ class Session:
             pieces.close()  # type: ignore[attr-defined]
         sys.stdout.write("\n")
         sys.stdout.flush()
-        return said
+        if last is not None and last.stats is not None:
+            tell_empty(self.llm, said, token_ids, last.finish_reason, last.stop_reason)
+            self._count(last.stats, last.finish_reason == "length")
+        return said if self._has_template else said.strip()
 
-    def _count(self, stats: SpecStats) -> None:
+    def _count(self, stats: SpecStats, cut: bool) -> None:
+        if self.shows_stats:
+            read = f"{stats.num_prompt_tokens_computed} of {stats.num_prompt_tokens} prompt tokens read"
+            line = f"{stats_line(stats)}, {read}"
+            if cut:
+                line += "; cut there: --max-new-tokens allows more"
+            screen(stderr=True).print(f"({line})", style="dim", soft_wrap=True)
         if self.stats is None:
             self.stats = stats
         else:
@@ -124,35 +165,39 @@ class Session:
 
     @property
     def _has_template(self) -> bool:
-        return bool(getattr(self.llm.tokenizer, "chat_template", None))
+        return is_chat_model(self.llm)
 
     def _fitting_prompt(self) -> tuple[list[int], int]:
         """Token ids and the room for an answer; the oldest turns go when the context is full.
 
         Raises:
-            ValueError: the last message alone fills the context.
+            ValueError: the last message alone fills the context, or the template refuses it.
         """
         context, wanted = self.llm.target.context_length, int(self.options["max_new_tokens"])
         prompt = self._prompt()
-        dropped = 0
+        whole, dropped = len(prompt), 0
         while len(prompt) + wanted > context and len(self.messages) > 2:
             del self.messages[:2]
             dropped += 2
             prompt = self._prompt()
         if dropped:
-            print(f"(the context is full: forgot the oldest {dropped} messages)", file=sys.stderr)
+            say = f"the context of {context} tokens is full: forgot the oldest {dropped} messages"
+            print(f"({say}, {whole - len(prompt)} tokens)", file=sys.stderr)
         room = context - len(prompt)
         if room < 1:
             raise ValueError(f"the message has {len(prompt)} tokens and the model's context is {context}: shorten it")
         return prompt, min(wanted, room)
 
+    def _all(self) -> list[dict[str, str]]:
+        return (
+            [{"role": "system", "content": self.system}, *self.messages] if self.system is not None else self.messages
+        )
+
     def _prompt(self) -> list[int]:
-        tokenizer: Any = self.llm.tokenizer
         if self._has_template:
-            ids = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-            return list(ids)
+            from foretoken.conversation import render
+
+            return render(self._all(), self.llm.tokenizer)
         names = {"user": "User", "assistant": "Assistant"}
         lines = [f"{names[m['role']]}: {m['content']}\n" for m in self.messages]
         return self.llm.encode("".join(lines) + "Assistant:")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foretoken.cli.model_argument import HELP
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, progress_bar, screen
 
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
     from foretoken.measure.prompts import BenchPrompt
 
 
-@with_common(omit=("target", "drafter", "profile"), max_new_tokens=32)
+@with_common(omit=("drafter", "profile"), model="own", max_new_tokens=32)
 def drafters_command(
-    target: Annotated[str, typer.Argument(help="builtin, a model folder, or a Hugging Face id.")] = "builtin",
-    folders: Annotated[
-        list[Path] | None,
+    words: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="[FOLDER]...",
-            help="Where to look for draft models, trained drafters, datastores and GGUF files; subfolders too.",
+            metavar="[MODEL] [FOLDER]...",
+            help=f"MODEL: {HELP} FOLDER: where to look for draft models, trained drafters, datastores and GGUF files; "
+            "subfolders too. With --target, all are folders.",
+            show_default=False,
         ),
     ] = None,
     measure: Annotated[
@@ -49,14 +51,22 @@ def drafters_command(
     Ctrl-C while it measures prints what was measured.
     """
     with json_only(as_json):
-        common = replace(common, target=target)
-        listing = _listing(common, folders or [], measure, prompts, max_prompts, repeat)
+        common, folders = _common_and_folders(common, words or ())
+        listing = _listing(common, folders, measure, prompts, max_prompts, repeat)
         if not as_json:
             _print(listing)
     if as_json:
         print_json({"drafters": [fit.public for fit in listing.fits]})
     if listing.interrupted:
         raise KeyboardInterrupt
+
+
+def _common_and_folders(common: Common, words: Sequence[str]) -> tuple[Common, list[Path]]:
+    """The options with their MODEL, and the folders behind it: with ``--target``, all words that are not the same."""
+    if "target" not in common.given:
+        return common.of(next(iter(words), None)), [Path(word) for word in words[1:]]
+    repeated = words[:1] == [common.target]
+    return common, [Path(word) for word in words[repeated:]]
 
 
 @dataclass(frozen=True)

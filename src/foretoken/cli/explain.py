@@ -68,14 +68,17 @@ def print_explained(console: Console, output: Output, tokenizer: Any) -> None:
         _print_trees(console, output, tokenizer, colour)
 
 
-def stream_explained(console: Console, llm: Llm, prompt: str, options: Mapping[str, Any]) -> Output:
+def stream_explained(
+    console: Console, llm: Llm, prompt: str | Sequence[int], options: Mapping[str, Any], echo: str = ""
+) -> Output:
     """Generate, and print the legend and the coloured text while it is written, then the trees; give the output.
 
     Args:
         console: one that shows colours.
         llm: what generates; it needs a tokenizer.
-        prompt: the text to complete, printed before its completion on a terminal.
+        prompt: text or token ids.
         options: of the request.
+        echo: printed before the output on a terminal.
 
     Raises:
         ValueError: what :meth:`Llm.stream` refuses; nothing is printed then.
@@ -84,7 +87,7 @@ def stream_explained(console: Console, llm: Llm, prompt: str, options: Mapping[s
     first = next(pieces)
     console.print(legend(colour=True), end="", soft_wrap=True)
     if sys.stdout.isatty():
-        console.print(prompt, style="dim", end="", soft_wrap=True)
+        console.print(echo, style="dim", end="", soft_wrap=True)
     colours, found = _Colours(llm.tokenizer), [first]
     try:
         console.print(colours.push(first), end="", soft_wrap=True)

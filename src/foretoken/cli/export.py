@@ -8,20 +8,27 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken.cli.model_argument import HELP, Target, model_before, one_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
 from foretoken.formats.catalogue import ENGINES, methods, names
 
 Out = Annotated[Path, typer.Option(help="New folder; it appears whole or not at all.")]
-Target = Annotated[str, typer.Option(help="The model it belongs to: builtin, a folder or a Hugging Face id.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace an earlier drafter at --out.")]
 
 
 def export_command(
-    drafter: Annotated[str, typer.Argument(help=f"METHOD[:FOLDER] with METHOD one of {', '.join(methods())}.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] DRAFTER",
+            help=f"DRAFTER: METHOD[:FOLDER] with METHOD one of {', '.join(methods())}. "
+            f"MODEL, which it belongs to: {HELP}",
+        ),
+    ],
     out: Out,
     format: Annotated[str | None, typer.Option(help=f"{', '.join(names())}; by default the usual one.")] = None,
-    target: Target = "builtin",
+    target: Target = None,
     engine: Annotated[
         str | None, typer.Option(help=f"Refuse what it cannot load, and print how to start it: {', '.join(ENGINES)}.")
     ] = None,
@@ -32,16 +39,23 @@ def export_command(
     with json_only(as_json):
         from foretoken.formats import export_drafter
 
-        report = export_drafter(drafter, out, format, target, engine, force)
+        model, (drafter,) = model_before(words, "DRAFTER")
+        report = export_drafter(drafter, out, format, one_model(model, target), engine, force)
     _show(report, as_json, f"{report['method']} in the format {report['format']}")
     if report["ready"] and not as_json:
         typer.echo(f"{engine}: {report['ready']}")
 
 
 def import_command(
-    source: Annotated[Path, typer.Argument(help="Folder (or JSON file) in a public layout.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] SOURCE",
+            help=f"SOURCE: folder (or JSON file) in a public layout. MODEL, which it belongs to: {HELP}",
+        ),
+    ],
     out: Out,
-    target: Target = "builtin",
+    target: Target = None,
     method: Annotated[str, typer.Option(help=f"auto, {', '.join(methods())}.")] = "auto",
     force: Force = False,
     as_json: Json = False,
@@ -50,7 +64,8 @@ def import_command(
     with json_only(as_json):
         from foretoken.formats import import_drafter
 
-        report = import_drafter(source, out, target, method, force)
+        model, (source,) = model_before(words, "SOURCE")
+        report = import_drafter(Path(source), out, one_model(model, target), method, force)
     _show(report, as_json, f"{report['method']} from the format {report['format']}")
     if not as_json:
         typer.echo(f"use it with --drafter {report['drafter']}")

@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import select
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from foretoken.cli.explain import print_explained, stream_explained
+from foretoken.cli.model_argument import model_and_prompt
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import has_colour, json_only, print_json, screen, status_line
+from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
     from foretoken.bench.compare import Arm, Comparison
     from foretoken.engine.stats import SpecStats
-    from foretoken.llm import Llm
+    from foretoken.llm import Llm, Output
 
 DEFAULT_PROMPT = "The captain looked out over the sea and said nothing for a long time."
 STDIN_WAIT_S = 1.0
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL] [PROMPT]",
+        help="MODEL: builtin, a model folder, a GGUF file or a Hugging Face id; alone, it must be one of them or a "
+        "path. PROMPT: text to complete, or to answer; - reads stdin.",
+        show_default=False,
+    ),
+]
+PromptFile = Annotated[Path | None, typer.Option(help="File with the prompt.")]
 
 
-@with_common()
+@with_common(model="own", own_sampling=True)
 def generate_command(
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to complete; - reads stdin. A built-in prompt by default.")
-    ] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="File with the text to complete.")] = None,
+    words: Words = None,
+    prompt_file: PromptFile = None,
+    system: System = None,
+    raw: Raw = False,
     prediction: Annotated[
         Path | None, typer.Option(help="File with text expected in the answer, for --drafter prediction.")
     ] = None,
@@ -44,41 +58,83 @@ def generate_command(
     *,
     common: Common,
 ) -> None:
-    """Complete a prompt."""
+    """Answer a prompt, or complete it: a model with a chat template gets the prompt as a user's turn."""
     common.check()
+    check_turn(system, raw)
     if repeat < 1:
         raise ValueError(f"--repeat must be at least 1, not {repeat}")
-    text = read_prompt(prompt, prompt_file)
-    options: dict[str, Any] = {**common.sampling, "stop": stop or None}
-    if prediction is not None:
-        options["prediction"] = read_text(prediction)
+    common, text = common_and_prompt(common, words, prompt_file)
+    expected = {} if prediction is None else {"prediction": read_text(prediction)}
     with json_only(as_json):
-        llm = common.load(tensor_parallel=tensor_parallel)
+        llm = common.load(tensor_parallel=tensor_parallel, own_sampling=True)
+        tell_defaults(llm)
+        task = Task(llm, text, prompt_for(llm, text, system, raw, common.target), raw)
+        options: dict[str, Any] = {**llm.defaults.sampling, **common.asked, "stop": stop or None, **expected}
         if compare:
-            result = _compare(llm, text, options, repeat)
+            result = _compare(task, options, repeat)
             report = result.public()
         elif as_json or (explain and not has_colour(screen())):
-            output = llm.generate(text, **options, explain=explain)
-            report = {
-                "text": output.text,
-                "token_ids": output.token_ids,
-                "finish_reason": output.finish_reason,
-                **({} if output.seed is None else {"seed": output.seed}),
-                "stats": output.stats.as_dict(),
-            }
+            output = llm.generate(task.prompt, **options, explain=explain)
+            tell_empty(llm, output.text, output.token_ids, output.finish_reason, output.stop_reason, raw)
+            report = _report(output)
     if as_json:
-        print_json({**report, **_inflated(llm)})
+        print_json({**report, **_used(llm, options), **_inflated(llm)})
     elif compare:
-        _print_comparison(llm, text, result, explain)
+        _print_comparison(task, result, explain)
     elif explain and has_colour(screen()):
-        output = stream_explained(screen(), llm, text, options)
+        output = stream_explained(screen(), llm, task.prompt, options, task.echo)
         _print_stats(output.stats, output.seed)
     elif explain:
-        _print_prompt(text)
+        _print_prompt(task)
         print_explained(screen(), output, llm.tokenizer)
         _print_stats(output.stats, output.seed)
     else:
-        _stream(llm, text, options)
+        _stream(task, options)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be answered.
+
+    Attributes:
+        llm: what answers.
+        text: what the user wrote.
+        prompt: what the model reads: the text, or the token ids of a chat template around it.
+        raw: whether a chat template was left out on purpose.
+    """
+
+    llm: Llm
+    text: str
+    prompt: str | list[int]
+    raw: bool = False
+
+    @property
+    def echo(self) -> str:
+        """What is shown in front of the output: a completion goes on in the same line, an answer begins a new one."""
+        return self.text if isinstance(self.prompt, str) else self.text.rstrip("\n") + "\n"
+
+
+def _report(output: Output) -> dict[str, Any]:
+    """An output for JSON."""
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        **({} if output.seed is None else {"seed": output.seed}),
+        "stats": output.stats.as_dict(),
+    }
+
+
+def _used(llm: Llm, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling of a model that has defaults of its own, for JSON; nothing of another one."""
+    own = llm.defaults.sampling
+    if not own:
+        return {}
+    names = [
+        *own,
+        *(name for name in ("temperature", "top_k", "top_p", "min_p") if name in options and name not in own),
+    ]
+    return {"sampling": {name: options[name] for name in names}, "sampling_source": llm.defaults.source}
 
 
 def _inflated(llm: Llm) -> dict[str, Any]:
@@ -87,6 +143,17 @@ def _inflated(llm: Llm) -> dict[str, Any]:
 
     found = inflation(llm.target)
     return {} if found is None else {"inflation": found}
+
+
+def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | None) -> tuple[Common, str]:
+    """The options with their MODEL, and the prompt.
+
+    Raises:
+        ValueError: two models, two prompts, more than two words, or an unreadable file.
+        OSError: no such file.
+    """
+    model, prompt = model_and_prompt(words or (), "target" in common.given)
+    return common.of(model), read_prompt(prompt, file)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -134,28 +201,29 @@ def _piped() -> str:
     return sys.stdin.read()
 
 
-def _print_prompt(text: str) -> None:
+def _print_prompt(task: Task) -> None:
     """On a terminal, show what is being completed; into a pipe goes the completion alone."""
     if sys.stdout.isatty():
-        screen().print(text, style="dim", end="", soft_wrap=True)
+        screen().print(task.echo, style="dim", end="", soft_wrap=True)
 
 
-def _stream(llm: Llm, text: str, options: dict[str, Any]) -> None:
-    pieces = llm.stream(text, **options)
-    first = next(pieces)  # a bad prompt is an error before anything is printed
-    _print_prompt(text)
-    stats, seed = first.stats, first.seed
-    sys.stdout.write(first.text)
+def _stream(task: Task, options: dict[str, Any]) -> None:
+    pieces = task.llm.stream(task.prompt, **options)
+    last = next(pieces)  # a bad prompt is an error before anything is printed
+    _print_prompt(task)
+    text, token_ids = last.text, list(last.token_ids)
+    sys.stdout.write(text)
     try:
-        for piece in pieces:
-            sys.stdout.write(piece.text)
+        for last in pieces:
+            text, token_ids = text + last.text, [*token_ids, *last.token_ids]
+            sys.stdout.write(last.text)
             sys.stdout.flush()
-            stats, seed = piece.stats or stats, piece.seed
     finally:  # an interrupted line is ended too
         sys.stdout.write("\n")
         sys.stdout.flush()
-    if stats is not None:
-        _print_stats(stats, seed)
+    tell_empty(task.llm, text, token_ids, last.finish_reason, last.stop_reason, task.raw)
+    if last.stats is not None:
+        _print_stats(last.stats, last.seed)
 
 
 def _print_stats(stats: SpecStats, seed: int | None) -> None:
@@ -176,25 +244,27 @@ def stats_line(stats: SpecStats) -> str:
 # -- comparison ------------------------------------------------------------------------------------------------------
 
 
-def _compare(llm: Llm, text: str, options: dict[str, Any], repeat: int) -> Comparison:
+def _compare(task: Task, options: dict[str, Any], repeat: int) -> Comparison:
     from foretoken.bench.compare import compare
 
+    llm = task.llm
     if llm.drafter is None:
         raise ValueError("--compare needs a drafter: --drafter none is plain decoding on both sides")
-    if options["temperature"] > 0 and options["seed"] is None:
+    if options.get("temperature", 0) > 0 and options["seed"] is None:
         options = {**options, "seed": 0}
     with status_line() as say:
         say("warming up")
-        return compare(llm, text, options, repeat, lambda done: say(f"run {min(done + 1, repeat)} of {repeat}"))
+        return compare(llm, task.prompt, options, repeat, lambda done: say(f"run {min(done + 1, repeat)} of {repeat}"))
 
 
-def _print_comparison(llm: Llm, text: str, result: Comparison, explain: bool) -> None:
-    console = screen()
+def _print_comparison(task: Task, result: Comparison, explain: bool) -> None:
+    console, llm = screen(), task.llm
     console.rule("plain", align="left")
-    console.print(text, style="dim", end="", soft_wrap=True)
+    console.print(task.echo, style="dim", end="", soft_wrap=True)
     console.print(result.plain.output.text, soft_wrap=True)
     console.rule("speculative", align="left")
-    console.print(text, style="dim", end="\n" if explain else "", soft_wrap=True)
+    begins_anew = explain and not task.echo.endswith("\n")
+    console.print(task.echo, style="dim", end="\n" if begins_anew else "", soft_wrap=True)
     if explain:
         print_explained(console, result.speculative.output, llm.tokenizer)
     else:

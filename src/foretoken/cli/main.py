@@ -30,6 +30,7 @@ from foretoken.cli import (
     tune_all,
     tune_tree,
 )
+from foretoken.cli.model_argument import WordsCommand
 
 app = typer.Typer(
     name="foretoken",
@@ -55,12 +56,12 @@ def root_command(version: Version = False) -> None:
     """Speculative decoding for Hugging Face models: every method, exact and measured."""
 
 
-app.command("generate")(generate.generate_command)
-app.command("batch")(batch.batch_command)
-app.command("show")(show.show_command)
+app.command("generate", cls=WordsCommand)(generate.generate_command)
+app.command("batch", cls=WordsCommand)(batch.batch_command)
+app.command("show", cls=WordsCommand)(show.show_command)
 app.command("chat")(chat.chat_command)
 app.command("methods")(methods.methods_command)
-app.command("drafters")(drafters.drafters_command)
+app.command("drafters", cls=WordsCommand)(drafters.drafters_command)
 app.command("parity")(parity.parity_command)
 app.add_typer(bench.app, name="bench")
 app.command("plan")(plan.plan_command)
@@ -70,8 +71,8 @@ tune.app.callback(invoke_without_command=True)(tune_all.tune_command)
 tune.app.command("tree")(tune_tree.tree_command)
 app.add_typer(tune.app, name="tune")
 app.add_typer(datastore.app, name="datastore")
-app.command("export")(export.export_command)
-app.command("import")(export.import_command)
+app.command("export", cls=WordsCommand)(export.export_command)
+app.command("import", cls=WordsCommand)(export.import_command)
 app.command("serve")(serve.serve_command)
 
 USER_ERRORS = (ValueError, OSError, ArithmeticError, MemoryError)
@@ -117,7 +118,7 @@ def _report(error: Exception) -> int:
         raise error
     if os.environ.get("FORETOKEN_DEBUG", "") not in ("", "0"):
         raise error
-    text = str(describe() if describe else error)
+    text = str(describe() if describe else getattr(error, "short", error))
     if isinstance(error, OSError) and error.strerror and error.filename:  # without the number in front
         text = f"{error.strerror}: {error.filename}"
     message = " ".join(text.split()) or kind

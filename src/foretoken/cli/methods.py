@@ -8,6 +8,7 @@ import typer
 
 from foretoken.cli.options import Json
 from foretoken.cli.output import print_json
+from foretoken.names import did_you_mean, unknown
 
 ROLES = ("drafter", "verifier", "tree", "controller")
 
@@ -21,10 +22,11 @@ def methods_command(
     import foretoken
 
     if role is not None and role not in ROLES:
-        raise ValueError(f"unknown role {role!r}: choose one of {', '.join(ROLES)}")
+        raise unknown(f"unknown role {role!r}", role, ROLES)
     found = [row for row in foretoken.methods() if role in (None, row["role"]) and name in (None, row["name"])]
     if not found:
-        raise ValueError(f"unknown method {name!r}: `foretoken methods` lists them")
+        near = did_you_mean(str(name), list(dict.fromkeys(row["name"] for row in foretoken.methods())))
+        raise ValueError(f"unknown method {name!r}: {near}`foretoken methods` lists all")
     if as_json:
         print_json({"methods": found})
     elif name is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import sys
@@ -14,33 +15,39 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.registry import Role, find, parse_spec, rows
+from foretoken.cli.model_argument import HELP, GroupModel, Model, one_model
+from foretoken.registry import find, parse_spec
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm
     from foretoken.models.base import LanguageModel
 
 
-def _names(role: Role) -> str:
-    return ", ".join(row.name for row in rows(role))
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line; the rest goes to stderr.")]
+DRAFTER_HELP = (
+    "auto, none or NAME[:PATH][,KEY=VALUE...], such as ngram, model:./draft,k=4 or eagle3:./head; "
+    "`foretoken methods` lists all."
+)
+OWN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+"""Options for which a model may have values of its own."""
 
 
 @dataclass(frozen=True)
 class Common:
     """The options of every command that runs a model.
 
-    ``drafter``, ``verifier`` and ``controller`` are spec strings ``name[:path][,key=value...]``.
+    ``drafter``, ``verifier`` and ``controller`` are spec strings ``name[:path][,key=value...]``; ``given`` has the
+    names of the options that were really given.
     """
 
-    target: Annotated[str, typer.Option(help="builtin, a model folder, a GGUF file, or a Hugging Face id.")] = "builtin"
-    drafter: Annotated[str, typer.Option(help=f"Spec NAME[:PATH][,KEY=VALUE...]: auto, none, {_names('drafter')}.")] = (
-        "auto"
-    )
-    verifier: Annotated[str, typer.Option(help=f"auto, {_names('verifier')}.")] = "auto"
-    controller: Annotated[str, typer.Option(help=f"{_names('controller')}.")] = "auto"
+    target: Annotated[str, typer.Option(help=f"The same as MODEL: {HELP}")] = "builtin"
+    drafter: Annotated[str, typer.Option(help=DRAFTER_HELP)] = "auto"
+    verifier: Annotated[
+        str, typer.Option(help="auto or NAME, such as coupled, block or traversal; `foretoken methods` lists all.")
+    ] = "auto"
+    controller: Annotated[
+        str, typer.Option(help="auto or NAME, such as goodput or constant,k=4; `foretoken methods` lists all.")
+    ] = "auto"
     profile: Annotated[
         Path | None, typer.Option(help="JSON file with drafter, verifier and controller for what is left at auto.")
     ] = None
@@ -63,6 +70,21 @@ class Common:
     allow_lossy: Annotated[
         bool, typer.Option("--allow-lossy", help="Permit verifiers that change the target's distribution.")
     ] = False
+
+    given: frozenset[str] = frozenset()
+
+    def of(self, model: str | None) -> Common:
+        """These options for a MODEL that was given as an argument.
+
+        Raises:
+            ValueError: ``--target`` names another one.
+        """
+        return dataclasses.replace(self, target=one_model(model, self.target if "target" in self.given else None))
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """:attr:`sampling` without what the model may decide because nobody gave it."""
+        return {key: value for key, value in self.sampling.items() if key not in OWN_SAMPLING or key in self.given}
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -87,13 +109,16 @@ class Common:
 
             check_seed(self.seed)
 
-    def load(self, drafter: str | None = None, tensor_parallel: int = 1) -> Llm:
+    def load(self, drafter: str | None = None, tensor_parallel: int = 1, own_sampling: bool = False) -> Llm:
         """Load the target and everything around it; ``drafter`` replaces the option.
+
+        ``own_sampling``: with the model's own sampling options as ``llm.defaults``.
 
         Raises:
             ValueError: an unknown name or option, parts that do not fit, or a bad checkpoint.
         """
         self.check()
+        self._check_reachable()
         from foretoken.llm import load
         from foretoken.sampling import SamplingParams
 
@@ -111,6 +136,7 @@ class Common:
             inflate=self.inflate,
             quantize=self.quantize,
             tensor_parallel=tensor_parallel,
+            generation_config="auto" if own_sampling else None,
         )
         self._tell_inflated(llm.target)
         return llm
@@ -121,6 +147,7 @@ class Common:
         Raises:
             ValueError: a bad checkpoint, dtype, device or size.
         """
+        self._check_reachable()
         from foretoken.loading import load_model
 
         target = load_model(
@@ -133,6 +160,13 @@ class Common:
         self._tell_inflated(target)
         return target
 
+    def _check_reachable(self) -> None:
+        """A model that cannot be fetched is found out before seconds are spent on imports."""
+        from foretoken.io.hub_ids import is_hub_id, place_of
+
+        if self.target != "builtin" and is_hub_id(self.target):
+            place_of(self.target)
+
     def _tell_inflated(self, target: LanguageModel) -> None:
         """Whatever is printed below is about an inflated target: say so first."""
         if self.inflate is not None:
@@ -141,39 +175,63 @@ class Common:
             print(f"target: {target_name(target, self.target)}", file=sys.stderr)
 
 
-def with_common(omit: tuple[str, ...] = (), **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_common(
+    omit: tuple[str, ...] = (), *, model: str = "argument", own_sampling: bool = False, **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the common options: its parameter ``common`` becomes one option per field of :class:`Common`.
 
     Args:
         omit: fields that the command does not take or declares itself.
+        model: how MODEL comes: as the only ``"argument"``; as the hidden option that a ``"group"`` makes of it
+            (:class:`foretoken.cli.model_argument.ModelGroup`); or as the command's ``"own"`` business.
+        own_sampling: the model's own sampling options are the defaults, and the help says so.
         defaults: defaults of this command that differ.
     """
-    fields = [f for f in dataclasses.fields(Common) if f.name not in omit]
+    fields = [f for f in dataclasses.fields(Common) if f.name not in (*omit, "given")]
     kinds = typing.get_type_hints(Common, include_extras=True)
+    if own_sampling:
+        kinds |= {name: _decided_by_model(kinds[name], getattr(Common, name)) for name in OWN_SAMPLING}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def run(**values: Any) -> None:
-            common = Common(**{f.name: values.pop(f.name) for f in fields})
-            command(common=common, **values)
-
         own = typing.get_type_hints(command, include_extras=True)
         parameters = [
             p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=own[p.name])
             for p in inspect.signature(command).parameters.values()
             if p.name != "common"
         ]
-        shared = [
-            inspect.Parameter(
-                f.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults.get(f.name, f.default),
-                annotation=kinds[f.name],
-            )
-            for f in fields
-        ]
-        run.__signature__ = inspect.Signature(parameters + shared)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters + shared}
+        context = next((p.name for p in parameters if p.annotation is typer.Context), None)
+        shared = [_parameter(f.name, kinds[f.name], defaults.get(f.name, f.default)) for f in fields]
+        first = [] if context is not None else [_parameter("ctx", typer.Context, inspect.Parameter.empty)]
+        if model != "own":
+            first.append(_parameter("model", Model if model == "argument" else GroupModel, None))
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            ctx = values[context] if context is not None else values.pop("ctx")
+            chosen = values.pop("model") if model != "own" else None
+            shared_values = {f.name: values.pop(f.name) for f in fields}
+            common = Common(**shared_values, given=given_options(ctx))
+            command(common=common if chosen is None else common.of(chosen), **values)
+
+        run.__signature__ = inspect.Signature([*first, *parameters, *shared])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in (*first, *parameters, *shared)}
         return run
 
     return decorate
+
+
+def given_options(ctx: typer.Context) -> frozenset[str]:
+    """Names of the parameters that stand on the command line."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    return frozenset(name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _decided_by_model(kind: Any, default: Any) -> Any:
+    """An option whose help says that the model's own value is the default."""
+    option = copy.copy(kind.__metadata__[0])
+    option.show_default = f"the model's, else {default:g}"
+    return Annotated[kind.__origin__, option]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,12 +27,11 @@ _TOKENS, _SAMPLES, _FALSE_ALARM = 32, 128, 1e-3
 
 @with_common(omit=("drafter",), max_new_tokens=_TOKENS)
 def parity_command(
-    model: Annotated[str | None, typer.Argument(help="The target, as --target.")] = None,
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Spec NAME[:PATH][,KEY=VALUE...], may be given several times: auto, {_NAMES}. "
-            "By default all that fit the target."
+            help="ngram, model:PATH,k=4, auto, ...: `foretoken methods` lists all. May be given several times; "
+            "by default all that fit the target."
         ),
     ] = None,
     prompts: Annotated[
@@ -64,7 +63,6 @@ def parity_command(
     Greedy outputs, and sampled ones of a seed, must be plain decoding's token by token.  Exit code 1 when
     there is a difference that rounding does not explain.  Ctrl-C prints what was checked so far.
     """
-    common = replace(common, target=model or common.target)
     common.check()
     for spec in drafter or ():
         if spec != "auto":
@@ -73,7 +71,8 @@ def parity_command(
         own: dict[str, Any] = {"certificate": certificate, "prompts": prompts, "mode": mode, "samples": samples}
         own |= {"false_alarm": false_alarm, "repetition_penalty": repetition_penalty}
         _refuse_beside_verify(common, own)
-        verify_certificate(verify, common, model, drafter, as_json)
+        named = common.target if {"model", "target"} & common.given else None
+        verify_certificate(verify, common, named, drafter, as_json)
         return
     settings = _settings(common, mode, samples, false_alarm, repetition_penalty)
     checksums = {} if certificate is None else before_certifying(certificate, common)
@@ -99,8 +98,8 @@ def _refuse_beside_verify(common: Common, own: dict[str, Any]) -> None:
     """
     usual = {"samples": _SAMPLES, "false_alarm": _FALSE_ALARM, "repetition_penalty": 1.0}
     names = [name for name, value in own.items() if (value or None) != usual.get(name)]
-    plain = Common(max_new_tokens=_TOKENS, target=common.target)
-    names += [field.name for field in fields(Common) if getattr(common, field.name) != getattr(plain, field.name)]
+    shared = {field.name for field in fields(Common)} - {"target", "given"}
+    names += sorted(shared & common.given)
     if names:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in names)
         raise ValueError(f"--verify runs what the certificate says: leave out {given}")

@@ -11,7 +11,9 @@ from foretoken.cli.output import progress_bar, screen
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from foretoken.measure.prompts import BenchPrompt
     from foretoken.models.base import LanguageModel
+    from foretoken.options import Prompt
     from foretoken.parity.report import Check, Report
     from foretoken.parity.run import Settings
 
@@ -23,7 +25,7 @@ def run_on(
     target: LanguageModel,
     source: str,
     drafters: list[str] | None,
-    prompts: Sequence[str] | Sequence[Sequence[int]],
+    prompts: Sequence[Prompt | BenchPrompt],
     settings: Settings,
 ) -> tuple[Report, bool]:
     """The report on a target that is loaded, and whether Ctrl-C cut it short."""

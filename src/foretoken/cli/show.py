@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.generate import read_prompt
+from foretoken.cli.generate import PromptFile, Words, common_and_prompt
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json
+from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm, Output
+    from foretoken.show.run import Shown
 
 KINDS = (".html", ".svg")
 
 
-@with_common()
+@with_common(model="own", own_sampling=True)
 def show_command(
-    prompt: Annotated[str | None, typer.Argument(help="Text to complete; - reads stdin.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="File with the text to complete.")] = None,
+    words: Words = None,
+    prompt_file: PromptFile = None,
+    system: System = None,
+    raw: Raw = False,
     out: Annotated[Path, typer.Option(help="File to write: .html has every round, .svg one of them.")] = Path(
         "show.html"
     ),
@@ -32,16 +36,23 @@ def show_command(
     *,
     common: Common,
 ) -> None:
-    """Complete a prompt and draw what happened: rounds, token trees, and why drafts were rejected."""
+    """Answer or complete a prompt and draw what happened: rounds, token trees, and why drafts were rejected."""
     common.check()
+    check_turn(system, raw)
     kind = out.suffix.lower()
     if kind not in KINDS:
         raise ValueError(f"--out {out} must end in {' or '.join(KINDS)}")
-    text = read_prompt(prompt, prompt_file)
+    common, text = common_and_prompt(common, words, prompt_file)
     with json_only(as_json):
-        llm = common.load()
-        output = llm.generate(text, **common.sampling, explain=True)
-        page, rounds = _drawn(llm, output, text, kind, number, common)
+        llm = common.load(own_sampling=True)
+        tell_defaults(llm)
+        options = {**llm.defaults.sampling, **common.asked}
+        output = llm.generate(prompt_for(llm, text, system, raw, common.target), **options, explain=True)
+        tell_empty(llm, output.text, output.token_ids, output.finish_reason, output.stop_reason, raw)
+        from foretoken.show.run import shown
+
+        about = facts(llm, output, common.target, options.get("temperature", 0.0))
+        page, rounds = _drawn(shown(output, llm.tokenizer, text, about), kind, number)
     _write(out, page)
     if as_json:
         print_json({"out": str(out), "rounds": rounds, "stats": output.stats.as_dict()})
@@ -49,11 +60,9 @@ def show_command(
         print(f"{rounds} rounds, {len(output.token_ids)} tokens -> {out}", file=sys.stderr)
 
 
-def _drawn(llm: Llm, output: Output, text: str, kind: str, number: int | None, common: Common) -> tuple[str, int]:
+def _drawn(run: Shown, kind: str, number: int | None) -> tuple[str, int]:
     from foretoken.show import page, picture
-    from foretoken.show.run import shown
 
-    run = shown(output, llm.tokenizer, text, facts(llm, output, common.target, common.temperature))
     if kind == ".html":
         return page.render(run), len(run.rounds)
     return picture.render(run, run.best() if number is None else number - 1), len(run.rounds)

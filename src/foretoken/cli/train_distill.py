@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.memory import keep_freed_memory
+from foretoken.cli.model_argument import Model, Target, one_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
 from foretoken.cli.train_options import Data, Every, Steps, load_target, progress_bars
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from foretoken.training.loop import Progress
     from foretoken.training.workshop import DistillConfig, Workshop
 
-Target = Annotated[str, typer.Option(help="Model whose distribution is to be learned.")]
 Draft = Annotated[str, typer.Option(help="Draft model to start from: a folder, or builtin.")]
 Loss = Annotated[str, typer.Option(help="fkl, rkl, jsd or tvd.")]
 Beta = Annotated[float, typer.Option(help="Share of the target in the mean distribution of jsd.")]
@@ -34,9 +34,11 @@ Corpus = Annotated[Path | None, typer.Option(help="Where encoded and written tex
 
 
 def distill_command(
+    *,
+    model: Model = None,
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder for the model, its checkpoints and curves.")],
-    target: Target = "builtin",
+    target: Target = None,
     draft: Draft = "builtin",
     loss: Loss = "fkl",
     text: Annotated[str, typer.Option(help="fixed, teacher, policy or mixed.")] = "fixed",
@@ -61,17 +63,18 @@ def distill_command(
     from foretoken.training.distill import Distiller
     from foretoken.training.workshop import DistillConfig, load_student
 
+    chosen = one_model(model, target)
     config = DistillConfig(
         loss=loss, text=text, mix=mix, beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
         context=context, prompt=prompt, written=written, refresh=refresh, lr=lr, seed=seed,
     )  # fmt: skip
     with json_only(as_json), _bars() as bars:
-        shop = open_shop(target, draft, data, corpus or out / "corpus", config, device, bars.rows)
+        shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bars.rows)
         student = load_student(draft, shop.target, shop.tokenizer, device)
         worker = Distiller(shop, student, out, name=draft)
         measure = measure_of(shop)
         report = worker.run(save_every=save_every, eval_every=eval_every, evaluate=measure, on_step=bars.step)
-        _write_card(out, report, data, target, config)
+        _write_card(out, report, data, chosen, config)
         bars.say(f"before: {_describe(report['before'])}")
         bars.say(f"after:  {_describe(report['after'])}")
         bars.say(f'{report["parameters"]:,} parameters -> {out}, for use as drafter "model:{out},k=4"')
@@ -80,9 +83,11 @@ def distill_command(
 
 
 def boost_command(
+    *,
+    model: Model = None,
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder; the models are OUT/1, OUT/2, ...")],
-    target: Target = "builtin",
+    target: Target = None,
     draft: Draft = "builtin",
     count: Annotated[int, typer.Option(min=1, help="How many draft models.")] = 2,
     length: Annotated[int, typer.Option(min=1, help="Tokens in a row that make a place count as matched.")] = 1,
@@ -106,18 +111,19 @@ def boost_command(
     from foretoken.training.boost import Boost, Stage, ready_spec
     from foretoken.training.workshop import DistillConfig
 
+    chosen = one_model(model, target)
     config = DistillConfig(
         loss=loss, text="teacher", beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
         context=context, prompt=prompt, written=written, lr=lr, seed=seed,
     )  # fmt: skip
     with json_only(as_json), _bars() as bars:
-        shop = open_shop(target, draft, data, corpus or out / "corpus", config, device, bars.rows)
+        shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bars.rows)
         measure = measure_of(shop)
         held = None if measure is None else (measure.text, measure.prompts.shape[1])
         boost = Boost(shop, draft, out, length, held)
 
         def on_stage(stage: Stage) -> None:
-            _write_card(out / str(stage.number), stage.report, data, target, config, count)
+            _write_card(out / str(stage.number), stage.report, data, chosen, config, count)
             bars.say(f"model {stage.number}: learned from {stage.left:.0%} of what the target wrote")
             bars.say(_describe(stage.report["after"]))
             if stage.coverage is not None and stage.together is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.memory import keep_freed_memory
+from foretoken.cli.model_argument import Model, Target, one_model
 from foretoken.cli.output import print_json, screen
 from foretoken.cli.train_options import (
     Blocks,
@@ -42,9 +43,11 @@ def make_command(method: str) -> Callable[..., None]:
     """The command of one method."""
 
     def command(
+        *,
+        model: Model = None,
         data: Data,
         out: Annotated[Path, typer.Option(help="Folder for the drafter, its checkpoints and curves.")],
-        target: Annotated[str, typer.Option(help="Model whose tokens are to be guessed.")] = "builtin",
+        target: Target = None,
         steps: Steps = 500,
         batch_size: Blocks = 4,
         context: Context = 512,
@@ -68,7 +71,8 @@ def make_command(method: str) -> Callable[..., None]:
         as_json: Report = False,
     ) -> None:
         report = train(
-            method, data, out, target, key_values(setting), corpus, features, device, save_every, eval_every,
+            method, data, out, one_model(model, target), key_values(setting), corpus, features, device,
+            save_every, eval_every,
             steps=steps, batch_size=batch_size, context=context, seed=seed, **({} if lr is None else {"lr": lr}),
             text=text, written_blocks=written_blocks, written_temperature=written_temperature,
             optimizer=optimizer, precision=precision,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.memory import keep_freed_memory
+from foretoken.cli.model_argument import Model, Target, one_model
 from foretoken.cli.output import json_only, print_json, screen
 from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, held_out
 from foretoken.cli.train_options import (
@@ -35,9 +36,11 @@ if TYPE_CHECKING:
 
 
 def specdec_pp_command(
+    *,
+    model: Model = None,
     data: Data,
     out: Annotated[Path, typer.Option(help="Folder for the head, its checkpoints and curves.")],
-    target: Annotated[str, typer.Option(help="Model whose acceptance is to be foretold.")] = "builtin",
+    target: Target = None,
     draft: Annotated[str, typer.Option(help="Draft model whose hidden states are read: a folder, or builtin.")] = (
         "builtin"
     ),
@@ -66,18 +69,18 @@ def specdec_pp_command(
         steps=steps, batch_size=batch_size, context=context, lr=lr, seed=seed, text=text,
         written_blocks=written_blocks, written_temperature=written_temperature,
     )  # fmt: skip
-    settings = key_values(setting)
+    chosen, settings = one_model(model, target), key_values(setting)
     with json_only(as_json):
-        judge, model, tokenizer = load_pair(target, draft, device)
-        if context > min(judge.context_length, model.context_length):
-            longest = min(judge.context_length, model.context_length)
+        judge, guesser, tokenizer = load_pair(chosen, draft, device)
+        if context > min(judge.context_length, guesser.context_length):
+            longest = min(judge.context_length, guesser.context_length)
             raise ValueError(f"--context {context} is longer than the models' {longest}: give a smaller one")
-        recipe = SpecdecPpRecipe(judge, model, settings, seed)
+        recipe = SpecdecPpRecipe(judge, guesser, settings, seed)
         with training_bar(steps, describe) as (on_written, on_step):
             trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=on_written)
             tried = _trial(trainer, recipe)
             report = trainer.run(save_every=save_every, eval_every=eval_every, evaluate=tried, on_step=on_step)
-        write_stop_card(out, report, data, target, draft)
+        write_stop_card(out, report, data, chosen, draft)
         screen(stderr=True).print(
             f"{report['parameters']:,} parameters, {describe(report['acceptance'])} -> {out}, for use as "
             f'controller "specdec_pp:{out}"',

@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foretoken.cli.model_argument import ModelGroup
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
     from foretoken.tune.layer_skip import Outcome, Search, Workload
 
-app = typer.Typer(help="Find settings that are fast for a target on this machine.", no_args_is_help=True)
+app = typer.Typer(
+    cls=ModelGroup,
+    help="Find settings that are fast for a target on this machine.",
+    subcommand_metavar="[MODEL] | COMMAND [ARGS]...",
+    no_args_is_help=True,
+)
 
 
 @app.command("layer-skip")

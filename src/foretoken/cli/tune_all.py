@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.options import Common, Json, with_common
+from foretoken.cli.options import Common, Json, given_options, with_common
 from foretoken.cli.output import json_only, print_json, screen
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 @with_common(
     omit=(
         "drafter", "verifier", "controller", "profile", "max_new_tokens", "top_k", "top_p", "min_p", "allow_lossy",
-    )
+    ),
+    model="group",
 )  # fmt: skip
 def tune_command(
     ctx: typer.Context,
@@ -59,9 +60,11 @@ def tune_command(
 
 def _refuse_options(ctx: typer.Context) -> None:
     """Options in front of a subcommand would be lost."""
-    given = [name for name in ctx.params if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    given = [name for name in ctx.params if name in given_options(ctx)]
     if given:
         option = "--" + given[0].replace("_", "-").replace("as-json", "json")
+        if given[0] == "model":
+            option = str(ctx.params["model"])
         raise ValueError(f"put {option} behind the subcommand: foretoken tune {ctx.invoked_subcommand} {option} ...")
 
 

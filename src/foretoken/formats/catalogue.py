@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from foretoken.names import did_you_mean, unknown
+
 if TYPE_CHECKING:
     from foretoken.formats.base import Format
 
@@ -81,7 +83,7 @@ def layouts_of(method: str) -> list[Layout]:
     """
     found = [layout for layout in LAYOUTS if layout.method == method]
     if not found:
-        raise ValueError(f"no other project reads a drafter {method!r}: choose one of {', '.join(methods())}")
+        raise unknown(f"no other project reads a drafter {method!r}", method, methods())
     return found
 
 
@@ -93,9 +95,12 @@ def find_layout(method: str, name: str | None, engine: str | None) -> Layout:
     """
     known = layouts_of(method)
     if engine is not None and engine not in ENGINES:
-        raise ValueError(f"unknown engine {engine!r}: choose one of {', '.join(ENGINES)}")
+        raise unknown(f"unknown engine {engine!r}", engine, ENGINES)
     if name is not None and name not in (layout.name for layout in known):
-        raise ValueError(f"{method} has no format {name!r}: choose one of {_list(known)}")
+        raise ValueError(
+            f"{method} has no format {name!r}: {did_you_mean(name, [layout.name for layout in known])}"
+            f"choose one of {_list(known)}"
+        )
     able = [layout for layout in known if engine is None or engine in layout.engines]
     if not able:
         raise ValueError(f"{engine} cannot load a drafter {method!r} in any format: leave --engine out")

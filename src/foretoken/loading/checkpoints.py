@@ -7,6 +7,8 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from foretoken.io import hub_ids
+
 BUILTIN = "builtin"
 ZOO = Path(__file__).parent.parent / "zoo"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -23,6 +25,18 @@ def cause_of(error: Exception) -> str:
         return f"it needs the package {error.name} (pip install {error.name})"
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def place_of(path: str) -> str:
+    """Where Transformers reads a folder or a hub id from (:func:`foretoken.io.hub_ids.place_of`).
+
+    Raises:
+        LoadError: neither is there, and the hub does not answer.
+    """
+    try:
+        return hub_ids.place_of(path)
+    except hub_ids.UnreachableError as error:
+        raise LoadError(str(error)) from None
 
 
 def resolve(name: str | Path, role: str = "target") -> str:

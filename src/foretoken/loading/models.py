@@ -8,7 +8,16 @@ from typing import Any
 import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
-from foretoken.loading.checkpoints import BUILTIN, LoadError, cause_of, check_folder, file_of, is_adapter, resolve
+from foretoken.loading.checkpoints import (
+    BUILTIN,
+    LoadError,
+    cause_of,
+    check_folder,
+    file_of,
+    is_adapter,
+    place_of,
+    resolve,
+)
 from foretoken.loading.gguf import is_gguf, load_gguf
 from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.memory import moved
@@ -134,7 +143,7 @@ def _load_network(
     if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
         check_folder(local)
         path = str(local)
-    return _from_pretrained(path, wanted, device)
+    return _from_pretrained(place_of(path), wanted, device)
 
 
 def _load_updated(folder: Path, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Any:

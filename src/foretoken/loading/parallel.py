@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 from torch import distributed
 
-from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, resolve
+from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_adapter, place_of, resolve
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
@@ -176,6 +176,7 @@ def _check_source(source: Any, count: int, others: dict[str, Any]) -> str:
         path = str(local)
     from transformers import AutoConfig
 
+    path = place_of(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:

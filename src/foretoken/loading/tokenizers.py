@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.loading.adapters import read_adapter
-from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, cause_of, is_adapter, resolve
+from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, cause_of, is_adapter, place_of, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
 from foretoken.loading.handed import unwrapped
 from foretoken.models.base import LanguageModel
@@ -42,8 +42,9 @@ def load_tokenizer(source: Any) -> Any | None:
         if is_adapter(folder):
             return load_tokenizer(read_adapter(folder).base)
         return load_tokenizer(BUILTIN) if folder.parent == ZOO else None
+    place = place_of(path)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except Exception as error:  # damaged files fail in as many ways as there are lines that read them
         raise LoadError(f"cannot load a tokenizer from {path}: {_damaged(Path(path)) or cause_of(error)}") from None
 

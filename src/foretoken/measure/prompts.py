@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.conversation import from_sharegpt, has_template, render, to_answer
+from foretoken.names import unknown
 from foretoken.options import encode
 
 BUILTIN_FILE = Path(__file__).with_name("builtin_prompts.jsonl")
@@ -171,7 +172,7 @@ def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]
         OSError: no such file.
     """
     if format not in FORMATS:
-        raise ValueError(f"unknown prompt format {format!r}: choose one of {', '.join(FORMATS)}")
+        raise unknown(f"unknown prompt format {format!r}", format, FORMATS)
     file = BUILTIN_FILE if source is None else source
     if file.is_dir():
         wanted = (".jsonl", ".json", *TEXT_SUFFIXES)

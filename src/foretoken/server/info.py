@@ -164,6 +164,7 @@ async def spec(http: Request) -> dict[str, Any]:
         "verifier": "auto" if llm.engine.verifier is None else llm.engine.verifier.name,
         "controller": None if controller is None else controller.name,
         "lossless": not llm.engine.allow_lossy,
+        "sampling_defaults": {"values": llm.defaults.sampling, "source": llm.defaults.source},
         **llm.describe(),
         "state": dataclasses.asdict(status),
         "memory": llm.memory(),

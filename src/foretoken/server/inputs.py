@@ -148,17 +148,20 @@ def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body
 
 
 def _options(body: Shared, serving: Serving, tenant: str) -> dict[str, Any]:
-    """Sampling and limits in our words; what was not said keeps OpenAI's defaults."""
+    """Sampling and limits in our words; what was not said is the model's own default, else OpenAI's."""
+    own = serving.llm.defaults.sampling
     wanted = body.speculative
     plain = wanted is not None and (not wanted.enabled or wanted.method == "none")
     options: dict[str, Any] = {
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k is None else max(body.top_k, 0),
-        "min_p": body.min_p,
+        "temperature": _or(body.temperature, own.get("temperature", 1.0)),
+        "top_p": _or(body.top_p, own.get("top_p")),
+        "top_k": own.get("top_k") if body.top_k is None else max(body.top_k, 0),
+        "min_p": _or(body.min_p, own.get("min_p")),
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
-        "repetition_penalty": body.repetition_penalty,
+        "repetition_penalty": own.get("repetition_penalty")
+        if body.repetition_penalty is None
+        else body.repetition_penalty,
         "logit_bias": _biases(body.logit_bias, serving),
         "stop": body.stop,
         "include_stop": body.include_stop_str_in_output,
@@ -185,6 +188,10 @@ def _known(ids: Sequence[int] | None, serving: Serving, field: str) -> Sequence[
         if token >= wide:
             raise bad(f"token {token} is outside the vocabulary of {wide}", field)
     return ids
+
+
+def _or(given: float | None, default: Any) -> Any:
+    return default if given is None else given
 
 
 def _biases(given: Mapping[str, float] | None, serving: Serving) -> dict[int, float] | None:

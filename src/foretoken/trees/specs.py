@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from foretoken.names import unknown
 from foretoken.registry import make, parse_spec, rows
 from foretoken.trees.base import Shape
 
@@ -21,5 +22,5 @@ def build_tree(spec: str, sort: type[Any]) -> Any:
     """
     able = [row.name for row in rows("tree") if issubclass(row.load(), sort)]
     if parse_spec(spec).name not in able:
-        raise ValueError(f"the tree cannot be {spec!r}: choose one of {', '.join(able)}")
+        raise unknown(f"the tree cannot be {spec!r}", parse_spec(spec).name, able)
     return make("tree", spec)

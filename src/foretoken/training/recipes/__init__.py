@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 
+from foretoken.names import unknown
 from foretoken.training.recipes.base import Recipe
 
 RECIPES = {
@@ -27,6 +28,6 @@ def find_recipe(method: str) -> type[Recipe]:
         ValueError: unknown method; the message lists the valid ones.
     """
     if method not in RECIPES:
-        raise ValueError(f"nothing is trained for {method!r}: choose one of {', '.join(RECIPES)}")
+        raise unknown(f"nothing is trained for {method!r}", method, list(RECIPES))
     found: type[Recipe] = getattr(importlib.import_module(f"foretoken.training.recipes.{method}"), RECIPES[method])
     return found

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from foretoken.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
+from foretoken.names import unknown
 
 
 class Batch:
@@ -117,7 +118,7 @@ class Recipe(ABC):
         values: dict[str, Any] = self.from_target()
         for key, text in settings.items():
             if key not in known:
-                raise ValueError(f"unknown setting {key!r} of {self.method!r}: valid ones: {', '.join(known)}")
+                raise unknown(f"unknown setting {key!r} of {self.method!r}", key, list(known), lead="valid ones:")
             values[key] = _convert(key, text, type(known[key].default))
         return self.config_class(**values)
 

@@ -1,0 +1,103 @@
+"""MODEL, the first positional argument of every command that runs a model; ``--target`` says the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from foretoken.names import did_you_mean
+
+BUILTIN = "builtin"
+HELP = "builtin, a model folder, a GGUF file, or a Hugging Face id."
+Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=HELP, show_default=BUILTIN)]
+Target = Annotated[str | None, typer.Option(help="The same as MODEL.", show_default=BUILTIN)]
+GroupModel = Annotated[str | None, typer.Option("--model", hidden=True)]
+"""What :class:`ModelGroup` makes of a group's MODEL."""
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PATH = re.compile(r"(/|\./|\.\./|~/)\S*/?\S+")
+CONFIGS = ("config.json", "adapter_config.json")
+
+
+def one_model(model: str | None, target: str | None) -> str:
+    """The model of a command that was given MODEL, ``--target``, both or neither (``builtin``).
+
+    Raises:
+        ValueError: two different ones.
+    """
+    if model is not None and target is not None and model != target:
+        raise ValueError(f"MODEL is {model!r} and --target is {target!r}: give one of them")
+    return model or target or BUILTIN
+
+
+def names_model(text: str) -> bool:
+    """Whether a lone argument is a MODEL rather than a text: ``builtin``, a model folder, a GGUF file, a path or
+    ``org/name``, without spaces."""
+    if text == BUILTIN or text.startswith(f"{BUILTIN}:"):
+        return True
+    try:
+        place = Path(text).expanduser()
+        if any((place / file).is_file() for file in CONFIGS) or (place.suffix == ".gguf" and place.is_file()):
+            return True
+    except (OSError, ValueError, RuntimeError):  # longer than a path can be, or with a zero byte
+        return False
+    return _HUB_ID.fullmatch(text) is not None or _PATH.fullmatch(text) is not None
+
+
+def model_and_prompt(words: Sequence[str], has_target: bool) -> tuple[str | None, str | None]:
+    """What ``[MODEL] [PROMPT]`` was given; with ``--target``, one word is the PROMPT.
+
+    Raises:
+        ValueError: more than two words.
+    """
+    if len(words) > 2:
+        raise ValueError(f"{len(words)} arguments where MODEL and PROMPT are two: put the prompt between quotes")
+    if len(words) == 2:
+        return words[0], words[1]
+    if words and not has_target and names_model(words[0]):
+        return words[0], None
+    return None, words[0] if words else None
+
+
+def model_before(words: Sequence[str], places: str) -> tuple[str | None, Sequence[str]]:
+    """What ``[MODEL] PLACES`` was given: MODEL is there when there is one word more than places.
+
+    Raises:
+        ValueError: fewer or more words.
+    """
+    count = len(places.split())
+    if len(words) == count + 1:
+        return words[0], words[1:]
+    if len(words) != count:
+        raise ValueError(f"the arguments are [MODEL] {places}, and there are {len(words)}")
+    return None, words
+
+
+class WordsCommand(TyperCommand):
+    """A command that sorts its positionals itself: its help names them as they are written."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """What follows the command's name in its usage."""
+        words = [str(part.metavar) for part in self.params if part.param_type_name == "argument"]
+        return [self.options_metavar or "", *words]
+
+
+class ModelGroup(TyperGroup):
+    """A command with subcommands whose first positional may be MODEL instead of a subcommand's name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Turn MODEL into the hidden option ``--model``; what names a subcommand, or nearly, stays."""
+        *_, rest, _order = (None, *self.make_parser(ctx).parse_args(list(args)))
+        word = next(iter(rest or ()), None)
+        if (
+            word is not None
+            and word not in self.commands
+            and (names_model(word) or not did_you_mean(word, list(self.commands)))
+        ):
+            before = len(args) - len(rest)
+            args = [*args[:before], "--model", word, *args[before + 1 :]]
+        return super().parse_args(ctx, args)

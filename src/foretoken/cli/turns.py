@@ -1,0 +1,91 @@
+"""A prompt as a chat model wants it: the user's turn in its template, ends of turn, empty answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.output import screen
+
+if TYPE_CHECKING:
+    from foretoken.llm import Llm
+
+System = Annotated[str | None, typer.Option(help="For a chat model: the system message in front of the prompt.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Complete the text as it is, without the model's chat template.")]
+
+
+def check_turn(system: str | None, raw: bool) -> None:
+    """Find options that contradict each other before a model is loaded.
+
+    Raises:
+        ValueError: ``--system`` beside ``--raw``.
+    """
+    if system is not None and raw:
+        raise ValueError("--system is a message in the chat template, and --raw leaves the template out: give one")
+
+
+def is_chat_model(llm: Llm) -> bool:
+    """Whether the model's tokenizer has a chat template."""
+    from foretoken.conversation import has_template
+
+    return llm.tokenizer is not None and has_template(llm.tokenizer)
+
+
+def check_system(llm: Llm, system: str | None, target: str) -> None:
+    """Whether the model takes a system message.
+
+    Raises:
+        ValueError: it has no template, or one that refuses such a message.
+    """
+    if system is None:
+        return
+    if not is_chat_model(llm):
+        raise ValueError(f"{target} has no chat template, which --system needs: put the instructions into the prompt")
+    from foretoken.conversation import render
+
+    render([{"role": "system", "content": system}, {"role": "user", "content": "Hello"}], llm.tokenizer)
+
+
+def prompt_for(llm: Llm, text: str, system: str | None, raw: bool, target: str) -> str | list[int]:
+    """The text itself, or of a chat model the token ids of a conversation that begins with it.
+
+    Raises:
+        ValueError: an empty text, a system message for a model without a template, or a template that refuses them.
+    """
+    check_system(llm, system, target)
+    if raw or not is_chat_model(llm):
+        return text
+    if not text.strip():
+        raise ValueError("the prompt is empty: give at least one character")
+    from foretoken.conversation import render
+
+    messages = [{"role": "user", "content": text}]
+    return render([{"role": "system", "content": system}, *messages] if system is not None else messages, llm.tokenizer)
+
+
+def tell_defaults(llm: Llm) -> None:
+    """Name sampling options that the model brings along, on stderr, before anything else."""
+    if llm.defaults.sampling:
+        screen(stderr=True).print(f"sampling: {llm.defaults}", style="dim", soft_wrap=True)
+
+
+def tell_empty(
+    llm: Llm, text: str, token_ids: Sequence[int], finish_reason: str | None, stop_reason: Any, raw: bool = False
+) -> None:
+    """Say on stderr why an answer shows nothing, if it does."""
+    if text.strip():
+        return
+    if finish_reason == "eos" and token_ids:
+        token = llm.tokenizer.convert_ids_to_tokens(int(token_ids[-1])) if llm.tokenizer is not None else token_ids[-1]
+        at_once = "at once" if len(token_ids) == 1 else f"after {len(token_ids) - 1} blank tokens"
+        why = f"the model ended its answer {at_once}, with {token}"
+    elif finish_reason == "stop":
+        why = f"it began with the stop string {stop_reason!r}"
+    else:
+        why = f"its {len(token_ids)} tokens are white space or special ones"
+    advice = ""
+    if raw and is_chat_model(llm):
+        advice = "; it is a chat model, and --raw leaves its chat template out"
+    screen(stderr=True).print(f"the answer is empty: {why}{advice}", soft_wrap=True)
