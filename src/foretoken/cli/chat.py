@@ -147,12 +147,8 @@ class Session:
         return prompt, min(wanted, room)
 
     def _prompt(self) -> list[int]:
-        tokenizer: Any = self.llm.tokenizer
         if self._has_template:
-            ids = tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-            return list(ids)
+            return self.llm.encode(self.messages)
         names = {"user": "User", "assistant": "Assistant"}
         lines = [f"{names[m['role']]}: {m['content']}\n" for m in self.messages]
         return self.llm.encode("".join(lines) + "Assistant:")

@@ -14,6 +14,7 @@ from foretoken.cli.output import json_only, print_json
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm, Output
+    from foretoken.measure.prompts import BenchPrompt
 
 KINDS = (".html", ".svg")
 
@@ -21,7 +22,7 @@ KINDS = (".html", ".svg")
 @with_common()
 def show_command(
     prompt: Annotated[str | None, typer.Argument(help="Text to complete; - reads stdin.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="File with the text to complete.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="File with the text to complete; .jsonl: one row.")] = None,
     out: Annotated[Path, typer.Option(help="File to write: .html has every round, .svg one of them.")] = Path(
         "show.html"
     ),
@@ -37,16 +38,34 @@ def show_command(
     kind = out.suffix.lower()
     if kind not in KINDS:
         raise ValueError(f"--out {out} must end in {' or '.join(KINDS)}")
-    text = read_prompt(prompt, prompt_file)
+    asked = _asked(prompt, prompt_file)
     with json_only(as_json):
         llm = common.load()
-        output = llm.generate(text, **common.sampling, explain=True)
+        ids = asked.encode(llm.tokenizer)
+        text = llm.tokenizer.decode(ids) if asked.messages else asked.text  # type: ignore[union-attr]
+        output = llm.generate(ids, **common.sampling, explain=True)
         page, rounds = _drawn(llm, output, text, kind, number, common)
     _write(out, page)
     if as_json:
         print_json({"out": str(out), "rounds": rounds, "stats": output.stats.as_dict()})
     else:
         print(f"{rounds} rounds, {len(output.token_ids)} tokens -> {out}", file=sys.stderr)
+
+
+def _asked(prompt: str | None, file: Path | None) -> BenchPrompt:
+    """The text to complete, or the one row of a file of prompts, which may be a conversation.
+
+    Raises:
+        ValueError: several rows, or a broken one.
+    """
+    from foretoken.measure.prompts import BenchPrompt, load_prompts
+
+    if prompt is not None or file is None or ".jsonl" not in file.suffixes:
+        return BenchPrompt("text", read_prompt(prompt, file))
+    rows = load_prompts(file)
+    if len(rows) > 1:
+        raise ValueError(f"{file} holds {len(rows)} prompts, and one is drawn: give a file with one row")
+    return rows[0]
 
 
 def _drawn(llm: Llm, output: Output, text: str, kind: str, number: int | None, common: Common) -> tuple[str, int]:
