@@ -91,7 +91,7 @@ def _prompt(found: Mapping[str, Any]) -> Any:
 
     asked = [name for name in ("prompt", "messages", "conversations") if name in found]
     if len(asked) != 1:
-        raise ValueError("give prompt, messages or conversations, one of them")
+        raise ValueError("give prompt or messages (or conversations), one of them")
     value = found[asked[0]]
     if asked == ["messages"]:
         return checked(value)

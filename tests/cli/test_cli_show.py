@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -42,6 +45,26 @@ def test_mistakes_are_one_line(run: Any, target: str, draft: str, tmp_path: Path
         result = run(*command(target, draft, *more))
         assert result.code == 2 and words in result.err and result.err.count("error: ") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_row_of_a_prompt_file_is_drawn(run: Any, target: str, tokenizer: Any, tmp_path: Path) -> None:
+    """A conversation is shown as the template writes it."""
+    talking = tmp_path / "talking"
+    shutil.copytree(target, talking)
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(talking)
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "run.html"
+    asked = ("show", "--prompt-file", str(rows), "--target", str(talking), "--max-new-tokens", "4", "--out", str(out))
+    rows.write_text(json.dumps({"conversations": [{"from": "human", "value": "for item"}]}))
+    result = run(*asked)
+    assert result.code == 0, result.err
+    assert "[user] for item" in out.read_text()
+    rows.write_text('{"messages": [{"role": "user"}]}')
+    assert "rows.jsonl, line 1: message 1 needs a 'content'" in run(*asked).err
+    rows.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    result = run(*asked)
+    assert result.code == 2 and "holds 2 prompts, and one is drawn" in result.err
 
 
 def test_explain_prints_trees(run: Any, target: str, draft: str) -> None:

@@ -15,6 +15,7 @@ from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaul
 
 if TYPE_CHECKING:
     from foretoken.llm import Llm, Output
+    from foretoken.measure.prompts import BenchPrompt
     from foretoken.show.run import Shown
 
 KINDS = (".html", ".svg")
@@ -42,15 +43,18 @@ def show_command(
     kind = out.suffix.lower()
     if kind not in KINDS:
         raise ValueError(f"--out {out} must end in {' or '.join(KINDS)}")
+    row = _row_of(prompt_file)
     common, text = common_and_prompt(common, words, prompt_file)
     with json_only(as_json):
         llm = common.load(own_sampling=True)
         tell_defaults(llm)
         options = {**llm.defaults.sampling, **common.asked}
-        output = llm.generate(prompt_for(llm, text, system, raw, common.target), **options, explain=True)
+        prompt = prompt_for(llm, text, system, raw, common.target) if row is None else row.encode(llm.tokenizer)
+        output = llm.generate(prompt, **options, explain=True)
         tell_empty(llm, output.text, output.token_ids, output.finish_reason, output.stop_reason, raw)
         from foretoken.show.run import shown
 
+        text = llm.tokenizer.decode(prompt) if row is not None and row.messages else text
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
         page, rounds = _drawn(shown(output, llm.tokenizer, text, about), kind, number)
     _write(out, page)
@@ -58,6 +62,22 @@ def show_command(
         print_json({"out": str(out), "rounds": rounds, "stats": output.stats.as_dict()})
     else:
         print(f"{rounds} rounds, {len(output.token_ids)} tokens -> {out}", file=sys.stderr)
+
+
+def _row_of(file: Path | None) -> BenchPrompt | None:
+    """The one row of a file of prompts, which may be a conversation; ``None`` for another file, or none.
+
+    Raises:
+        ValueError: several rows, or a broken one.
+    """
+    if file is None or ".jsonl" not in file.suffixes:
+        return None
+    from foretoken.measure.prompts import load_prompts
+
+    rows = load_prompts(file)
+    if len(rows) > 1:
+        raise ValueError(f"{file} holds {len(rows)} prompts, and one is drawn: give a file with one row")
+    return rows[0]
 
 
 def _drawn(run: Shown, kind: str, number: int | None) -> tuple[str, int]:

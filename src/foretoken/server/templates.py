@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from foretoken.conversation import has_template as has_template
 from foretoken.server.errors import bad
 from foretoken.server.schemas import Message, Tool, ToolCall
 from foretoken.server.workers import TEMPLATES, in_thread
@@ -16,11 +17,6 @@ KWARGS = ("enable_thinking", "thinking", "reasoning", "date_string", "documents"
 """What a request may hand to a template: nothing that changes how it is run."""
 PLAIN_STOP = "\nUser:"
 """Where an answer ends for a model without a template."""
-
-
-def has_template(tokenizer: Any) -> bool:
-    """Whether the model says itself how a conversation is written."""
-    return bool(getattr(tokenizer, "chat_template", None))
 
 
 def takes_effort(tokenizer: Any) -> bool:

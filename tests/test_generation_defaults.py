@@ -1,0 +1,151 @@
+"""Sampling defaults of ``generation_config.json``, and the tokens that end an answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import foretoken as ft
+from foretoken.conversation import turn_ends
+from foretoken.loading import LoadError
+from foretoken.loading.generation_defaults import GenerationDefaults, read_defaults
+
+sys.path.insert(0, str(Path(__file__).parent / "engine"))
+from tiny_tokenizer import chat_tokenizer, eos, tokenizer
+
+SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny chat model."""
+    size = len(tokenizer())
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def configure(folder: Path, **values: Any) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_requests_take_what_they_leave_out(folder: Path) -> None:
+    llm = ft.load(configure(folder, **SAMPLING, max_new_tokens=5), drafter="ngram")
+    assert llm.defaults.sampling == {k: v for k, v in SAMPLING.items() if k != "do_sample"} | {"max_new_tokens": 5}
+    assert str(llm.defaults) == (
+        "temperature 0.7, top_k 20, top_p 0.8, repetition_penalty 1.1, max_new_tokens 5 from generation_config.json"
+    )
+    params = llm.request("return n").params
+    assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0.7, 20, 0.8, 1.1)
+    params = llm.request("return n", temperature=0.0, top_p=1.0).params
+    assert (params.temperature, params.top_k, params.top_p) == (0.0, 20, 1.0)
+    out = llm.generate("return n", seed=3, ignore_eos=True)
+    assert len(out.token_ids) == 5 and out.seed == 3
+    assert len(llm.generate("return n", n=2)) == 2, "sampling is on, so there may be several"
+    assert llm.plain.defaults == llm.defaults
+
+
+def test_without_them_everything_is_greedy(folder: Path) -> None:
+    llm = ft.load(configure(folder, **SAMPLING), drafter=None, generation_config=None)
+    assert llm.defaults == GenerationDefaults() and str(llm.defaults) == ""
+    assert llm.request("return n").params.temperature == 0.0
+    with pytest.raises(ValueError, match="generation_config must be 'auto' or None"):
+        ft.load(folder, generation_config="vllm")
+    (folder / "generation_config.json").unlink()
+    assert ft.load(folder, drafter=None).defaults == GenerationDefaults()
+
+
+@pytest.mark.parametrize(
+    ("values", "kept", "said"),
+    [
+        ({"do_sample": False, "temperature": 0.7}, {}, "temperature 0.7, but do_sample is false: greedy"),
+        ({"top_p": 0.9, "repetition_penalty": 1.2}, {"repetition_penalty": 1.2}, "top_p 0.9, but do_sample is not set"),
+        ({"do_sample": True}, {"temperature": 1.0}, ""),
+        ({"do_sample": False, "temperature": 1.0, "top_k": None}, {}, ""),
+    ],
+    ids=str,
+)
+def test_contradictions_are_said_in_one_line(
+    values: dict[str, Any], kept: dict[str, Any], said: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "foretoken"):
+        assert read_defaults(configure(folder, **values)).sampling == kept
+    lines = [record.getMessage() for record in caplog.records if record.name == "foretoken"]
+    assert len(lines) == bool(said) and said in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_p", 1.5),
+        ("top_p", 0),
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_k", 2.5),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", 0),
+        ("min_p", True),
+    ],
+)
+def test_impossible_values_are_refused_by_name(name: str, value: Any, folder: Path) -> None:
+    with pytest.raises(LoadError, match=rf"generation_config.json: {name} is {value!r}"):
+        read_defaults(configure(folder, do_sample=True, **{name: value}))
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_a_damaged_file_is_named(text: str, folder: Path) -> None:
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(LoadError, match=r"generation_config.json is damaged"):
+        read_defaults(folder)
+
+
+def test_a_model_that_is_handed_in_brings_its_own(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.5)
+    assert ft.load(model, drafter=None, tokenizer=tokenizer()).defaults.sampling == {"temperature": 0.5}
+    assert ft.load(ft.load(folder).target, drafter=None).defaults == GenerationDefaults()
+
+
+# -- ends of turn ------------------------------------------------------------------------------------------------------
+
+
+def with_turns() -> Any:
+    """A tokenizer whose template ends turns with a token of its own, which no configuration names."""
+    tokens = chat_tokenizer()
+    tokens.add_special_tokens({"additional_special_tokens": ["<turn_end>"]})
+    tokens.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<turn_end>\n{% endfor %}"
+    return tokens
+
+
+def test_the_templates_end_of_turn_ends_an_answer(folder: Path) -> None:
+    tokens = with_turns()
+    end = tokens.convert_tokens_to_ids("<turn_end>")
+    assert turn_ends(tokens) == {end, eos()}
+    assert turn_ends(tokenizer()) == frozenset() and turn_ends(None) == frozenset()
+    broken = with_turns()
+    broken.chat_template = "{{ raise_exception('no') }}"
+    assert turn_ends(broken) == {eos()}
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(len(tokens))
+    llm = ft.load(model, drafter=None, tokenizer=tokens)
+    assert llm.target.eos_token_ids >= {1, end, eos()}
+
+
+def test_every_end_of_text_of_the_file_ends_a_text(folder: Path) -> None:
+    llm = ft.load(configure(folder, eos_token_id=[3, 5]), drafter=None)
+    assert llm.target.eos_token_ids >= {3, 5}
