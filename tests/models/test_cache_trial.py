@@ -78,3 +78,49 @@ def test_a_model_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     wrap(model)
     with pytest.raises(TypeError):
         wrap(model, exact="bitwise")  # another form
+
+
+def scaled_per_call(model: Any) -> Any:
+    """Every linear layer of the decoder rounds its input to 8 bits with one scale for all tokens of a call."""
+
+    def eight_bits(linear: torch.nn.Linear) -> Any:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            scale = x.abs().amax() / 127
+            return torch.nn.functional.linear((x / scale).round() * scale, linear.weight, linear.bias)
+
+        return forward
+
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = eight_bits(module)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantised_layers_that_scale_a_call_are_no_bidirectional_model(dtype: torch.dtype) -> None:
+    model = scaled_per_call(new_model("llama").to(dtype))
+    found = wrap(model)
+    assert isinstance(found, SequentialModel)
+    assert "quantised layers scale all tokens of a call together" in found.capabilities.missing["rollback"]
+    with pytest.raises(CapabilityError, match="llama: its quantised layers scale all tokens of a call together"):
+        ft.load(model, "ngram")
+    assert ft.load(model).generate([5, 6, 7], max_new_tokens=6, ignore_eos=True).token_ids
+
+
+def test_a_quantised_model_that_looks_ahead_is_refused_as_one() -> None:
+    """Its layers round every token for itself, so that they are not why later tokens count."""
+    model = bert(is_decoder=False)
+    for module in model.bert.encoder.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = rounded_by_token(module)  # type: ignore[method-assign]
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    with pytest.raises(CapabilityError, match="bert is no causal language model"):
+        wrap(model)
+
+
+def rounded_by_token(linear: torch.nn.Linear) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        return torch.nn.functional.linear((x / scale).round() * scale, linear.weight, linear.bias)
+
+    return forward

@@ -9,6 +9,7 @@ wrongly without a word.  The trial costs three forwards of at most six rows, onc
 from __future__ import annotations
 
 import inspect
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,11 +17,16 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.models.packing import is_plain
 from foretoken.models.placement import device_of
 from foretoken.models.self_test import relative
 
 ROWS, KEPT = 6, 3
 """Tokens of the trial, and how many of them are read first."""
+LOOKS_AHEAD = 0.3
+"""Relative difference that later tokens make, beyond which a model reads them, whatever its layers do.  Quantised
+layers that scale all tokens of a call together made 0.02 to 0.1."""
+TRIED_LAYERS = 16
 HALF = (torch.bfloat16, torch.float16)
 LIMIT, HALF_LIMIT = 1e-3, 0.5
 """Relative differences that no rounding makes, in float32 (at most 1e-6 in random models) and in 16 bits, where it can
@@ -46,7 +52,9 @@ def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
 def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     rollback = wrapped.capabilities.rollback
     limit = HALF_LIMIT if model.dtype in HALF or getattr(wrapped, "exact", "") == "approximate" else LIMIT
-    wanted = _without_cache(model, wrapped.vocab_size, limit)
+    wanted, mixed = _without_cache(model, wrapped.vocab_size, limit)
+    if mixed:
+        return f"its quantised layers scale all tokens of a call together (logits move by {mixed:.2g} of their size)"
     if not wanted.isfinite().all():  # damaged weights: decoding says so, with the place
         return None
     tokens = _text(wrapped.vocab_size)
@@ -67,11 +75,12 @@ def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     return None
 
 
-def _without_cache(model: Any, vocab_size: int, limit: float) -> Tensor:
-    """Float32 logits [6, V] of the model's own forward.
+def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, float]:
+    """Float32 logits [6, V] of the model's own forward, and how much quantised layers change them with later tokens: 0
+    where that is rounding.
 
     Raises:
-        CapabilityError: they depend on later tokens, or the forward fails.
+        CapabilityError: it reads later tokens, or the forward fails.
     """
     tokens = _text(vocab_size)
     other = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
@@ -82,12 +91,33 @@ def _without_cache(model: Any, vocab_size: int, limit: float) -> Tensor:
     except Exception as error:
         raise _refusal(model, error) from error
     difference = relative(changed[:KEPT], found[:KEPT])
+    if LIMIT < difference <= LOOKS_AHEAD and _mixes_tokens(model):
+        return found, difference
     if difference > limit:
         raise CapabilityError(
             f"{_name(model)} is no causal language model: what it says of a token depends on later ones "
             "(a BERT-like model needs is_decoder=True in its configuration)"
         )
-    return found
+    return found, 0.0
+
+
+def _mixes_tokens(model: Any) -> bool:
+    """Whether one of the first linear layers that are not PyTorch's own gives a token something else when others are
+    read with it: kernels for 8-bit activations often have one scale for all rows of a call."""
+    layers = (m for m in model.modules() if hasattr(m, "in_features") and not is_plain(m))
+    return any(_sees_other_rows(layer, model) for layer in islice(layers, TRIED_LAYERS))
+
+
+def _sees_other_rows(layer: Any, model: Any) -> bool:
+    ramp = torch.linspace(-1, 1, ROWS * layer.in_features, dtype=torch.float64).cos()
+    rows = ramp.view(1, ROWS, -1).to(device_of(model), model.dtype)
+    others = rows.clone()
+    others[:, KEPT:] *= 32
+    try:
+        found, changed = (layer(x)[:, :KEPT].float() for x in (rows, others))
+    except Exception:  # no layer over rows of hidden states
+        return False
+    return relative(changed, found) > LIMIT
 
 
 def _forward(model: Any, tokens: list[int]) -> Tensor:
