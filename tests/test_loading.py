@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ import foretoken as ft
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.loading import LoadError, load_model, load_tokenizer, parse_dtype
+from foretoken.loading.checkpoints import cause_of
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.table import TableModel
 
@@ -288,3 +290,69 @@ def test_tokenizers(good: Path) -> None:
     with pytest.raises(LoadError, match="cannot load a tokenizer") as caught:
         load_tokenizer(good)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b'{"version": "1.0", "trunc'),
+        ("tokenizer.json", b""),
+        ("tokenizer.json", b"[]"),
+        ("tokenizer.json", b"\xff\xfe\x00"),
+        ("tokenizer_config.json", b'{"a":'),
+        ("tokenizer_config.json", b"[]"),
+        ("special_tokens_map.json", b"{"),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_broken_tokenizer_files_are_named(good: Path, name: str, content: bytes) -> None:
+    save_tokenizer(good, WORDS)
+    (good / name).write_bytes(content)
+    with pytest.raises(LoadError, match=f"cannot load a tokenizer from .*: {name} is damaged.*copy it again") as caught:
+        ft.load(str(good), None)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_chat_template_with_a_syntax_error_does_not_keep_a_model_from_loading(good: Path) -> None:
+    save_tokenizer(good, WORDS)
+    (good / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content ")
+    assert ft.load(str(good), None).generate("one two", max_new_tokens=3).token_ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"\(quantised with bitsandbytes\): .*pip install"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, r"\(quantised with gptq\): .*pip install"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, r"\(quantised with awq\): .*pip install"),
+        ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, r"\(quantised with torchao\): .*torchao"),
+    ],
+)
+def test_quantised_checkpoints_without_their_package_name_both(
+    good: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], words: str
+) -> None:
+    config = json.loads((good / "config.json").read_text())
+    (good / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    for package in ("bitsandbytes", "optimum", "gptqmodel", "torchao"):
+        if importlib.util.find_spec(package) is not None:
+            pytest.skip(f"{package} is installed")
+    with pytest.raises(LoadError, match=words) as caught:
+        ft.load(str(good), None)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_quantisation_that_nobody_reads_is_named(good: Path) -> None:
+    """Transformers leaves a method that it does not know alone, so that the weights seem to be missing."""
+    config = json.loads((good / "config.json").read_text())
+    (good / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "novel"}}))
+    weights = load_file(good / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.qweight"] = weights.pop("model.layers.1.mlp.up_proj.weight").to(torch.int8)
+    save_file(weights, good / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LoadError, match=r"\(quantised with novel\) lacks 1 weights"):
+        ft.load(str(good), None)
+
+
+def test_a_package_that_is_not_there_is_named() -> None:
+    error = ModuleNotFoundError("No module named 'torchao'", name="torchao")
+    assert cause_of(error) == "it needs the package torchao (pip install torchao)"
+    assert cause_of(RuntimeError("one\ntwo")) == "one" and cause_of(RuntimeError()) == "RuntimeError"

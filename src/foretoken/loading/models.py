@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
-from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, file_of, is_adapter, resolve
+from foretoken.loading.checkpoints import BUILTIN, LoadError, cause_of, check_folder, file_of, is_adapter, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf
 from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.memory import moved
@@ -180,23 +180,35 @@ def _from_pretrained(
             **({} if split is None else {"distributed_config": split}),
         )
     except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise LoadError(f"cannot load a model from {path}: {reason}") from error
+        raise LoadError(f"cannot load a model from {path}{_quantised(path)}: {cause_of(error)}") from error
     finally:
         hf_logging.set_verbosity(before)
         hf_logging.enable_progress_bar()
     model, info = loaded
     for key, found, wanted in sorted(info.get("mismatched_keys", ())):
         raise LoadError(
-            f"{path} has a config.json that does not fit its weights: {key} is {list(found)} in the file and "
-            f"{list(wanted)} in the configuration; copy both from the same checkpoint"
+            f"{path}{_quantised(path)} has a config.json that does not fit its weights: {key} is {list(found)} in the "
+            f"file and {list(wanted)} in the configuration; copy both from the same checkpoint"
         )
     missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
     if missing:
         raise LoadError(
-            f"{path} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
+            f"{path}{_quantised(path)} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is "
+            "incomplete"
         )
     return moved(model, device, path)
+
+
+def _quantised(path: str) -> str:
+    """In words, the package that a checkpoint says it was quantised with: most such failures are the want of it."""
+    from transformers import PreTrainedConfig
+
+    try:
+        told = PreTrainedConfig.get_config_dict(path)[0].get("quantization_config")
+    except Exception:  # whatever is wrong with the configuration, the first error has said it
+        return ""
+    method = told.get("quant_method") if isinstance(told, dict) else None
+    return f" (quantised with {method})" if method else ""
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from foretoken.loading.adapters import read_adapter
-from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, is_adapter, resolve
+from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, cause_of, is_adapter, resolve
 from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
 from foretoken.loading.handed import unwrapped
 from foretoken.models.base import LanguageModel
 from foretoken.models.judging import ROWS, SENTENCE
 
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+TEMPLATE = "chat_template.jinja"
+
 
 def load_tokenizer(source: Any) -> Any | None:
-    """The tokenizer that belongs to a model source, or ``None`` when it has none."""
+    """The tokenizer that belongs to a model source, or ``None`` when it has none.
+
+    Raises:
+        LoadError: its files are damaged, or Transformers cannot read them.
+    """
     source = unwrapped(source)
     if isinstance(source, LanguageModel):
         source = getattr(source, "path", source)
@@ -36,8 +44,27 @@ def load_tokenizer(source: Any) -> Any | None:
         return load_tokenizer(BUILTIN) if folder.parent == ZOO else None
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise LoadError(f"cannot load a tokenizer from {path}: {str(error).strip().splitlines()[0]}") from None
+    except Exception as error:  # damaged files fail in as many ways as there are lines that read them
+        raise LoadError(f"cannot load a tokenizer from {path}: {_damaged(Path(path)) or cause_of(error)}") from None
+
+
+def _damaged(folder: Path) -> str:
+    """The first file of a tokenizer that is no JSON object or no text, in words; empty where all are."""
+    for name in FILES:
+        file = folder / name
+        try:
+            whole = not file.exists() or isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+        except (OSError, ValueError):
+            whole = False
+        if not whole:
+            return f"{name} is damaged or half-written, copy it again"
+    try:
+        (folder / TEMPLATE).read_text(encoding="utf-8")
+    except ValueError:
+        return f"{TEMPLATE} is damaged (it is no text), copy it again"
+    except OSError:
+        pass
+    return ""
 
 
 def ordinary_text(source: Any) -> list[int] | None:
