@@ -51,6 +51,9 @@ class Eagle3Drafter(FeatureDrafter):
             ValueError: no folder, one trained for another target, or damaged files.
         """
         net, parts = load_net(context, cls.name, path, Eagle3Config, Eagle3Net)
+        ids = net.vocabulary
+        if bool(((ids < 0) | (ids >= parts.vocab_size)).any()):
+            raise ValueError(f"d2t names tokens outside the target's vocabulary of {parts.vocab_size}: copy it again")
         return cls.of(net, parts, context.target, **options)
 
     @classmethod

@@ -18,7 +18,7 @@ from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import distribution_of, draw_iid, ranked
 from foretoken.drafters.growing import asks_for_confidence
-from foretoken.drafters.nets.store import load_weights, read_description
+from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import Feed, SequenceState
 from foretoken.models.features import FeatureModel
@@ -243,6 +243,5 @@ def load_net(context: BuildContext, name: str, path: str | None, config: type[An
     parts = TargetParts(context.target)
     folder = context.folder(name, path)
     found = read_description(folder, name, parts.fingerprint())
-    made = net(config(**found["config"]))
-    load_weights(folder, made)
+    made = build_net(folder, net, config, found)
     return made.to(parts.device), parts

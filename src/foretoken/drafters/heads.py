@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter, Traits
-from foretoken.drafters.nets.store import load_weights, read_description
+from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
 from foretoken.trees.medusa_tree import TYPICAL
@@ -79,8 +79,7 @@ class HeadsDrafter(Drafter):
         parts = TargetParts(context.target)
         folder = context.folder(cls.name, path)
         found = read_description(folder, cls.name, parts.fingerprint())
-        heads = cls.net_class(cls.net_config(**found["config"]))
-        load_weights(folder, heads)
+        heads = build_net(folder, cls.net_class, cls.net_config, found)
         options.setdefault("accuracies", found["measured"].get("accuracies"))
         return cls.over(heads.to(parts.device), parts, context.target, **options)
 

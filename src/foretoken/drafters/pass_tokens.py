@@ -29,7 +29,7 @@ from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import distribution_of, draw_without_replacement, ranked
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
-from foretoken.drafters.nets.store import load_weights, read_description
+from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
 
@@ -95,8 +95,7 @@ class PassTokensDrafter(Drafter):
         parts = TargetParts(context.target)
         folder = context.folder(cls.name, path)
         found = read_description(folder, cls.name, parts.fingerprint())
-        net = PassTokens(PassTokensConfig(**found["config"]))
-        load_weights(folder, net)
+        net = build_net(folder, PassTokens, PassTokensConfig, found)
         return cls(net.to(parts.device), context.target, **options)
 
     def start(self, context: Context) -> None:

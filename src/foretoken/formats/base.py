@@ -16,6 +16,7 @@ from foretoken.drafters.nets.store import WEIGHTS, load_weights, read_descriptio
 from foretoken.formats.folders import NOTE, Found, write_json, write_tensors
 from foretoken.loading import BUILTIN, drafter_folder, load_model, load_tokenizer, resolve
 from foretoken.models.base import LanguageModel
+from foretoken.models.finite import check_stored
 from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.registry import Spec
 
@@ -190,6 +191,7 @@ class NetFormat(Format):
 
     def read_folder(self, found: Found, target: Target, folder: Path) -> str:
         """Read their folder, check it against the target, write ours."""
+        found.check_whole()
         fingerprint = target.parts.fingerprint()
         measured = _measured(found, self.method, fingerprint)
         tensors = found.tensors()
@@ -198,6 +200,7 @@ class NetFormat(Format):
         trained = self.read(Checkpoint(found.config, tensors), target)
         net = self.network(trained.config)
         wanted = net.state_dict()
+        check_stored(tensors.items(), found.path)
         net.load_state_dict({name: value.to(wanted[name].dtype) for name, value in trained.tensors.items()})
         save_drafter(folder, self.method, trained.config, net, fingerprint, measured or trained.measured)
         return f"{self.method}:{{}}"

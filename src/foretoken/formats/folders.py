@@ -150,6 +150,17 @@ class Found:
             found.update(held)
         return found
 
+    def check_whole(self) -> None:
+        """Whether there is a configuration with weights.
+
+        Raises:
+            ValueError: one of the two is missing, or the weights are pickled or damaged.
+        """
+        if not (self.path / "config.json").exists():
+            raise ValueError(f"{self.path} has no config.json: copy it from where the weights are from")
+        if not self.names:
+            raise ValueError(f"{self.path} holds no *.safetensors weights: the checkpoint is incomplete")
+
     @property
     def _files(self) -> list[Path]:
         if not self.path.is_dir():

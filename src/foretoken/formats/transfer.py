@@ -88,6 +88,8 @@ def _recognise(found: Found, method: str) -> tuple[Layout, Format]:
         reader = layout.load()
         if reader.recognises(found):
             return layout, reader
+    if (found.path / "config.json").exists():
+        found.check_whole()
     kind = found.config.get("speculators_model_type") or found.config.get("architectures") or "no config.json"
     kind = kind[0] if isinstance(kind, list) else kind
     wanted = ", ".join(methods()) if method == "auto" else method

@@ -34,6 +34,18 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
         raise ValueError(f"{name} in {place} holds NaN or inf: {REMEDY}")
 
 
+def check_stored(tensors: Iterable[tuple[str, Tensor]], place: object) -> None:
+    """Refuse weights in 8 bits, whose scales a drafter has no place for; whole numbers of 64 bits and flags are tables.
+
+    Raises:
+        ValueError: names the first such tensor.
+    """
+    for name, tensor in tensors:
+        if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ValueError(f"{name} in {place} is stored as {kind}, and only full weights are read: take such a file")
+
+
 def why_not_finite(model: Any) -> str:
     """Why a language model's logits are not finite, with the first of its weights that is not.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from foretoken.io.files import save_described
-from foretoken.models.finite import check_finite
+from foretoken.models.finite import check_finite, check_stored
 from foretoken.models.parts import Fingerprint
 
 CONFIG = "drafter.json"
@@ -91,6 +91,27 @@ def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[
     return found, for_target
 
 
+def build_net(folder: Path, make: Callable[[Any], nn.Module], config: type[Any], found: Mapping[str, Any]) -> Any:
+    """The network that a description is of, with the stored weights.
+
+    Args:
+        folder: where both are.
+        make: the network of a configuration.
+        config: the class of the configuration.
+        found: the description.
+
+    Raises:
+        ValueError: the description is damaged, or :func:`load_weights` refuses the weights.
+    """
+    try:
+        net = make(config(**found["config"]))
+    except (KeyError, TypeError, ValueError, RuntimeError, ArithmeticError) as error:
+        reason = str(error).strip().splitlines()[:1]
+        raise ValueError(f"{folder / CONFIG} describes no such drafter, copy it again: {' '.join(reason)}") from None
+    load_weights(folder, net)
+    return net
+
+
 def load_weights(folder: Path, net: nn.Module) -> None:
     """Fill ``net`` with the stored weights.
 
@@ -112,4 +133,5 @@ def load_weights(folder: Path, net: nn.Module) -> None:
         if wanted[name].shape != stored[name].shape:
             raise ValueError(f"{name} in {file} is {list(stored[name].shape)} and must be {list(wanted[name].shape)}")
     check_finite(stored.items(), file)
+    check_stored(stored.items(), file)
     net.load_state_dict({name: value.to(wanted[name].dtype) for name, value in stored.items()})
