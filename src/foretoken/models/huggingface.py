@@ -142,7 +142,7 @@ class HuggingFaceModel(LanguageModel):
 
     def _renew(self) -> None:
         """Fused copies of the weights are made anew; open sequences keep a cache that nobody else writes to."""
-        self.device, self.dtype = self.model.device, self.model.dtype
+        self.device, self.dtype = device_of(self.model), self.model.dtype
         if self._in_place and not has_hooks(self.model):  # hooks are called where packed layers have taken the place
             unpack_linears(self.model)
         if self.graphs is not None:

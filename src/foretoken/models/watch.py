@@ -39,8 +39,9 @@ class Watch:
     """What a network was when it was looked at.
 
     Changes are found by the identity of modules, weights and hooks, by PyTorch's count of writes to a weight, by where
-    it lies, and by a sample of its numbers, whose memory is held.  Buffers that are not saved with a model are not
-    looked at: its own forward may write to them.
+    it lies, and by a sample of its numbers, whose memory is held.  What the network's own forward does to itself is no
+    change: it may write to buffers that are not saved with a model, accelerate replaces weights that it keeps elsewhere
+    by others without numbers, and PEFT sets updates of single parameters on and off, which counts as a write.
 
     Args:
         network: to be watched.
@@ -58,6 +59,7 @@ class Watch:
         self._before = self._members()
         tensors = [*network.parameters(), *_saved_buffers(modules)]
         self._tensors = [tensor for tensor in tensors if type(tensor.detach()) is Tensor and not tensor.is_meta]
+        self._uncounted = {id(module.get_param()) for module in modules if _updates_in_forward(module)}
         self._written = self._counts()
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in self._tensors:
@@ -74,14 +76,24 @@ class Watch:
 
     def _members(self) -> list[int]:
         members = [len(part) for part in self._parts]
-        members.extend(id(member) for part in self._parts for member in part.values())
+        members.extend(_identity(member) for part in self._parts for member in part.values())
         members.extend(id(hook) for hook in _hooks(self._hooks))
         return members
 
     def _counts(self) -> list[int]:
         counts = [tensor.data_ptr() for tensor in self._tensors]
-        counts.extend(_writes(tensor) for tensor in self._tensors)
+        counts.extend(_writes(tensor) for tensor in self._tensors if id(tensor) not in self._uncounted)
         return counts
+
+
+def _identity(member: Any) -> int:
+    """Which module or weight it is; all weights without numbers are one."""
+    return 0 if isinstance(member, Tensor) and member.is_meta else id(member)
+
+
+def _updates_in_forward(module: Any) -> bool:
+    """Whether it is PEFT's wrapper of a single parameter, which it replaces by the sum of itself and its update."""
+    return hasattr(module, "get_param") and hasattr(module, "parameter_name")
 
 
 def _writes(tensor: Tensor) -> int:
