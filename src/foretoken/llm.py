@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -212,13 +213,17 @@ class Llm:
                 self._boxes[run.id].append((run, emission))
 
     def request(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
-        """A checked request.
+        """A checked request; what ``options`` leave out is as :attr:`defaults` have it.
 
         Raises:
             ValueError: an option out of range.
             TypeError: an unknown option.
         """
-        return make_request(prompt, self.tokenizer, **{**self.defaults.sampling, **options})
+        request = make_request(prompt, self.tokenizer, **{**self.defaults.sampling, **options})
+        room = self.target.context_length - len(request.prompt)
+        if "max_new_tokens" in self.defaults.sampling.keys() - options.keys() and 0 < room < request.max_new_tokens:
+            request = replace(request, max_new_tokens=room)  # nobody has asked for more than the context holds
+        return request
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
