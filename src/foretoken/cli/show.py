@@ -54,7 +54,7 @@ def show_command(
         tell_empty(llm, output.text, output.token_ids, output.finish_reason, output.stop_reason, raw)
         from foretoken.show.run import shown
 
-        text = llm.tokenizer.decode(prompt) if row is not None and row.messages else text
+        text = str(_in_words(llm, prompt)) if row is not None and row.messages else text
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
         page, rounds = _drawn(shown(output, llm.tokenizer, text, about), kind, number)
     _write(out, page)
@@ -78,6 +78,10 @@ def _row_of(file: Path | None) -> BenchPrompt | None:
     if len(rows) > 1:
         raise ValueError(f"{file} holds {len(rows)} prompts, and one is drawn: give a file with one row")
     return rows[0]
+
+
+def _in_words(llm: Llm, prompt: Any) -> Any:
+    return prompt if llm.tokenizer is None else llm.tokenizer.decode(prompt)
 
 
 def _drawn(run: Shown, kind: str, number: int | None) -> tuple[str, int]:
