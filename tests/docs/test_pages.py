@@ -120,7 +120,7 @@ def test_the_reference_has_every_command_and_name(site: Path) -> None:
     for name in set(foretoken.__all__) - {"__version__"}:
         assert f".{name}" in api, name
     assert ":class:" not in api and "<code>~" not in api
-    assert "foretoken batch [OPTIONS] IN OUT" in cli
+    assert "foretoken batch [OPTIONS] [MODEL] IN OUT" in cli
 
 
 def test_the_gallery_is_current() -> None:

@@ -90,7 +90,7 @@ def test_a_tokenizers_output_is_the_text_that_went_in() -> None:
         (5, "not 5"),
         (b"text", "type bytes"),
         ({1, 2}, "type set"),
-        (iter([1, 2]), "type list_iterator"),
+        pytest.param(iter([1, 2]), "type list_iterator", id="iterator"),
         ({"role": "user", "content": "x"}, "put the message into a list"),
         ({"ids": [1]}, "a mapping needs input_ids"),
         ({"input_ids": "text"}, "cannot be 'text'"),

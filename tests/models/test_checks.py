@@ -65,7 +65,9 @@ def everywhere(path: str, value: Any) -> Fault:
     return plant
 
 
-@pytest.mark.parametrize(("name", "fault"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "fault"), CASES, ids=lambda x: x[0] if isinstance(x, tuple) else getattr(x, "__name__", x)
+)
 def test_a_planted_fault_is_caught_in_bfloat16(name: str, fault: Any) -> None:
     """One layer of 24 computes something else; scores that are scaled or capped otherwise do so in all layers."""
     owner = HuggingFaceModel(deep(name), lean=False)

@@ -80,7 +80,7 @@ class Checks:
     def _tried(self, build: Callable[[], tuple[Run, torch.dtype, bool] | None]) -> list[str]:
         judge = self.judge  # before anything is laid out anew
         if judge is None:
-            return ["the public forward cannot be run on a short text in this dtype"]
+            return ["the public forward cannot be run on a short text, or its logits are not finite"]
         built = build()
         if built is None:
             return ["its modules are of a kind of their own"]
