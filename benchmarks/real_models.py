@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    plain = ft.load(args.folder, drafter=None, dtype=args.dtype)
+    plain = ft.load(args.folder, drafter=None, dtype=args.dtype, generation_config=None)
     arms = {"plain": plain}
     for spec in args.drafters:  # one target for all: its weights are read once
         arms[spec] = ft.load(plain.target, drafter=spec, tokenizer=plain.tokenizer)

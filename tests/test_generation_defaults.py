@@ -100,11 +100,20 @@ def test_contradictions_are_said_in_one_line(
         ("repetition_penalty", 0),
         ("max_new_tokens", 0),
         ("min_p", True),
+        ("temperature", float("nan")),
+        ("temperature", 10**400),
+        ("do_sample", "yes"),
+        ("eos_token_id", "<eos>"),
+        ("eos_token_id", [2, None]),
+        ("eos_token_id", -1),
     ],
 )
 def test_impossible_values_are_refused_by_name(name: str, value: Any, folder: Path) -> None:
-    with pytest.raises(LoadError, match=rf"generation_config.json: {name} is {value!r}"):
-        read_defaults(configure(folder, do_sample=True, **{name: value}))
+    with pytest.raises(LoadError) as refused:
+        ft.load(configure(folder, **{"do_sample": True, name: value}))
+    text = str(refused.value)
+    assert text.startswith(f"{folder / 'generation_config.json'}: {name} is {ascii(value)[:60]}, which cannot be")
+    assert "\n" not in text and len(text) < 300
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", ""])
@@ -119,6 +128,39 @@ def test_a_model_that_is_handed_in_brings_its_own(folder: Path) -> None:
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.5)
     assert ft.load(model, drafter=None, tokenizer=tokenizer()).defaults.sampling == {"temperature": 0.5}
     assert ft.load(ft.load(folder).target, drafter=None).defaults == GenerationDefaults()
+    model.generation_config.temperature = -1.0
+    with pytest.raises(LoadError, match=r"LlamaForCausalLM.s generation_config: temperature is -1\.0"):
+        ft.load(model, drafter=None, tokenizer=tokenizer())
+
+
+def test_a_hub_id_and_a_low_rank_update_have_those_of_their_model(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, update = tmp_path_factory.mktemp("hub"), tmp_path_factory.mktemp("update")
+    place = cache / "models--org--name"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("abc")
+    (place / "snapshots").mkdir()
+    (place / "snapshots" / "abc").symlink_to(configure(folder, **SAMPLING))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    expected = {name: value for name, value in SAMPLING.items() if name != "do_sample"}
+    assert read_defaults("org/name").sampling == expected
+    with pytest.raises(LoadError, match="org/other is no folder here"):
+        read_defaults("org/other")
+    (update / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder), "r": 2, "lora_alpha": 2})
+    )
+    assert read_defaults(update).sampling == expected
+
+
+def test_the_models_own_limit_is_cut_to_its_context(folder: Path) -> None:
+    llm = ft.load(configure(folder, max_new_tokens=100_000), drafter=None)
+    room = llm.target.context_length - len(llm.encode("return n"))
+    assert llm.request("return n").max_new_tokens == room < 100_000
+    assert str(llm.defaults) == "max_new_tokens 100000 from generation_config.json"
+    with pytest.raises(ValueError, match=f"at most {room} of"):
+        llm.generate("return n", max_new_tokens=100_000)
 
 
 # -- ends of turn ------------------------------------------------------------------------------------------------------

@@ -204,4 +204,5 @@ def _answer(llm: Llm, job: Job, run: Running, emission: Emission) -> dict[str, A
         "num_new_tokens": out.stats.num_new_tokens,
         "mean_acceptance_length": round(out.stats.mean_acceptance_length, 3),
         **({"token_ids": out.token_ids} if llm.tokenizer is None else {}),
+        **({"note": out.note} if out.note else {}),
     }

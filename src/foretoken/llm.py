@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -14,17 +14,17 @@ from foretoken.conversation import Message, conversations_of, render, turn_ends
 from foretoken.core.noise import samples_of, seeds_of
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.known import KnownDrafter
+from foretoken.engine.calls import Calls
 from foretoken.engine.loop import Engine
 from foretoken.engine.output import Output as Output
 from foretoken.engine.output import Piece as Piece
 from foretoken.engine.output import Pieces, output_of
-from foretoken.engine.request import Emission, Request, Running
+from foretoken.engine.request import Request
 from foretoken.loading import BUILTIN, build_controller, build_drafter, default_drafter, load_model, load_tokenizer
 from foretoken.loading import read_profile as read_profile
 from foretoken.loading.generation_defaults import GenerationDefaults, read_defaults
 from foretoken.loading.memory import told_when_full
 from foretoken.measure.profile import costs_for
-from foretoken.models.alone import lock_of
 from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import with_graphs
 from foretoken.options import BatchOptions, Options, Prompt, encode, make_request
@@ -81,8 +81,7 @@ class Llm:
             allow_lossy=allow_lossy,
             prefix_bytes=prefix_bytes,
         )
-        self._boxes: dict[int, deque[tuple[Running, Emission]]] = {}
-        self._turn = lock_of(target, "call")  # the target's: another Llm of the same one shares its cache
+        self._calls = Calls(self.engine)
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ class Llm:
             for i, (p, given) in enumerate(zip(batch, seeds_of(options.pop("seed", None), len(batch)), strict=True))
             for seed in samples_of(given, n)
         ]
-        outputs = self._run(requests)
+        outputs = [output_of(run, self.tokenizer) for run in self._calls.finish(requests)]
         if n > 1:
             found = [outputs[i : i + n] for i in range(0, len(outputs), n)]
             return found[0] if single else found
@@ -161,64 +160,22 @@ class Llm:
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """Generate for one prompt, yielding a piece per round."""
-        request_id = self._enter(self.request(prompt, **options))
         pieces = Pieces(self.tokenizer)
-        try:
-            while True:
-                run, emission = self._next(request_id)
-                yield pieces.push(run, emission)
-                if emission.finish_reason is not None:
-                    return
-        finally:
-            self._exit(request_id)
-
-    # A stream may be read between the rounds of another one or of a ``generate``: every round serves all of them, so
-    # what each gained waits in a box of its own until it is asked for.
-
-    def _enter(self, request: Request) -> int:
-        with self._turn:
-            request_id = self.engine.add(request)
-            self._boxes[request_id] = deque()
-            return request_id
-
-    def _exit(self, request_id: int) -> None:
-        with self._turn:
-            self._boxes.pop(request_id, None)
-            self.engine.cancel(request_id)
-
-    def _next(self, request_id: int) -> tuple[Running, Emission]:
-        """What a request gained in its next round.
-
-        Raises:
-            Exception: whatever ended it.
-        """
-        box = self._boxes[request_id]
-        while not box:
-            with self._turn:
-                self._round(request_id)
-        run, emission = box.popleft()
-        if emission.error is not None:
-            raise emission.error
-        return run, emission
-
-    def _round(self, request_id: int) -> None:
-        """One round, unless another thread has served this request meanwhile."""
-        if self._boxes[request_id]:
-            return
-        if not self.engine.holds(request_id):
-            raise RuntimeError("the request was dropped when a round was broken off: ask again")
-        for run, emission in self.engine.step():
-            if run.id in self._boxes:
-                self._boxes[run.id].append((run, emission))
+        for run, emission in self._calls.follow(self.request(prompt, **options)):
+            yield pieces.push(run, emission)
 
     def request(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
-        """A checked request.
+        """A checked request; what ``options`` leave out is as :attr:`defaults` have it.
 
         Raises:
             ValueError: an option out of range.
             TypeError: an unknown option.
         """
-        return make_request(prompt, self.tokenizer, **{**self.defaults.sampling, **options})
+        request = make_request(prompt, self.tokenizer, **{**self.defaults.sampling, **options})
+        room = self.target.context_length - len(request.prompt)
+        if "max_new_tokens" in self.defaults.sampling.keys() - options.keys() and 0 < room < request.max_new_tokens:
+            request = replace(request, max_new_tokens=room)  # nobody has asked for more than the context holds
+        return request
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -250,21 +207,6 @@ class Llm:
         """How the target runs: ``{"forward", "weights", "exactness", "exactness_why", "threads", "refused"}``, where
         ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and not taken."""
         return self.target.describe()
-
-    def _run(self, requests: Sequence[Request]) -> list[Output]:
-        ids: list[int] = []
-        done: dict[int, Running] = {}
-        try:
-            ids.extend(self._enter(request) for request in requests)
-            for request_id in ids:
-                while request_id not in done:
-                    run, emission = self._next(request_id)
-                    if emission.finish_reason is not None:
-                        done[request_id] = run
-        finally:
-            for request_id in ids:
-                self._exit(request_id)
-        return [output_of(done[request_id], self.tokenizer) for request_id in ids]
 
     @property
     def plain(self) -> Llm:

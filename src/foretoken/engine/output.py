@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from foretoken.engine.ends import special_tokens
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.request import Emission, Origin, Running
 from foretoken.engine.stats import SpecStats
@@ -29,6 +31,7 @@ class Output:
         prompt_logprobs: of the prompt's tokens, where they were asked for; the first has none.
         rounds: what happened, round by round, with ``explain=True``.
         why: why it drafted as it did in the end, as the controller says.
+        note: one line for the user where the text ended before it began; empty otherwise.
     """
 
     text: str
@@ -42,6 +45,7 @@ class Output:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     rounds: list[RoundTrace] = field(default_factory=list)
     why: str = ""
+    note: str = ""
 
 
 @dataclass
@@ -61,6 +65,7 @@ class Piece:
         rounds: the round that it came from, with ``explain=True``.
         prompt_logprobs: as in :class:`Output`, on the first piece.
         why: as in :class:`Output`, on the last piece.
+        note: as in :class:`Output`, on the last piece.
     """
 
     text: str
@@ -75,6 +80,7 @@ class Piece:
     rounds: list[RoundTrace] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     why: str = ""
+    note: str = ""
 
 
 class Pieces:
@@ -85,7 +91,7 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
-        self._text = Detokenizer(tokenizer)
+        self._tokenizer, self._text = tokenizer, Detokenizer(tokenizer)
         self._shown = 0
         self._first = True
 
@@ -108,6 +114,7 @@ class Pieces:
             list(emission.rounds),
             prompt,
             run.why if final else "",
+            note_of(run, self._tokenizer) if final else "",
         )
 
     def _certain(self, run: Running, final: bool) -> str:
@@ -147,4 +154,27 @@ def output_of(run: Running, tokenizer: Any | None) -> Output:
         run.prompt_logprobs if run.request.prompt_logprobs is not None else None,
         run.rounds,
         run.why,
+        note_of(run, tokenizer),
     )
+
+
+def note_of(run: Running, tokenizer: Any | None) -> str:
+    """Why a finished text has nothing in it, if it has not."""
+    stopper, alone = run.stopper, len(run.output) == 1
+    if run.finish_reason == "stop" and stopper.reason is not None:
+        empty = stopper.cut == 0 if stopper.cut is not None else alone and not stopper.suffix
+        return f"the answer began with what was to stop it, {stopper.reason!r}" if empty else ""
+    if run.finish_reason != "eos" or not alone:
+        return ""
+    if _lacks_template(run.request.prompt, tokenizer):
+        return (
+            "the model ended its turn at once: the prompt was given without its chat template; use llm.chat or messages"
+        )
+    return "the model ended its text at once, with its first token"
+
+
+def _lacks_template(prompt: Sequence[int], tokenizer: Any | None) -> bool:
+    """Whether a prompt holds none of the special tokens that the model's chat template names, and it names some."""
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    named = {token for text, token in special_tokens(tokenizer).items() if text in template} if template else set()
+    return bool(named) and named.isdisjoint(prompt)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from foretoken.loading.checkpoints import BUILTIN, LoadError, resolve
+from foretoken.loading.adapters import read_adapter
+from foretoken.loading.checkpoints import LoadError, is_adapter, is_builtin, place_of, resolve
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.base import LanguageModel
 
@@ -32,6 +33,8 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 POSITIVE = ("top_p", "repetition_penalty")
 WHOLE = ("top_k", "max_new_tokens")
+MOST = 2**63
+"""Whole numbers in JSON have no end, and no field means one that is longer than this."""
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,29 @@ class GenerationDefaults:
 
     def __str__(self) -> str:
         """One line: what they are, and where they are from."""
-        said = ", ".join(f"{name} {value:g}" for name, value in self.sampling.items())
+        said = ", ".join(f"{name} {value}" for name, value in self.sampling.items())
         return f"{said} from {self.source}" if said else ""
 
 
 def read_defaults(source: Any) -> GenerationDefaults:
-    """The defaults of what :func:`foretoken.load` is given: a folder's, or a handed-in model's.
+    """The defaults of what :func:`foretoken.load` is given: a folder's, a hub id's, or a handed-in model's.
+
+    A low-rank update has those of its base.
 
     Raises:
-        LoadError: the file is no JSON object, or a value is impossible; names the file and the field.
+        LoadError: the file is no JSON object, or a value is impossible (names the file and the field), or the hub does
+            not answer.
     """
     if isinstance(source, LanguageModel) or is_gguf(source):
         return GenerationDefaults()
     if not isinstance(source, str | Path):
         config: Any = getattr(source, "generation_config", None)
-        return GenerationDefaults() if config is None else _defaults(config.to_diff_dict(), "generation_config")
-    if str(source).startswith(BUILTIN):
+        found = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
+        return _defaults(found, f"the {type(source).__name__}'s generation_config", "generation_config")
+    if is_builtin(source):
         return GenerationDefaults()
-    file = Path(resolve(source)).expanduser() / FILE
-    if not file.is_file():
+    file = _file_of(str(source))
+    if file is None:
         return GenerationDefaults()
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -74,19 +81,44 @@ def read_defaults(source: Any) -> GenerationDefaults:
         values = None
     if not isinstance(values, Mapping):
         raise LoadError(f"{file} is damaged (it is no JSON object): copy it again, or load with generation_config=None")
-    return _defaults(values, FILE)
+    return _defaults(values, str(file), FILE)
 
 
-def _defaults(values: Mapping[str, Any], source: str) -> GenerationDefaults:
+def _file_of(source: str) -> Path | None:
+    """The file beside a model's weights, in its folder or in the hub's cache; ``None`` where there is none."""
+    folder = Path(resolve(source)).expanduser()
+    if is_adapter(folder):
+        return _file_of(read_adapter(folder).base)
+    if folder.is_dir():
+        return folder / FILE if (folder / FILE).is_file() else None
+    if folder.exists() or str(source).startswith((".", "/", "~")):
+        return None  # no model: loading says so
+    place = place_of(str(source))
+    if Path(place).is_dir():
+        return _file_of(place)
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(place, FILE, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):  # no such model, or one that may not be read: loading says which
+        return None
+    return None if found is None else Path(found)
+
+
+def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationDefaults:
+    """Defaults from fields; ``place`` is named where they are refused, ``source`` where they are used."""
     given = {name: values[name] for name in RANGES if values.get(name) is not None}
     for name, value in given.items():
-        _check(name, value, source)
+        _check(name, value, place)
+    _check_ends(values.get("eos_token_id"), place)
+    if not isinstance(values.get("do_sample", False), bool | None):
+        raise LoadError(_wrong("do_sample", values["do_sample"], place))
     sampled = bool(values.get("do_sample", False))
     named = {name: value for name, value in given.items() if name in SAMPLED and value != NEUTRAL[name]}
     if not sampled and named:
         fields = ", ".join(f"{name} {value:g}" for name, value in named.items())
-        why = "do_sample is false" if "do_sample" in values else "do_sample is not set"
-        logging.getLogger("foretoken").warning("%s has %s, but %s: greedy, as generate does it", source, fields, why)
+        why = "do_sample is false" if values.get("do_sample") is not None else "do_sample is not set"
+        logging.getLogger("foretoken").warning("%s has %s, but %s: greedy, as generate does it", place, fields, why)
     if not sampled:
         given = {name: value for name, value in given.items() if name not in SAMPLED}
     elif "temperature" not in given:
@@ -95,12 +127,23 @@ def _defaults(values: Mapping[str, Any], source: str) -> GenerationDefaults:
     return GenerationDefaults(kept, source if kept else "")
 
 
-def _check(name: str, value: Any, source: str) -> None:
+def _check(name: str, value: Any, place: str) -> None:
     low, high = RANGES[name]
     kind = int if name in WHOLE else (int, float)
-    right = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high and math.isfinite(value)
+    right = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high and value < MOST
     if not right or (name in POSITIVE and value == 0):
-        raise LoadError(
-            f"{source}: {name} is {value!r}, which no sampling can have: correct the file, or load with "
-            "generation_config=None"
-        )
+        raise LoadError(_wrong(name, value, place))
+
+
+def _check_ends(value: Any, place: str) -> None:
+    """Ids that are none would end no text, or stop the load with an error that names nothing."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise LoadError(_wrong("eos_token_id", value, place))
+
+
+def _wrong(name: str, value: Any, place: str) -> str:
+    return (
+        f"{place}: {name} is {ascii(value)[:60]}, which cannot be: correct the file, or load with "
+        "generation_config=None"
+    )

@@ -99,6 +99,7 @@ class _Chat:
         special = not templated if body.add_special_tokens is None else body.add_special_tokens
         self.prompt = encoded(prompt, self.serving, special, "messages")
         room = max(1, llm.target.context_length - len(self.prompt))
+        most = min(room, llm.defaults.sampling.get("max_new_tokens", room))
         return engine_requests(
             [self.prompt],
             body,
@@ -106,7 +107,7 @@ class _Chat:
             constraints,
             "messages",
             tenant_of(self.http),
-            max_new_tokens=body.max_completion_tokens or body.max_tokens or room,
+            max_new_tokens=body.max_completion_tokens or body.max_tokens or most,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
             prediction=None if body.prediction is None else body.prediction.text,

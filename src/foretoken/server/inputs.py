@@ -36,7 +36,7 @@ def check_fields(body: Shared, serving: Serving) -> dict[str, str]:
             raise bad(f"{name} is not served: {REFUSED[name]}", name, "unsupported_parameter")
     if body.skip_special_tokens is False:
         raise bad("special tokens are never part of the text: ask for return_token_ids", "skip_special_tokens")
-    if body.n is not None and body.n > 1 and not body.temperature and body.temperature is not None:
+    if body.n is not None and body.n > 1 and not _temperature(body, serving):
         raise bad("n above 1 needs a temperature above 0: all choices would be the same", "n")
     wanted = body.speculative
     if wanted is not None:
@@ -153,7 +153,7 @@ def _options(body: Shared, serving: Serving, tenant: str) -> dict[str, Any]:
     wanted = body.speculative
     plain = wanted is not None and (not wanted.enabled or wanted.method == "none")
     options: dict[str, Any] = {
-        "temperature": _or(body.temperature, own.get("temperature", 1.0)),
+        "temperature": _temperature(body, serving),
         "top_p": _or(body.top_p, own.get("top_p")),
         "top_k": own.get("top_k") if body.top_k is None else max(body.top_k, 0),
         "min_p": _or(body.min_p, own.get("min_p")),
@@ -188,6 +188,11 @@ def _known(ids: Sequence[int] | None, serving: Serving, field: str) -> Sequence[
         if token >= wide:
             raise bad(f"token {token} is outside the vocabulary of {wide}", field)
     return ids
+
+
+def _temperature(body: Shared, serving: Serving) -> float:
+    """What was asked, else the model's own, else OpenAI's."""
+    return float(_or(body.temperature, serving.llm.defaults.sampling.get("temperature", 1.0)))
 
 
 def _or(given: float | None, default: Any) -> Any:

@@ -1,0 +1,94 @@
+"""Calls that share one engine: streams and whole answers, from one thread or several."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from foretoken.engine.loop import Engine
+from foretoken.engine.request import Emission, Request, Running
+from foretoken.models.alone import lock_of
+
+
+class Calls:
+    """What callers ask of an engine that runs in their own threads.
+
+    A stream may be read between the rounds of another call: every round serves all of them, so what each gained waits
+    in a box of its own until it is asked for.
+
+    Args:
+        engine: what serves them.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._boxes: dict[int, deque[tuple[Running, Emission]]] = {}
+        self._turn = lock_of(engine.target, "call")  # the target's: another engine of the same one shares its cache
+
+    def follow(self, request: Request) -> Iterator[tuple[Running, Emission]]:
+        """What a request gains, round by round; who stops listening cancels it.
+
+        Raises:
+            Exception: whatever ended it.
+        """
+        request_id = self._enter(request)
+        try:
+            while True:
+                run, emission = self._next(request_id)
+                yield run, emission
+                if emission.finish_reason is not None:
+                    return
+        finally:
+            self._exit(request_id)
+
+    def finish(self, requests: Sequence[Request]) -> list[Running]:
+        """Requests that run together, when all of them have ended, in their order.
+
+        Raises:
+            Exception: whatever ended the first that failed; the others are cancelled.
+        """
+        ids: list[int] = []
+        done: dict[int, Running] = {}
+        try:
+            ids.extend(self._enter(request) for request in requests)
+            for request_id in ids:
+                while request_id not in done:
+                    run, emission = self._next(request_id)
+                    if emission.finish_reason is not None:
+                        done[request_id] = run
+        finally:
+            for request_id in ids:
+                self._exit(request_id)
+        return [done[request_id] for request_id in ids]
+
+    def _enter(self, request: Request) -> int:
+        with self._turn:
+            request_id = self._engine.add(request)
+            self._boxes[request_id] = deque()
+            return request_id
+
+    def _exit(self, request_id: int) -> None:
+        with self._turn:
+            self._boxes.pop(request_id, None)
+            self._engine.cancel(request_id)
+
+    def _next(self, request_id: int) -> tuple[Running, Emission]:
+        """What a request gained in its next round."""
+        box = self._boxes[request_id]
+        while not box:
+            with self._turn:
+                self._round(request_id)
+        run, emission = box.popleft()
+        if emission.error is not None:
+            raise emission.error
+        return run, emission
+
+    def _round(self, request_id: int) -> None:
+        """One round, unless another thread has served this request meanwhile."""
+        if self._boxes[request_id]:
+            return
+        if not self._engine.holds(request_id):
+            raise RuntimeError("the request was dropped when a round was broken off: ask again")
+        for run, emission in self._engine.step():
+            if run.id in self._boxes:
+                self._boxes[run.id].append((run, emission))
