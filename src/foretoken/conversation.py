@@ -12,6 +12,8 @@ Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}`` as in OpenAI's interface; more keys reach the template as they are."""
 NO_TEMPLATE = "this model has no chat template: give its prompt as text, or set tokenizer.chat_template"
 SHAPE = 'a conversation is a list of messages such as {"role": "user", "content": "Hello"}'
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
+"""Tokens that end a text in models whose turns end with another."""
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bing", "bard"), "assistant"),
@@ -213,7 +215,9 @@ def turn_ends(tokenizer: Any) -> frozenset[int]:
         behind = tokenizer(text[text.rindex(answer) + len(answer) :].lstrip(), add_special_tokens=False)["input_ids"]
     except Exception:  # whoever writes a conversation will be told what the template refuses
         behind = []
-    special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    ends |= {token for token, about in added.items() if str(about) in END_OF_TEXT}
+    special = {*tokenizer.all_special_ids, *added}
     return frozenset(ends | ({behind[0]} & special if behind else set()))
 
 

@@ -98,7 +98,7 @@ def _refuse_beside_verify(common: Common, own: dict[str, Any]) -> None:
     """
     usual = {"samples": _SAMPLES, "false_alarm": _FALSE_ALARM, "repetition_penalty": 1.0}
     names = [name for name, value in own.items() if (value or None) != usual.get(name)]
-    shared = {field.name for field in fields(Common)} - {"target", "given"}
+    shared = {field.name for field in fields(Common)} - {"target", "drafter", "given"}
     names += sorted(shared & common.given)
     if names:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in names)

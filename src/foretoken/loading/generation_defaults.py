@@ -121,6 +121,8 @@ def _defaults(values: Mapping[str, Any], place: str, source: str) -> GenerationD
         logging.getLogger("foretoken").warning("%s has %s, but %s: greedy, as generate does it", place, fields, why)
     if not sampled:
         given = {name: value for name, value in given.items() if name not in SAMPLED}
+        if named:  # what was said holds wherever a request leaves it out, a server's included
+            given = {"temperature": 0.0, **given}
     elif "temperature" not in given:
         given = {"temperature": 1.0, **given}
     kept = {n: v for n, v in given.items() if n == "temperature" or v != NEUTRAL.get(n)}

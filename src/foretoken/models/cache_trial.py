@@ -52,7 +52,8 @@ def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
 
 def _tried(model: Any, wrapped: LanguageModel) -> str | None:
     rollback = wrapped.capabilities.rollback
-    limit = HALF_LIMIT if model.dtype in HALF or getattr(wrapped, "exact", "") == "approximate" else LIMIT
+    coarse = getattr(wrapped, "exact", "") == "approximate" or any(hasattr(m, "joined") for m in model.modules())
+    limit = HALF_LIMIT if model.dtype in HALF or coarse else LIMIT  # quantised kernels give out bfloat16
     wanted, mixed = _without_cache(model, wrapped.vocab_size, limit)
     if mixed:
         return f"its quantised layers scale all tokens of a call together (logits move by {mixed:.2g} of their size)"

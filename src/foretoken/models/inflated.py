@@ -37,10 +37,10 @@ class InflatedModel(HuggingFaceModel):
         lean: bool = True,
         in_place: bool = False,
     ) -> None:
-        super().__init__(model, exact=exact, lean=lean, in_place=in_place)
-        self.small, self.shape = small.eval(), shape
-        self.num_layers = int(small.config.get_text_config().num_hidden_layers)
-        self._ends = layer_ends(self.num_layers, shape.layers)
+        layers = int(small.config.get_text_config().num_hidden_layers)
+        self.small, self.shape, self._ends = small.eval(), shape, layer_ends(layers, shape.layers)
+        super().__init__(model, exact=exact, lean=lean, in_place=in_place)  # which runs it already
+        self.num_layers = layers
         self.num_parameters = _parameters(self.config)
 
     @property

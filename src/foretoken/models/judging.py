@@ -190,7 +190,9 @@ class Judge:
         logits = probe_logits(owner, run, dtype, self.ids)
         if logits is None:
             return "it cannot be run, or its logits are not finite"
-        rounding = self.rounding[torch.bfloat16 if coarse else owner.dtype]
+        # The public forward of a wider dtype does not show what bfloat16 arithmetic rounds.
+        finer = owner.dtype in (torch.float32, torch.float64)
+        rounding = APART[torch.bfloat16] if coarse and finer else self.rounding[owner.dtype]
         errors = _errors(logits, self.truth)
         for kind in ("chain", "tree"):
             error, public = getattr(errors, kind), getattr(self.public, kind)

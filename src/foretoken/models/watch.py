@@ -21,6 +21,10 @@ HARMLESS = "transformers.utils.output_capturing"
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def _param_of(module: Any) -> Any:
+    return module.get_param()
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody looks at, or changes, what a module reads or gives."""
     return any(True for _ in _hooks(getattr(module, name) for name in HOOKS))
@@ -59,7 +63,7 @@ class Watch:
         self._before = self._members()
         tensors = [*network.parameters(), *_saved_buffers(modules)]
         self._tensors = [tensor for tensor in tensors if type(tensor.detach()) is Tensor and not tensor.is_meta]
-        self._uncounted = {id(module.get_param()) for module in modules if _updates_in_forward(module)}
+        self._uncounted = {id(_param_of(module)) for module in modules if _updates_in_forward(module)}
         self._written = self._counts()
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in self._tensors:
