@@ -193,6 +193,18 @@ def test_exactness_is_tried_and_said() -> None:
     assert (native.exactness == "bitwise") == kernels, native.exactness_why
 
 
+def test_a_model_that_changes_is_checked_again() -> None:
+    model = deep("llama", hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
+    llm = ft.load(model, drafter="ngram", exact="bitwise")
+    before = llm.generate([20, 21, 22], max_new_tokens=4).token_ids
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.flip(0))
+    after = llm.generate([20, 21, 22], max_new_tokens=4).token_ids
+    assert llm.exactness == "bitwise" and after != before
+    assert after == ft.load(model, drafter=None, exact="bitwise").generate([20, 21, 22], max_new_tokens=4).token_ids
+
+
 @pytest.mark.parametrize("company", ["chain", "tree", "batch"])
 def test_bits_that_depend_on_company_are_noticed(company: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = deep("llama", hidden_size=64, intermediate_size=128)

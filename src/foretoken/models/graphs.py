@@ -262,7 +262,7 @@ def _truth(model: HuggingFaceModel) -> Tensor | None:
     if wide is None:
         return None
     public = model.sibling()
-    public._lean, public.dtype = None, wide
+    public._lean, public.dtype, public._watch = None, wide, None  # widening is no change to follow
     try:
         with widened(model.model, wide):
             return _sample(public)

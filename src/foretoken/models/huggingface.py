@@ -149,6 +149,7 @@ class HuggingFaceModel(LanguageModel):
             self.graphs, self.graphs_off = None, "the model was changed after it was loaded"
         self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
         self._configs = attention_configs(self.model)
+        self._watch = None  # the checks open texts of their own
         self._choose_forward()
         self._watch = Watch(self.model)
 
