@@ -208,6 +208,9 @@ class Llm:
         ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and not taken."""
         return self.target.describe()
 
+    def _run(self, requests: Sequence[Request]) -> list[Output]:
+        return [output_of(run, self.tokenizer) for run in self._calls.finish(requests)]
+
     @property
     def plain(self) -> Llm:
         """The same target without speculation (shares the model, not the requests)."""
