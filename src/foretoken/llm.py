@@ -127,7 +127,7 @@ class Llm:
             for i, (p, given) in enumerate(zip(batch, seeds_of(options.pop("seed", None), len(batch)), strict=True))
             for seed in samples_of(given, n)
         ]
-        outputs = [output_of(run, self.tokenizer) for run in self._calls.finish(requests)]
+        outputs = self._run(requests)
         if n > 1:
             found = [outputs[i : i + n] for i in range(0, len(outputs), n)]
             return found[0] if single else found
