@@ -126,6 +126,8 @@ def fingerprint(model: nn.Module) -> str | None:
         if product is not None:  # quantised: its numbers are not among the parameters
             digest.update(f"{product.name} {product.shape}\n".encode())
     for name, weight in model.named_parameters():
+        if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta:  # spread over processes, or elsewhere
+            return None
         flat = weight.detach().flatten()
         some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].double().cpu()
         digest.update(f"{name} {weight.dtype} {weight.device} {tuple(weight.shape)}".encode() + some.numpy().tobytes())

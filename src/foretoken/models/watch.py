@@ -62,7 +62,7 @@ class Watch:
         self._hooks = [*GLOBAL_HOOKS, *(getattr(module, name) for module in modules for name in HOOKS)]
         self._before = self._members()
         tensors = [*network.parameters(), *_saved_buffers(modules)]
-        self._tensors = [tensor for tensor in tensors if type(tensor.detach()) is Tensor and not tensor.is_meta]
+        self._tensors = [tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta]
         self._uncounted = {id(_param_of(module)) for module in modules if _updates_in_forward(module)}
         self._written = self._counts()
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
