@@ -73,10 +73,6 @@ class Checks:
         """
         return self._remembered(path, lambda: self._tried(build))
 
-    def knows(self, path: str) -> bool:
-        """Whether the result of a check is there already."""
-        return self.key is not None and _read(self._name(path)) is not None
-
     def _tried(self, build: Callable[[], tuple[Run, torch.dtype, bool] | None]) -> list[str]:
         judge = self.judge  # before anything is laid out anew
         if judge is None:
