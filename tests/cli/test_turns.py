@@ -55,6 +55,8 @@ def test_a_chat_model_gets_its_template_and_raw_turns_it_off(run: Any, chat_mode
     assert completed["token_ids"] == expected(chat_model, PROMPT).token_ids != answered["token_ids"]
     streamed = run("generate", chat_model, PROMPT, *LENGTH)
     assert streamed.out == answered["text"] + "\n"
+    assert "cut there: --max-new-tokens" in streamed.err
+    assert "cut there" not in run("generate", chat_model, PROMPT, "--raw", *LENGTH).err
 
 
 @pytest.mark.parametrize("more", [("--compare", "--repeat", "1", "--drafter", "ngram"), ("--explain",)])

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from foretoken.cli.generate import stats_line
+from foretoken.cli.generate import CUT, stats_line
 from foretoken.cli.options import Common, with_common
 from foretoken.cli.output import screen
 from foretoken.cli.turns import System, check_system, is_chat_model, tell_defaults, tell_empty
@@ -152,9 +152,7 @@ class Session:
     def _count(self, stats: SpecStats, cut: bool) -> None:
         if self.shows_stats:
             read = f"{stats.num_prompt_tokens_computed} of {stats.num_prompt_tokens} prompt tokens read"
-            line = f"{stats_line(stats)}, {read}"
-            if cut:
-                line += "; cut there: --max-new-tokens allows more"
+            line = f"{stats_line(stats)}, {read}{CUT * cut}"
             screen(stderr=True).print(f"({line})", style="dim", soft_wrap=True)
         if self.stats is None:
             self.stats = stats

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPT = "The captain looked out over the sea and said nothing for a long time."
 STDIN_WAIT_S = 1.0
+CUT = "; cut there: --max-new-tokens allows more"
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -83,11 +84,11 @@ def generate_command(
         _print_comparison(task, result, explain)
     elif explain and has_colour(screen()):
         output = stream_explained(screen(), llm, task.prompt, options, task.echo)
-        _print_stats(output.stats, output.seed)
+        _print_stats(output.stats, output.seed, task.is_cut(output.finish_reason))
     elif explain:
         _print_prompt(task)
         print_explained(screen(), output, llm.tokenizer)
-        _print_stats(output.stats, output.seed)
+        _print_stats(output.stats, output.seed, task.is_cut(output.finish_reason))
     else:
         _stream(task, options)
 
@@ -107,6 +108,10 @@ class Task:
     text: str
     prompt: str | list[int]
     raw: bool = False
+
+    def is_cut(self, finish_reason: str | None) -> bool:
+        """Whether an answer was cut short; a completion has no end of its own."""
+        return finish_reason == "length" and not isinstance(self.prompt, str)
 
     @property
     def echo(self) -> str:
@@ -223,11 +228,11 @@ def _stream(task: Task, options: dict[str, Any]) -> None:
         sys.stdout.flush()
     tell_empty(task.llm, text, token_ids, last.finish_reason, last.stop_reason, task.raw)
     if last.stats is not None:
-        _print_stats(last.stats, last.seed)
+        _print_stats(last.stats, last.seed, task.is_cut(last.finish_reason))
 
 
-def _print_stats(stats: SpecStats, seed: int | None) -> None:
-    line = stats_line(stats) + (f", seed {seed}" if seed is not None else "")
+def _print_stats(stats: SpecStats, seed: int | None, cut: bool) -> None:
+    line = stats_line(stats) + (f", seed {seed}" if seed is not None else "") + CUT * cut
     screen(stderr=True).print(line, style="dim", soft_wrap=True)
 
 
