@@ -99,11 +99,12 @@ def test_families(name: str) -> None:
     assert sum(run.stats.num_accepted_tokens for run in runs) > 20
 
 
-def test_both_forwards_draft_the_same() -> None:
+def test_both_forwards_draft_the_same(product: str) -> None:
+    """By one product: the fastest is a matter of timing, and two of them round differently."""
     found = []
     for lean in (True, False):
         target = model("qwen2", lean=lean)
-        view, sequence = OwnWeightsModel(target, Scheme("8")), target.open()
+        view, sequence = OwnWeightsModel(target, Scheme(product)), target.open()
         target.prefill(sequence, prompt_of(7))
         found.append(view.forward([Feed(sequence, [5, 6, 7], [-1, 0, 0])])[0].logits)
     torch.testing.assert_close(*found, rtol=0, atol=0.02 * float(found[0].std()))
