@@ -341,17 +341,6 @@ def test_quantised_checkpoints_without_their_package_name_both(
     assert "\n" not in str(caught.value)
 
 
-def test_a_quantisation_that_nobody_reads_is_named(good: Path) -> None:
-    """Transformers leaves a method that it does not know alone, so that the weights seem to be missing."""
-    config = json.loads((good / "config.json").read_text())
-    (good / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "novel"}}))
-    weights = load_file(good / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.qweight"] = weights.pop("model.layers.1.mlp.up_proj.weight").to(torch.int8)
-    save_file(weights, good / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(LoadError, match=r"\(quantised with novel\) lacks 1 weights"):
-        ft.load(str(good), None)
-
-
 def test_a_package_that_is_not_there_is_named() -> None:
     error = ModuleNotFoundError("No module named 'torchao'", name="torchao")
     assert cause_of(error) == "it needs the package torchao (pip install torchao)"

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from foretoken.loading.checkpoints import LoadError
+from foretoken.loading.stored import check_method
 from foretoken.models.base import LanguageModel
 from foretoken.models.placement import has_no_weights
 
@@ -46,6 +47,7 @@ def check_handed_in(source: Any) -> None:
         raise LoadError(f"a {name} is no Transformers model (it has no configuration): {EXPECTED}")
     if getattr(source.config, "is_encoder_decoder", False):
         raise LoadError(f"{name} is an encoder and a decoder, and only decoders alone are run: give a causal model")
+    check_method(getattr(source.config, "quantization_config", None), name)
     tuned = _prompt_tuning(source)
     if tuned:
         raise LoadError(

@@ -21,6 +21,7 @@ from foretoken.loading.checkpoints import (
 from foretoken.loading.gguf import is_gguf, load_gguf
 from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.memory import moved
+from foretoken.loading.stored import check_method, check_storage, quantisation_of
 from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
@@ -175,6 +176,9 @@ def _from_pretrained(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
+    told = quantisation_of(path)
+    check_method(told, path)
+    place = f"{path} (quantised with {told['quant_method']})" if told.get("quant_method") else path
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -189,35 +193,24 @@ def _from_pretrained(
             **({} if split is None else {"distributed_config": split}),
         )
     except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
-        raise LoadError(f"cannot load a model from {path}{_quantised(path)}: {cause_of(error)}") from error
+        raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
     finally:
         hf_logging.set_verbosity(before)
         hf_logging.enable_progress_bar()
     model, info = loaded
+    if not told:  # else Transformers has read it with the package that wrote it
+        check_storage(model, path, info.get("unexpected_keys", ()))
     for key, found, wanted in sorted(info.get("mismatched_keys", ())):
         raise LoadError(
-            f"{path}{_quantised(path)} has a config.json that does not fit its weights: {key} is {list(found)} in the "
+            f"{place} has a config.json that does not fit its weights: {key} is {list(found)} in the "
             f"file and {list(wanted)} in the configuration; copy both from the same checkpoint"
         )
     missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
     if missing:
         raise LoadError(
-            f"{path}{_quantised(path)} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is "
-            "incomplete"
+            f"{place} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
         )
     return moved(model, device, path)
-
-
-def _quantised(path: str) -> str:
-    """In words, the package that a checkpoint says it was quantised with: most such failures are the want of it."""
-    from transformers import PreTrainedConfig
-
-    try:
-        told = PreTrainedConfig.get_config_dict(path)[0].get("quantization_config")
-    except Exception:  # whatever is wrong with the configuration, the first error has said it
-        return ""
-    method = told.get("quant_method") if isinstance(told, dict) else None
-    return f" (quantised with {method})" if method else ""
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
