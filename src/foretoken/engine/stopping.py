@@ -113,8 +113,8 @@ class Stopper:
         tokenizer: needed for stop strings.
         stop_ids: other ids that end the text, as if they were stop strings.
         named: ids of special tokens whose text is a stop string; they end the text as that string does.
-        special: ids of special tokens by their text: stop strings that hold one and more are looked for in the text with
-            special tokens, as Transformers does.
+        special: ids of special tokens by their text: stop strings that hold one and more are looked for in the text
+            with special tokens, as Transformers does.
         include: leave the stop string in the text.
         min_tokens: a stop string ends the text only where a later token than so many completes it, wherever the string
             began; one that is complete earlier is text like any other.  (Ids that come earlier do end the text: a

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from foretoken.core import with_article
 from foretoken.loading.checkpoints import LoadError
 from foretoken.loading.stored import check_method
 from foretoken.models.base import LanguageModel
@@ -42,9 +43,9 @@ def check_handed_in(source: Any) -> None:
         raise LoadError(_what(source))
     name = type(source).__name__
     if name == "FullyShardedDataParallel":
-        raise LoadError(f"a {name} keeps a part of every weight here: save it, and load its path")
+        raise LoadError(f"{with_article(name)} keeps a part of every weight here: save it, and load its path")
     if not hasattr(getattr(source, "config", None), "get_text_config"):
-        raise LoadError(f"a {name} is no Transformers model (it has no configuration): {EXPECTED}")
+        raise LoadError(f"{with_article(name)} is no Transformers model (it has no configuration): {EXPECTED}")
     if getattr(source.config, "is_encoder_decoder", False):
         raise LoadError(f"{name} is an encoder and a decoder, and only decoders alone are run: give a causal model")
     check_method(getattr(source.config, "quantization_config", None), name)
@@ -60,20 +61,20 @@ def check_handed_in(source: Any) -> None:
 
 def _what(source: Any) -> str:
     """One line about something that is no network."""
-    kind = type(source).__name__
+    kind = with_article(type(source).__name__)
     if source is None:
         return f"no model was given (None): {EXPECTED}"
     if isinstance(source, type):
         return f"{source.__name__} is a class: give {source.__name__}.from_pretrained(PATH), or the path itself"
     if isinstance(getattr(source, "model", None), nn.Module):
-        return f"a {kind} is no model, but it has one: give its .model, with tokenizer=(its .tokenizer)"
+        return f"{kind} is no model, but it has one: give its .model, with tokenizer=(its .tokenizer)"
     if hasattr(source, "convert_ids_to_tokens"):
-        return f"a {kind} is a tokenizer: give it as tokenizer=..., and as the model the path it was loaded from"
+        return f"{kind} is a tokenizer: give it as tokenizer=..., and as the model the path it was loaded from"
     if hasattr(source, "get_text_config"):
-        return f"a {kind} has no weights: give the model, or the path that the configuration was loaded from"
+        return f"{kind} has no weights: give the model, or the path that the configuration was loaded from"
     if isinstance(source, Mapping):
-        return f"a {kind} of weights or settings is no model: give a model that has them, or save it and give its path"
-    return f"a {kind} is no model: {EXPECTED}"
+        return f"{kind} of weights or settings is no model: give a model that has them, or save it and give its path"
+    return f"{kind} is no model: {EXPECTED}"
 
 
 def _prompt_tuning(model: nn.Module) -> str:
