@@ -121,6 +121,27 @@ def test_prompt_tuning_is_refused_and_other_adapters_run(wanted: list[int]) -> N
     assert written(Adapted(new_model("llama"), is_prompt_learning=False, peft_type="LORA")) == wanted
 
 
+def test_learnt_rows_within_the_attention_run_with_the_model_that_has_them() -> None:
+    network = Adapted(new_model("llama"), is_prompt_learning=False, peft_type="ADAPTION_PROMPT")
+    with pytest.raises(
+        LoadError, match=r"Adapted wraps a model whose attention has learnt rows .*its get_base_model\(\)"
+    ):
+        ft.load(network, None)
+    del network.active_adapter
+    network._active_adapter = "default"  # PEFT's AdaptionPromptModel itself, whose name for it this is
+    with pytest.raises(LoadError, match=r"its get_base_model\(\)"):
+        ft.load(network, None)
+
+
+def test_a_model_within_which_adapters_are(wanted: list[int]) -> None:
+    """What ``get_base_model()`` of a PEFT model gives: Transformers' ``active_adapters()`` is not to be asked there."""
+    network = new_model("llama")
+    network.peft_config = {"default": SimpleNamespace(is_prompt_learning=False, peft_type="LORA")}
+    with pytest.raises((ValueError, ImportError)):  # no adapter that it has loaded, or no PEFT that it knows
+        network.active_adapters()
+    assert written(network) == wanted
+
+
 class Pipeline:
     def __init__(self) -> None:
         self.model, self.tokenizer = new_model("llama"), None
@@ -141,7 +162,7 @@ class Words:
         (Pipeline(), r"a Pipeline is no model, but it has one: give its \.model"),
         ({"weight": torch.zeros(1)}, "a dict of weights or settings is no model"),
         (LlamaForCausalLM, r"LlamaForCausalLM is a class: give LlamaForCausalLM\.from_pretrained"),
-        (3, "a int is no model: give the path"),
+        (3, "an int is no model: give the path"),
         (nn.Linear(2, 2), "a Linear is no Transformers model"),
     ],
 )

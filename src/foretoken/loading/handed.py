@@ -49,12 +49,7 @@ def check_handed_in(source: Any) -> None:
     if getattr(source.config, "is_encoder_decoder", False):
         raise LoadError(f"{name} is an encoder and a decoder, and only decoders alone are run: give a causal model")
     check_method(getattr(source.config, "quantization_config", None), name)
-    tuned = _prompt_tuning(source)
-    if tuned:
-        raise LoadError(
-            f"{name} puts learnt rows before every text ({tuned}), which is not supported: merge a LoRA instead, or "
-            "give the model without its adapter"
-        )
+    _check_adapters(source, name)
     if has_no_weights(source):
         raise LoadError(f"{name} has no weights (they are on the device meta): load it with from_pretrained")
 
@@ -77,17 +72,30 @@ def _what(source: Any) -> str:
     return f"{kind} is no model: {EXPECTED}"
 
 
-def _prompt_tuning(model: nn.Module) -> str:
-    """The kind of an active PEFT adapter that adds rows to the prompt (prompt tuning, prefix tuning); else empty."""
+def _check_adapters(model: nn.Module, name: str) -> None:
+    """Refuse an active PEFT adapter that is not in the layers of the model that it wraps."""
+    for settings in _active(model):
+        kind = getattr(settings, "peft_type", "prompt learning")
+        kind = str(getattr(kind, "value", kind))
+        if getattr(settings, "is_prompt_learning", False):
+            raise LoadError(
+                f"{name} puts learnt rows before every text ({kind}), which is not supported: merge a LoRA instead, or "
+                "give the model without its adapter"
+            )
+        if getattr(settings, "is_adaption_prompt", False) or kind == "ADAPTION_PROMPT":
+            raise LoadError(
+                f"{name} wraps a model whose attention has learnt rows ({kind}): give that model, its get_base_model()"
+            )
+
+
+def _active(model: nn.Module) -> list[Any]:
+    """Settings of the adapters that a wrapper of PEFT has switched on.
+
+    What adapters are switched on within a model's own layers (as Transformers' ``active_adapters()`` tells) is no
+    matter: those run with the layers.
+    """
     settings = getattr(model, "peft_config", None)
-    if not isinstance(settings, Mapping):
-        return ""
-    active: Any = getattr(model, "active_adapter", None) or getattr(model, "active_adapters", None)
-    names = [active] if isinstance(active, str) else list(active() if callable(active) else active or settings)
-    chosen = [settings[name] for name in names if name in settings]
-    return next((_kind(one) for one in chosen if getattr(one, "is_prompt_learning", False)), "")
-
-
-def _kind(settings: Any) -> str:
-    kind = getattr(settings, "peft_type", "prompt learning")
-    return str(getattr(kind, "value", kind))
+    active = getattr(model, "active_adapter", None) or getattr(model, "_active_adapter", None)
+    if not isinstance(settings, Mapping) or active is None or callable(active):
+        return []
+    return [settings[name] for name in ([active] if isinstance(active, str) else active) if name in settings]
