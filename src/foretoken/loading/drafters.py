@@ -14,6 +14,7 @@ from foretoken.drafters.base import BuildContext, Drafter, Verify
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.nested import works_nested
+from foretoken.drafters.nets.store import IMPORTED
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model
 from foretoken.loading.native_heads import has_head, read_head
@@ -193,5 +194,9 @@ def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
         return ZOO / name
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder with a trained drafter: make one with `foretoken train {name}`")
+        theirs = f", or import another project's with `foretoken import MODEL FOLDER --out {path}`"
+        raise ValueError(
+            f"{folder} is not a folder with a trained drafter: make one with `foretoken train {name}`"
+            f"{theirs if name in IMPORTED else ''}"
+        )
     return folder
