@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -92,6 +96,30 @@ def test_dropout_is_off_while_decoding(family: str) -> None:
     public = ft.load(load_model(network, lean=False), None)
     network.train()
     assert public.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == wanted
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Of one process: weights are spread over it as over many."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_weights_that_are_spread_over_processes(mesh: Any) -> None:
+    network = new_model("llama")
+    fully_shard(network, mesh=mesh)  # FSDP2
+    split = new_model("llama")
+    weight = nn.Parameter(distribute_tensor(split.lm_head.weight.detach(), mesh, [Shard(0)]))
+    split.lm_head.weight = weight  # as in tensor parallel models: some weights only
+    for given in (network, split):
+        with pytest.raises(
+            LoadError, match=r"keeps a part of every weight .*\(DTensor\): save it, and load its path"
+        ) as e:
+            ft.load(given, None)
+        assert "\n" not in str(e.value)
+        with pytest.raises(LoadError, match=r"\(DTensor\)"):
+            ft.load(new_model("llama"), given)
 
 
 class Adapted(nn.Module):

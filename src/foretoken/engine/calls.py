@@ -97,7 +97,7 @@ class Calls:
     def round(self) -> None:
         """One round for everybody."""
         with self.turn:
-            others = []
+            others: list[tuple[Running, Emission]] = []
             for run, emission in self._engine.step():
                 box = self._boxes.get(run.id)
                 (others if box is None else box).append((run, emission))

@@ -49,6 +49,12 @@ def check_handed_in(source: Any) -> None:
     if getattr(source.config, "is_encoder_decoder", False):
         raise LoadError(f"{name} is an encoder and a decoder, and only decoders alone are run: give a causal model")
     check_method(getattr(source.config, "quantization_config", None), name)
+    shared = next((type(weight).__name__ for weight in source.parameters() if hasattr(weight, "device_mesh")), "")
+    if shared:
+        raise LoadError(
+            f"{with_article(name)} keeps a part of every weight in each of several processes ({shared}): save it, and "
+            "load its path, with tensor_parallel=N to split it here"
+        )
     _check_adapters(source, name)
     if has_no_weights(source):
         raise LoadError(f"{name} has no weights (they are on the device meta): load it with from_pretrained")

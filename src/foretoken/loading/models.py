@@ -93,8 +93,8 @@ def load_model(
         return source
     given = not isinstance(source, str | Path)
     network = source if given else _load_network(source, role, dtype, device)
-    if role == "draft" and not given:
-        _check_draft(network, Path(resolve(source, role)).expanduser())
+    if not given and (role == "draft" or quantize is not None):
+        _check_finite(network, source, role)
     if pack is True:
         check_packable(network)
     if quantize is not None:
@@ -103,11 +103,13 @@ def load_model(
     return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(source))
 
 
-def _check_draft(network: Any, folder: Path) -> None:
-    """Refuse a draft model whose weights are not finite: nobody would see more of it than that no draft is right."""
+def _check_finite(network: Any, source: str | Path, role: str) -> None:
+    """Refuse weights that are not finite where nobody would find them later: of a draft model nobody would see more
+    than that no draft is right, and quantised weights do not show what they were made from."""
     name = first_not_finite(weights_of(network))
     if name is not None:
-        raise LoadError(f"{name} in {file_of(folder, name)} holds NaN or inf: {REMEDY}")
+        file = file_of(Path(resolve(source, role)).expanduser(), name)
+        raise LoadError(f"{name} in {file} holds NaN or inf: {REMEDY}")
 
 
 def _load_inflated(
@@ -125,6 +127,8 @@ def _load_inflated(
     if isinstance(source, LanguageModel):
         raise ValueError(f"only a checkpoint or a Transformers model can be inflated, not {type(source).__name__}")
     small = _load_network(source, role, dtype, device) if isinstance(source, str | Path) else source
+    if quantize is not None and small is not source:
+        _check_finite(small, source, role)
     shape = shape_for(small.config.get_text_config(), size)
     big = inflate_network(small, shape)
     if quantize is not None:
