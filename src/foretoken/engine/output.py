@@ -162,7 +162,7 @@ def note_of(run: Running, tokenizer: Any | None) -> str:
     """Why a finished text has nothing in it, if it has not."""
     stopper, alone = run.stopper, len(run.output) == 1
     if run.finish_reason == "stop" and stopper.reason is not None:
-        empty = stopper.cut == 0 if stopper.cut is not None else alone and not stopper.suffix
+        empty = not stopper.suffix and (stopper.cut == 0 if stopper.cut is not None else alone)
         return f"the answer began with what was to stop it, {stopper.reason!r}" if empty else ""
     if run.finish_reason != "eos" or not alone:
         return ""

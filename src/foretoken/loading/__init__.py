@@ -8,6 +8,7 @@ from foretoken.loading.draft_models import build_draft_model, build_foreign_draf
 from foretoken.loading.drafters import (
     DEFAULT_GROUP,
     LoadingContext,
+    Part,
     build_drafter,
     default_drafter,
     default_members,
@@ -28,6 +29,7 @@ __all__ = [
     "ZOO",
     "LoadError",
     "LoadingContext",
+    "Part",
     "build_controller",
     "build_draft_model",
     "build_drafter",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -108,6 +109,23 @@ def file_of(folder: Path, tensor: str) -> Path:
     return folder
 
 
+def shards_of(folder: Path) -> list[Path]:
+    """The safetensors files that a folder's weights are read from: those of the index, the one file, else all."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return [folder / name for name in sorted(_indexed_shards(index))]
+    whole = folder / "model.safetensors"
+    return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+
+
+def header_of(shard: Path) -> dict[str, Any]:
+    """What a safetensors file says of its tensors (``dtype``, ``shape``, ``data_offsets``), by their names."""
+    with shard.open("rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    return header
+
+
 def _indexed_shards(index: Path) -> set[str]:
     """File names that a shard index lists; none when there is no index."""
     if not index.exists():
@@ -124,8 +142,7 @@ def _check_shard(shard: Path) -> None:
     try:
         with shard.open("rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_size))
-        end = 8 + header_size + max(v["data_offsets"][1] for k, v in header.items() if k != "__metadata__")
+        end = 8 + header_size + max(entry["data_offsets"][1] for entry in header_of(shard).values())
     except (ValueError, KeyError, TypeError, MemoryError, OverflowError):
         raise LoadError(f"{shard} is no safetensors file: it is damaged or half-written, copy it again") from None
     if size < end:
