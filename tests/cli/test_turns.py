@@ -118,13 +118,13 @@ def test_an_answer_that_ends_at_once_says_why(run: Any, chat_model: str, tmp_pat
 
 def test_an_empty_completion_of_a_chat_model_names_the_template(run: Any, chat_model: str, tmp_path: Path) -> None:
     ends = ending_at_once(chat_model, tmp_path / "ends", PROMPT)
-    assert "--raw leaves its chat template out" in run("generate", ends, PROMPT, "--raw", *LENGTH).err
+    assert "--raw leaves the chat template out" in run("generate", ends, PROMPT, "--raw", *LENGTH).err
 
 
 def test_an_answer_that_begins_with_a_stop_string_says_so(run: Any, chat_model: str) -> None:
     text = expected(chat_model, f"<user>{PROMPT}<assistant>").text
     result = run("generate", chat_model, PROMPT, *LENGTH, "--stop", text[:2])
-    assert f"it began with the stop string {text[:2]!r}" in result.err
+    assert f"the answer is empty: the answer began with what was to stop it, {text[:2]!r}\n" in result.err
 
 
 # -- sampling that the model brings along ----------------------------------------------------------------------------

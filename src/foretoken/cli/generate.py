@@ -60,7 +60,6 @@ def generate_command(
     common: Common,
 ) -> None:
     """Answer a prompt, or complete it: a model with a chat template gets the prompt as a user's turn."""
-    common.check()
     check_turn(system, raw)
     if repeat < 1:
         raise ValueError(f"--repeat must be at least 1, not {repeat}")
@@ -76,7 +75,7 @@ def generate_command(
             report = result.public()
         elif as_json or (explain and not has_colour(screen())):
             output = llm.generate(task.prompt, **options, explain=explain)
-            tell_empty(llm, output.text, output.token_ids, output.finish_reason, output.stop_reason, raw)
+            tell_empty(llm, output.note, raw)
             report = _report(output)
     if as_json:
         print_json({**report, **_used(llm, options), **_inflated(llm)})
@@ -84,6 +83,7 @@ def generate_command(
         _print_comparison(task, result, explain)
     elif explain and has_colour(screen()):
         output = stream_explained(screen(), llm, task.prompt, options, task.echo)
+        tell_empty(llm, output.note, raw)
         _print_stats(output.stats, output.seed, task.is_cut(output.finish_reason))
     elif explain:
         _print_prompt(task)
@@ -151,14 +151,16 @@ def _inflated(llm: Llm) -> dict[str, Any]:
 
 
 def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | None) -> tuple[Common, str]:
-    """The options with their MODEL, and the prompt.
+    """The options with their MODEL, checked, and the prompt.
 
     Raises:
-        ValueError: two models, two prompts, more than two words, or an unreadable file.
+        ValueError: two models or none, a wrong option, two prompts, more than two words, or an unreadable file.
         OSError: no such file.
     """
     model, prompt = model_and_prompt(words or (), "target" in common.given)
-    return common.of(model), read_prompt(prompt, file)
+    common = common.of(model)
+    common.check()
+    return common, read_prompt(prompt, file)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -216,17 +218,15 @@ def _stream(task: Task, options: dict[str, Any]) -> None:
     pieces = task.llm.stream(task.prompt, **options)
     last = next(pieces)  # a bad prompt is an error before anything is printed
     _print_prompt(task)
-    text, token_ids = last.text, list(last.token_ids)
-    sys.stdout.write(text)
+    sys.stdout.write(last.text)
     try:
         for last in pieces:
-            text, token_ids = text + last.text, [*token_ids, *last.token_ids]
             sys.stdout.write(last.text)
             sys.stdout.flush()
     finally:  # an interrupted line is ended too
         sys.stdout.write("\n")
         sys.stdout.flush()
-    tell_empty(task.llm, text, token_ids, last.finish_reason, last.stop_reason, task.raw)
+    tell_empty(task.llm, last.note, task.raw)
     if last.stats is not None:
         _print_stats(last.stats, last.seed, task.is_cut(last.finish_reason))
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.model_argument import HELP, GroupModel, Model, one_model
+from foretoken.cli.model_argument import HELP, GroupModel, Model, existing_model
 from foretoken.registry import find, parse_spec
 
 if TYPE_CHECKING:
@@ -74,12 +74,13 @@ class Common:
     given: frozenset[str] = frozenset()
 
     def of(self, model: str | None) -> Common:
-        """These options for a MODEL that was given as an argument.
+        """These options for a MODEL that was given as an argument, or was not.
 
         Raises:
-            ValueError: ``--target`` names another one.
+            ValueError: ``--target`` names another one, or there is no such model.
         """
-        return dataclasses.replace(self, target=one_model(model, self.target if "target" in self.given else None))
+        target = self.target if "target" in self.given else None
+        return dataclasses.replace(self, target=existing_model(model, target))
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -118,7 +119,6 @@ class Common:
             ValueError: an unknown name or option, parts that do not fit, or a bad checkpoint.
         """
         self.check()
-        self._check_reachable()
         from foretoken.llm import load
         from foretoken.sampling import SamplingParams
 
@@ -147,7 +147,6 @@ class Common:
         Raises:
             ValueError: a bad checkpoint, dtype, device or size.
         """
-        self._check_reachable()
         from foretoken.loading import load_model
 
         target = load_model(
@@ -159,13 +158,6 @@ class Common:
         )
         self._tell_inflated(target)
         return target
-
-    def _check_reachable(self) -> None:
-        """A model that cannot be fetched is found out before seconds are spent on imports."""
-        from foretoken.io.hub_ids import is_hub_id, place_of
-
-        if self.target != "builtin" and is_hub_id(self.target):
-            place_of(self.target)
 
     def _tell_inflated(self, target: LanguageModel) -> None:
         """Whatever is printed below is about an inflated target: say so first."""
@@ -211,7 +203,7 @@ def with_common(
             chosen = values.pop("model") if model != "own" else None
             shared_values = {f.name: values.pop(f.name) for f in fields}
             common = Common(**shared_values, given=given_options(ctx))
-            command(common=common if chosen is None else common.of(chosen), **values)
+            command(common=common if model == "own" else common.of(chosen), **values)
 
         run.__signature__ = inspect.Signature([*first, *parameters, *shared])  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in (*first, *parameters, *shared)}

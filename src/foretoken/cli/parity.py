@@ -12,14 +12,13 @@ from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import json_only, print_json
 from foretoken.cli.parity_certificate import before_certifying, verify_certificate, write_certificate
 from foretoken.cli.parity_report import print_report, run_on
-from foretoken.registry import find, parse_spec, rows
+from foretoken.registry import find, parse_spec
 
 if TYPE_CHECKING:
     from foretoken.models.base import LanguageModel
     from foretoken.parity.report import Report
     from foretoken.parity.run import Settings
 
-_NAMES = ", ".join(row.name for row in rows("drafter"))
 _DIFFERENCE, _INTERRUPTED = 1, 130
 _TOKENS, _SAMPLES, _FALSE_ALARM = 32, 128, 1e-3
 """Defaults of the run."""

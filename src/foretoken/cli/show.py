@@ -38,7 +38,6 @@ def show_command(
     common: Common,
 ) -> None:
     """Answer or complete a prompt and draw what happened: rounds, token trees, and why drafts were rejected."""
-    common.check()
     check_turn(system, raw)
     kind = out.suffix.lower()
     if kind not in KINDS:
@@ -51,7 +50,7 @@ def show_command(
         options = {**llm.defaults.sampling, **common.asked}
         prompt = prompt_for(llm, text, system, raw, common.target) if row is None else row.encode(llm.tokenizer)
         output = llm.generate(prompt, **options, explain=True)
-        tell_empty(llm, output.text, output.token_ids, output.finish_reason, output.stop_reason, raw)
+        tell_empty(llm, output.note, raw)
         from foretoken.show.run import shown
 
         text = str(_in_words(llm, prompt)) if row is not None and row.messages else text

@@ -9,12 +9,12 @@ import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import (
-    BUILTIN,
     LoadError,
     cause_of,
     check_folder,
     file_of,
     is_adapter,
+    local_folder,
     place_of,
     resolve,
 )
@@ -136,14 +136,13 @@ def _load_network(
 ) -> Any:
     """The ``PreTrainedModel`` of a path, a hub id or ``"builtin"``, checked before it is read."""
     wanted, device = parse_dtype(dtype), parse_device(device)
-    path = resolve(source, role)
-    local = Path(path).expanduser()
+    local = local_folder(source, role)
+    if local is None:
+        return _from_pretrained(place_of(resolve(source, role)), wanted, device)
     if is_adapter(local):
         return _load_updated(local, dtype, device)
-    if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
-        check_folder(local)
-        path = str(local)
-    return _from_pretrained(place_of(path), wanted, device)
+    check_folder(local)
+    return _from_pretrained(str(local), wanted, device)
 
 
 def _load_updated(folder: Path, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Any:
