@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import foretoken as ft
 from foretoken.cli.chat import Session
+from foretoken.cli.options import Common
+from foretoken.loading.generation_defaults import GenerationDefaults
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and 'bad' in m.content %}{{ raise_exception('no bad systems') }}"
@@ -159,6 +161,12 @@ def test_batch_uses_the_models_own_sampling(run: Any, sampling_model: str, tmp_p
     answers = {row["id"]: row["text"] for row in map(json.loads, (tmp_path / "out").read_text().splitlines())}
     assert answers["1"] == expected(sampling_model, PROMPT, temperature=0.7, top_k=5, seed=3).text
     assert answers["2"] == expected(sampling_model, PROMPT).text
+
+
+def test_other_commands_leave_the_models_own_sampling_out(sampling_model: str) -> None:
+    """They pass every option themselves: what they measure must not change with a file beside the model."""
+    assert Common(target=sampling_model).load().defaults == GenerationDefaults()
+    assert Common(target=sampling_model).load(own_sampling=True).defaults.sampling["temperature"] == 0.7
 
 
 # -- chat ------------------------------------------------------------------------------------------------------------
