@@ -15,4 +15,9 @@ def test_each_kind_of_model_has_its_own_name() -> None:
     file = object.__new__(GgufModel)  # opening one takes a compiled llama.cpp, which is not everywhere
     file.threads, file.dtype = 3, "Q4_0"
     told = file.describe()
-    assert (told["forward"], told["threads"], told["weights"], told["exactness"]) == ("llama.cpp", 3, "Q4_0", "rounding")
+    assert (told["forward"], told["threads"], told["weights"], told["exactness"]) == (
+        "llama.cpp",
+        3,
+        "Q4_0",
+        "rounding",
+    )

@@ -246,6 +246,25 @@ def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
     return (module for module in model.modules() if isinstance(module, nn.Linear) and is_plain(module))
 
 
+def dtype_of(linear: Any) -> torch.dtype:
+    """Of a linear layer's weight, packed or not; nothing is unpacked."""
+    found: torch.dtype = linear.projection.dtype if isinstance(linear, PackedLinear) else linear.weight.dtype
+    return found
+
+
+def joined_weight(linears: Sequence[Any]) -> Tensor:
+    """The weights of linear layers, one below the other [sum of outs, in]; a projection that they share is unpacked
+    once."""
+    projections = {id(getattr(linear, "projection", linear)): linear for linear in linears}
+    first, last = linears[0], linears[-1]
+    if len(projections) == 1 and isinstance(first, PackedLinear):
+        size = sum(linear.out_features for linear in linears)
+        if last.stop - first.start == size:
+            return first.projection.weight[first.start : last.stop]
+    weights = [linear.weight.detach() for linear in linears]
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
 def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
     """Let packed layers take the place of every ``nn.Linear`` below ``model`` that they are faster than; returns how
     many.
