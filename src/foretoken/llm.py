@@ -20,7 +20,15 @@ from foretoken.engine.output import Output as Output
 from foretoken.engine.output import Piece as Piece
 from foretoken.engine.output import Pieces, output_of
 from foretoken.engine.request import Request
-from foretoken.loading import BUILTIN, build_controller, build_drafter, default_drafter, load_model, load_tokenizer
+from foretoken.loading import (
+    BUILTIN,
+    build_controller,
+    build_drafter,
+    check_specs,
+    default_drafter,
+    load_model,
+    load_tokenizer,
+)
 from foretoken.loading import read_profile as read_profile
 from foretoken.loading.generation_defaults import GenerationDefaults, read_defaults
 from foretoken.loading.memory import told_when_full
@@ -303,6 +311,7 @@ def load(
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
+    check_specs(drafter=drafter, verifier=verifier, controller=controller)
     how: dict[str, Any] = {"inflate": inflate, "pack": pack, "quantize": quantize, "tensor_parallel": tensor_parallel}
     model = load_model(target, dtype=dtype, device=device, exact=exact, **how)
     if model is not target or graphs != "auto":  # a language model that is handed in stays as it is

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPT = "The captain looked out over the sea and said nothing for a long time."
 STDIN_WAIT_S = 1.0
+NOTHING_TO_COMPARE = "--compare needs a drafter: --drafter none is plain decoding on both sides"
 CUT = "; cut there: --max-new-tokens allows more"
 Words = Annotated[
     list[str] | None,
@@ -63,6 +64,8 @@ def generate_command(
     check_turn(system, raw)
     if repeat < 1:
         raise ValueError(f"--repeat must be at least 1, not {repeat}")
+    if compare and common.drafter == "none":
+        raise ValueError(NOTHING_TO_COMPARE)
     common, text = common_and_prompt(common, words, prompt_file)
     expected = {} if prediction is None else {"prediction": read_text(prediction)}
     with json_only(as_json):
@@ -254,7 +257,7 @@ def _compare(task: Task, options: dict[str, Any], repeat: int) -> Comparison:
 
     llm = task.llm
     if llm.drafter is None:
-        raise ValueError("--compare needs a drafter: --drafter none is plain decoding on both sides")
+        raise ValueError(NOTHING_TO_COMPARE)
     if options.get("temperature", 0) > 0 and options["seed"] is None:
         options = {**options, "seed": 0}
     with status_line() as say:

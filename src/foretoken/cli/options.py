@@ -97,10 +97,12 @@ class Common:
         """Find wrong names and values before seconds are spent on loading.
 
         Raises:
-            ValueError: an unknown method, or a sampling option outside its range.
+            ValueError: an unknown method, a drafter's path that is not there, or an option outside its range.
         """
         if self.drafter not in ("auto", "none"):
-            find("drafter", parse_spec(self.drafter).name)
+            check_drafter(self.drafter)
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.verifier != "auto":
             find("verifier", parse_spec(self.verifier).name)
         if self.controller != "auto":
@@ -210,6 +212,19 @@ def with_common(
         return run
 
     return decorate
+
+
+def check_drafter(spec: str) -> None:
+    """Find a drafter's unknown name, or a path that is not there, before anything is imported.
+
+    Raises:
+        ValueError: either.
+    """
+    parsed = parse_spec(spec)
+    find("drafter", parsed.name)
+    path = parsed.path
+    if path is not None and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
+        raise ValueError(f"drafter {parsed.name!r}: there is no file or folder {path}")
 
 
 def given_options(ctx: typer.Context) -> frozenset[str]:

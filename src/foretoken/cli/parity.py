@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.options import Common, Json, with_common
+from foretoken.cli.options import Common, Json, check_drafter, with_common
 from foretoken.cli.output import json_only, print_json
 from foretoken.cli.parity_certificate import before_certifying, verify_certificate, write_certificate
 from foretoken.cli.parity_report import print_report, run_on
-from foretoken.registry import find, parse_spec
 
 if TYPE_CHECKING:
     from foretoken.models.base import LanguageModel
@@ -65,7 +64,7 @@ def parity_command(
     common.check()
     for spec in drafter or ():
         if spec != "auto":
-            find("drafter", parse_spec(spec).name)
+            check_drafter(spec)
     if verify is not None:
         own: dict[str, Any] = {"certificate": certificate, "prompts": prompts, "mode": mode, "samples": samples}
         own |= {"false_alarm": false_alarm, "repetition_penalty": repetition_penalty}

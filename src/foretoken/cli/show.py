@@ -10,7 +10,7 @@ import typer
 
 from foretoken.cli.generate import PromptFile, Words, common_and_prompt
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json
+from foretoken.cli.output import check_out, json_only, print_json
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def show_command(
     kind = out.suffix.lower()
     if kind not in KINDS:
         raise ValueError(f"--out {out} must end in {' or '.join(KINDS)}")
+    check_out(out)
     row = _row_of(prompt_file)
     common, text = common_and_prompt(common, words, prompt_file)
     with json_only(as_json):

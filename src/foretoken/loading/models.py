@@ -29,7 +29,7 @@ from foretoken.models.inflated import InflatedModel
 from foretoken.models.inflation import inflate as inflate_network
 from foretoken.models.inflation import shape_for
 from foretoken.models.packing import check_packable
-from foretoken.models.quantised_linear import quantise_linears
+from foretoken.models.quantised_linear import check_kind, quantise_linears
 
 DTYPES = {
     "float32": torch.float32,
@@ -81,6 +81,8 @@ def load_model(
         return load_parallel(source, tensor_parallel, dtype=dtype, device=device, exact=exact, **others)
     if is_gguf(source):
         return load_gguf(source, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
+    if quantize is not None:
+        check_kind(quantize)
     ours = pack is True or (pack == "auto" and exact != "approximate")
     if quantize is not None and inflate is None and not isinstance(source, str | Path):
         raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")
