@@ -11,9 +11,9 @@ import torch
 from foretoken.models import quantised, quantised_gain, second_weights
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.packing import PackedLinear, Projection, dtype_of, joined_weight, unpack_linears
-from foretoken.models.quantised import available
+from foretoken.models.quantised import available, make_product
 from foretoken.models.quantised_gain import expected_gain
-from foretoken.models.quantised_products import Int8Product, NativeInt8Product, QuantisedProduct
+from foretoken.models.quantised_products import Int8Product, QuantisedProduct
 from foretoken.models.quantised_weights import Int4Weight, Int8Weight
 from foretoken.models.second_weights import QuantisedWeights, Scheme, check_quantisable, linears
 from models.checkpoints import new_model
@@ -96,9 +96,13 @@ def test_a_timed_weight_is_quantised_once_for_all_copies(monkeypatch: pytest.Mon
 
 def test_copies_lie_apart() -> None:
     """Copies that share their memory would be timed in a cache."""
-    stored = Int8Weight.of(torch.ones(32, 64))
-    one, other = Int8Product(stored.clone(), None), Int8Product(stored.clone(), None)
-    assert one.padded.data_ptr() != other.padded.data_ptr()
-    if NativeInt8Product.name in available():
-        natives = [NativeInt8Product(stored.clone(), None) for _ in range(2)]
-        assert natives[0].packed.data_ptr() != natives[1].packed.data_ptr()
+    weight = torch.linspace(-1, 1, 32 * 64).view(32, 64)
+    x = torch.ones(1, 64)
+    for kind in available().values():
+        made = make_product(kind, weight, None, 32)
+        other = made.copied()
+        assert torch.equal(made(x), other(x))
+        pairs = [(vars(made)[name], vars(other)[name]) for name in vars(made)]
+        tensors = [pair for pair in pairs if isinstance(pair[0], torch.Tensor) and pair[0].numel()]
+        assert all(one.data_ptr() != two.data_ptr() for one, two in tensors)
+        assert made.nbytes == other.nbytes

@@ -121,7 +121,8 @@ def measured(
     stored: dict[int, Any] = {b: Int4Weight.of(weight, group) if b == 4 else Int8Weight.of(weight) for b in bits}
     found = dict.fromkeys(products, 0.0)
     for product in products:
-        copies = [product(stored[product.bits].clone(), None) for _ in range(COPIES)]
+        made = product(stored[product.bits], None)
+        copies = [made, *(made.copied() for _ in range(COPIES - 1))]
         for x in (torch.randn(count, width, generator=draws) for count in rows):
             spent: list[float] = []
             for turn in range(TRIES + 1):

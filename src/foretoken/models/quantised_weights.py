@@ -47,10 +47,6 @@ class Int8Weight:
             values[rows] = wide.div_(scale[rows].float()[:, None]).round_().clamp_(-127, 127)
         return cls(values, scale)
 
-    def clone(self) -> Int8Weight:
-        """A copy in memory of its own."""
-        return Int8Weight(self.values.clone(), self.scale.clone())
-
     def dequantised(self) -> Tensor:
         """[out, in] float32."""
         return self.values.float().mul_(self.scale.float()[:, None])
@@ -93,10 +89,6 @@ class Int4Weight:
             wide = wide.sub_(zero[rows].float()[..., None]).div_(scale[rows].float()[..., None])
             values[rows] = wide.add_(8).round_().clamp_(0, 15).flatten(1).to(torch.int32)
         return cls(values, scale, zero, group)
-
-    def clone(self) -> Int4Weight:
-        """A copy in memory of its own."""
-        return Int4Weight(self.values.clone(), self.scale.clone(), self.zero.clone(), self.group)
 
     def dequantised(self) -> Tensor:
         """[out, in] float32."""
