@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.model_argument import HELP, GroupModel, Model, existing_model
+from foretoken.cli.model_argument import HELP, GroupModel, Model, existing_model, one_model
 from foretoken.registry import find, parse_spec
 
 if TYPE_CHECKING:
@@ -73,14 +73,18 @@ class Common:
 
     given: frozenset[str] = frozenset()
 
-    def of(self, model: str | None) -> Common:
+    def of(self, model: str | None, is_run: bool = True) -> Common:
         """These options for a MODEL that was given as an argument, or was not.
+
+        Args:
+            model: the argument.
+            is_run: whether the model is about to be run, so that it must be there.
 
         Raises:
             ValueError: ``--target`` names another one, or there is no such model.
         """
-        target = self.target if "target" in self.given else None
-        return dataclasses.replace(self, target=existing_model(model, target))
+        choose = existing_model if is_run else one_model
+        return dataclasses.replace(self, target=choose(model, self.target if "target" in self.given else None))
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -205,7 +209,9 @@ def with_common(
             chosen = values.pop("model") if model != "own" else None
             shared_values = {f.name: values.pop(f.name) for f in fields}
             common = Common(**shared_values, given=given_options(ctx))
-            command(common=common if model == "own" else common.of(chosen), **values)
+            if model != "own":
+                common = common.of(chosen, is_run=ctx.invoked_subcommand is None)
+            command(common=common, **values)
 
         run.__signature__ = inspect.Signature([*first, *parameters, *shared])  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in (*first, *parameters, *shared)}
