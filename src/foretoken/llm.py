@@ -25,6 +25,7 @@ from foretoken.loading import (
     Part,
     build_controller,
     build_drafter,
+    check_specs,
     default_drafter,
     load_model,
     load_tokenizer,
@@ -314,6 +315,7 @@ def load(
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
+    check_specs(drafter=drafter, verifier=verifier, controller=controller)
     how: dict[str, Any] = {"inflate": inflate, "pack": pack, "quantize": quantize, "tensor_parallel": tensor_parallel}
     model = load_model(target, dtype=dtype, device=device, exact=exact, **how)
     if model is not target or graphs != "auto":  # a language model that is handed in stays as it is

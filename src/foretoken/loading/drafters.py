@@ -52,14 +52,9 @@ class LoadingContext(BuildContext):
         """By its row in the registry."""
         if spec == "none":
             return None
-        parsed = parse_spec(spec)
-        row = find("drafter", parsed.name)
-        cls = row.load()
-        options = convert_options("drafter", parsed.name, cls, parsed.options)
+        cls, path, options = _read_spec("drafter", spec)
         builder = getattr(cls, "build", None)
-        if builder is None and parsed.path is not None:
-            raise ValueError(f"drafter {parsed.name!r} takes no path; its options: {row.example}")
-        built: Drafter = cls(**options) if builder is None else builder(parsed.path, self, **options)
+        built: Drafter = cls(**options) if builder is None else builder(path, self, **options)
         built.spec = spec
         return built
 
@@ -117,6 +112,30 @@ class LoadingContext(BuildContext):
     def native_head(self) -> Sequence[dict[str, Tensor]]:
         """Read from the files that the target was loaded from."""
         return read_head(getattr(self.target, "model", None))
+
+
+def check_specs(**specs: Any) -> None:
+    """Find what is wrong with spec strings, by role, before a model is loaded for them; objects are left alone.
+
+    Raises:
+        ValueError: an unknown name or option, a value of the wrong type, or a path for what takes none.
+    """
+    for role, given in specs.items():
+        for spec in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(spec, str) and spec not in ("auto", "none"):
+                _read_spec(role, spec)
+
+
+def _read_spec(role: Any, spec: str) -> tuple[type[Any], str | None, dict[str, Any]]:
+    """The class that a spec names, its path and its options."""
+    parsed = parse_spec(spec)
+    row = find(role, parsed.name)
+    cls = row.load()
+    options = convert_options(role, parsed.name, cls, parsed.options)
+    if parsed.path is not None and not hasattr(cls, "build"):
+        more = f"; its options: {row.example}" if role == "drafter" else ""
+        raise ValueError(f"{role} {parsed.name!r} takes no path{more}")
+    return cls, parsed.path, options
 
 
 def build_drafter(

@@ -9,12 +9,12 @@ import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import (
-    BUILTIN,
     LoadError,
     cause_of,
     check_folder,
     file_of,
     is_adapter,
+    local_folder,
     place_of,
     resolve,
 )
@@ -30,7 +30,7 @@ from foretoken.models.inflated import InflatedModel
 from foretoken.models.inflation import inflate as inflate_network
 from foretoken.models.inflation import shape_for
 from foretoken.models.packing import check_packable
-from foretoken.models.quantised_linear import quantise_linears
+from foretoken.models.quantised_linear import check_kind, quantise_linears
 
 DTYPES = {
     "float32": torch.float32,
@@ -82,6 +82,8 @@ def load_model(
         return load_parallel(source, tensor_parallel, dtype=dtype, device=device, exact=exact, **others)
     if is_gguf(source):
         return load_gguf(source, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
+    if quantize is not None:
+        check_kind(quantize)
     ours = pack is True or (pack == "auto" and exact != "approximate")
     if quantize is not None and inflate is None and not isinstance(source, str | Path):
         raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")
@@ -141,14 +143,13 @@ def _load_network(
 ) -> Any:
     """The ``PreTrainedModel`` of a path, a hub id or ``"builtin"``, checked before it is read."""
     wanted, device = parse_dtype(dtype), parse_device(device)
-    path = resolve(source, role)
-    local = Path(path).expanduser()
+    local = local_folder(source, role)
+    if local is None:
+        return _from_pretrained(place_of(resolve(source, role)), wanted, device)
     if is_adapter(local):
         return _load_updated(local, dtype, device)
-    if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
-        check_folder(local)
-        path = str(local)
-    return _from_pretrained(place_of(path), wanted, device)
+    check_folder(local)
+    return _from_pretrained(str(local), wanted, device)
 
 
 def _load_updated(folder: Path, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Any:
