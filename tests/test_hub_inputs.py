@@ -133,7 +133,7 @@ def test_adapters_of_their_own_for_every_row_are_refused() -> None:
     for module in model.model.layers:
         hook = partial(_adapter_names_pre_forward_hook, adapter_names=["one", "two"])
         module.register_forward_pre_hook(hook, with_kwargs=True)
-    with pytest.raises(ValueError, match="does not support PEFT's adapter_names= .*leave it out") as caught:
+    with pytest.raises(ValueError, match=r"does not support PEFT's adapter_names= .*leave it out") as caught:
         model.generate(ONE, max_new_tokens=4, do_sample=False, custom_generate=ft.custom_generate)
     assert "\n" not in str(caught.value)
     for more in ({}, {"custom_generate": ft.custom_generate, "drafter": "ngram"}):
