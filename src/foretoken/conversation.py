@@ -212,7 +212,8 @@ def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:
     folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
     files = [name for name in ("chat_template.jinja", "tokenizer_config.json") if (folder / name).is_file()]
     place = f" in {folder / files[0]}" if files else ""
-    line = f"line {error.lineno}: " if getattr(error, "lineno", None) else ""
+    number = getattr(error, "lineno", None)
+    line = f"line {number}: " if number else ""
     return f"the chat template{place} has a syntax error ({line}{words}): copy it again, or give the prompt as text"
 
 
