@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import foretoken as ft
+import foretoken.cli.batch as batch_module
 from foretoken.jobs import finished_ids, output_file, read_jobs
 
 PROMPTS = [f"for item in {word}" for word in ("range(3):", "list:", "self.items:", "x", "names", "(1, 2)")]
@@ -84,7 +85,7 @@ def test_a_line_that_fails_says_why_and_the_others_go_on(run: Any, target: str, 
 
 
 def test_what_is_there_is_not_asked_again_and_half_a_line_is(
-    run: Any, target: str, source: Path, tmp_path: Path
+    run: Any, target: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text('{"id": "job-1", "text": "kept"}\n{"id": "job-2", "te')
@@ -93,8 +94,9 @@ def test_what_is_there_is_not_asked_again_and_half_a_line_is(
     found = answers(out)
     assert len(found) == 6 and found["job-1"] == {"id": "job-1", "text": "kept"}
     assert "num_new_tokens" in found["job-2"]
-    again = run("batch", str(source), str(out), "--target", "/no/such/model", "--json")
-    assert again.json["skipped"] == 6  # nothing to do: no model is loaded
+    monkeypatch.setattr(batch_module, "_run", lambda *_: pytest.fail("a model is loaded for nothing"))
+    again = run("batch", str(source), str(out), "--target", target, "--json")
+    assert again.json["skipped"] == 6
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "Ctrl-C"])
@@ -144,10 +146,13 @@ def test_a_killed_run_goes_on(target: str, source: Path, tmp_path: Path, kill: s
         ('{"id": "a", "prompt": "x"}', "line 2: the id 'a' comes twice"),
     ],
 )
-def test_bad_lines_are_found_before_any_work(run: Any, tmp_path: Path, line: str, words: str) -> None:
+def test_bad_lines_are_found_before_any_work(
+    run: Any, tmp_path: Path, line: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_module, "_run", lambda *_: pytest.fail("a model is loaded before the lines are read"))
     source = tmp_path / "in.jsonl"
     source.write_text('{"id": "a", "prompt": "x"}\n' + line + "\n")
-    result = run("batch", str(source), str(tmp_path / "out.jsonl"), "--target", "/no/such/model")
+    result = run("batch", str(source), str(tmp_path / "out.jsonl"))
     assert result.code == 2 and words in result.err
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -158,6 +163,7 @@ def test_files_that_cannot_be_used(run: Any, source: Path, tmp_path: Path) -> No
     result = run("batch", str(source), str(other))
     assert result.code == 2 and "not an answer of this command" in result.err
     assert other.read_text() == "my notes\n"
+    assert "give three: MODEL IN OUT" in run("batch", str(tmp_path), str(source)).err
     assert "No such file" in run("batch", str(tmp_path / "none"), str(tmp_path / "out")).err
     with output_file(tmp_path / "busy.jsonl"):
         assert "another run writes" in run("batch", str(source), str(tmp_path / "busy.jsonl")).err

@@ -118,7 +118,7 @@ def test_a_machine_that_promises_the_same_bits_must_give_the_same_texts() -> Non
         written="",
         versions=versions(),
         machine=machine_here(),
-        model={"forward": "public", "weights": "float64", "exactness": "bitwise", "exactness_why": "said by this test"},
+        model={"forward": "table", "weights": "float64", "exactness": "bitwise", "exactness_why": "said by this test"},
         drafters=[],
         settings={},
         prompts=[[0, 1]],

@@ -149,7 +149,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 def test_errors_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for spec, words in (
-        (f"medusa:{tmp_path / 'none'}", "not a folder"),
+        (f"medusa:{tmp_path / 'none'}", "there is no file or folder"),
         (f"medusa:{tmp_path}", "no trained drafter"),
     ):
         assert main(["generate", "--drafter", spec, "--max-new-tokens", "4", "x"]) == 2

@@ -117,10 +117,10 @@ def test_a_request_says_how_its_target_ran_and_what_it_was_refused() -> None:
     target.exactness = "bitwise"
     target.refused = (Refusal("lean forward", "it is off", "half the speed"),)
     run = serve(engine(target, ModelDrafter(draft, k=2)), [Request([0, 1], SamplingParams(), 4)])[0]
-    assert (run.stats.forward, run.stats.exactness) == ("public", "bitwise")
+    assert (run.stats.forward, run.stats.exactness) == ("table", "bitwise")
     assert run.stats.refused == ("lean forward: refused, it is off; half the speed",)
     assert json.loads(json.dumps(run.stats.as_dict()))["refused"] == list(run.stats.refused)
     whole = SpecStats()
     whole.merge(run.stats)
     whole.merge(SpecStats())
-    assert (whole.forward, whole.exactness, whole.refused) == ("public", "bitwise", run.stats.refused)
+    assert (whole.forward, whole.exactness, whole.refused) == ("table", "bitwise", run.stats.refused)

@@ -102,7 +102,7 @@ BAD = [
     (("eagle3", "--engine", "sglang", "--format", "speculators"), "choose plain"),
     (("medusa:no/such/folder",), "no/such/folder is not a folder with a trained drafter"),
     (("medusa,nodes=4",), "options of medusa are not exported: leave out nodes"),
-    (("medusa", "--target", "./no/such/target"), "medusa' needs a folder for this target"),
+    (("medusa", "--target", "./no/such/target"), "no/such/target is not a folder with a model"),
 ]
 
 

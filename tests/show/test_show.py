@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.lookahead import LookaheadDrafter
@@ -63,6 +64,14 @@ def output(case: str, tokens: int = 25) -> Output:
     request = Request(PROMPT, SamplingParams(temperature), tokens, seed=seed, explain=True)
     (run,) = serve(busy, [request])
     return output_of(run, None)
+
+
+def test_a_child_whose_turn_did_not_come_is_not_called_rejected() -> None:
+    """Equal siblings are gone on from together: the child of one is accepted before the other's are tried."""
+    for seed in range(12):  # the tenth has one
+        torch.manual_seed(seed)
+        for one in run_of("multi_round", 60).rounds:
+            assert all("u = " in node.why for node in one.nodes if node.status == "rejected")
 
 
 def run_of(case: str, tokens: int = 25) -> Shown:

@@ -46,6 +46,8 @@ def batch_command(
     """
     model, files = model_before(words, "IN OUT")
     common, (source, out) = common.of(model), map(Path, files)
+    if source.is_dir():
+        raise ValueError(f"IN {source} is a folder; with a model first, give three: MODEL IN OUT")
     common.check()
     jobs = read_jobs(source, common.asked)
     with output_file(out) as file:

@@ -49,6 +49,7 @@ def tune_command(
         return
     if out is None:
         raise ValueError("Missing option '--out': name a file for the profile")
+    out.parent.mkdir(parents=True, exist_ok=True)
     check_out(out)
     with json_only(as_json):
         job = _job(common, drafters, prompts, new_tokens, max_prompts, minutes)

@@ -72,6 +72,7 @@ def statuses(trace: RoundTrace) -> list[Status]:
     kept, met = set(trace.accepted), deciding_tests(trace)
     chosen = {trace.parents[node]: node for node in trace.accepted}
     whole_paths = trace.verifier not in CHOOSING | TRYING
+    every_test_is_known = trace.verifier in TRYING - {"point"}  # there equal guesses share a test
     found: list[Status] = ["root"]
     for i in range(1, len(trace.tokens)):
         above = trace.parents[i]
@@ -83,8 +84,8 @@ def statuses(trace: RoundTrace) -> list[Status]:
             found.append("probe")
         elif i in met:  # one that passed and is not kept has an equal sibling, which is
             found.append("untried" if passed(met[i]) else "rejected")
-        else:
-            found.append("rejected" if in_turn and reached else "untried")
+        else:  # without a test of its own: an equal node's child was accepted first, or no turn came
+            found.append("rejected" if in_turn and reached and not every_test_is_known else "untried")
     return found
 
 
