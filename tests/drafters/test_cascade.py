@@ -145,7 +145,7 @@ def test_a_round_feeds_only_what_is_new() -> None:
     drafter = cascade(ScriptedDrafter(propose=guess), draft, k=4)
     drafter.start(context)
     assert drafter.propose(context, WIDE).tokens[1:] == truth
-    _, sequence = context.state[drafter]
+    sequence = context.state[drafter, "text"]
     assert sequence.tokens == PROMPT[:-1]
     # root, two guesses of which the second fails; truth[1] below the first; truth[2] below it as a guess
     assert sequence.scratch_tokens == [PROMPT[-1], truth[0], wrong, truth[1], truth[2]]
@@ -336,7 +336,7 @@ def test_the_inner_text_follows_the_output() -> None:
     while speculative.busy:
         speculative.step()
         for run in speculative.running:
-            inside, sequence = run.context.state[drafter]
+            inside, sequence = run.context.state[drafter], run.context.state[drafter, "text"]
             tokens = run.context.tokens
             assert tokens[: inside.shared] == inside.text.tokens[: inside.shared]
             assert tokens[: len(sequence.tokens)] == sequence.tokens

@@ -95,8 +95,8 @@ class KangarooDrafter(OwnLayersDrafter):
         unread.add(context, self.taps)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Put the exit states of the round aside; the adapter may have read those of the accepted path."""
-        context.state[self, "unread"].add(context, self.taps)
+        """Keep what the adapter has read of the accepted path, and put the other exit states of the round aside."""
+        self._collect(context)
 
     def finish(self, context: Context) -> None:
         """Free the adapter's row; the target's sequence belongs to the engine."""
@@ -107,7 +107,7 @@ class KangarooDrafter(OwnLayersDrafter):
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
         """Let the adapter read the states that were put aside, which are those of all tokens but the root."""
         for context in contexts:
-            context.state[self, "unread"].add(context, self.taps)
+            self._collect(context)
             if context.sequence.scratch_tokens:  # a draft that was never verified may still be there
                 self.model.commit(context.sequence, ())
         ready = level((self, "adapter"), _ExitReader(self), contexts, texts)
@@ -117,6 +117,15 @@ class KangarooDrafter(OwnLayersDrafter):
             for context in ends:
                 self.keep(context)
         return ready
+
+    def _collect(self, context: Context) -> None:
+        """After this the adapter's text and the unread states are all committed tokens but the last."""
+        unread: Unread = context.state[self, "unread"]
+        unread.add(context, self.taps)
+        sequence: SequenceState | None = context.state.get((self, "adapter"))
+        if sequence is not None:
+            self.adapter.catch_up(sequence, context.tokens)
+            unread.skip_to(len(sequence.tokens))
 
     def feed(self, context: Context, count: int) -> Feed:
         """The next places that the adapter has not read."""

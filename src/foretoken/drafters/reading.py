@@ -45,7 +45,7 @@ class Unread:
         """The states [count, D] of the first places, by tap."""
         if len(self.parts) > 1:
             self.parts = [{tap: torch.cat([part[tap] for part in self.parts]) for tap in self.parts[0]}]
-        return {tap: rows[:count] for tap, rows in self.parts[0].items()}
+        return {tap: rows[:count] for part in self.parts for tap, rows in part.items()}
 
     def skip_to(self, position: int) -> None:
         """Forget the places before a position."""

@@ -116,7 +116,7 @@ class RetokenizeDrafter(Drafter):
         for context, text in zip(contexts, texts, strict=True):
             self._follow(context, text)
         levels = level((self, "text"), TextReader(self.model), contexts, [text.ids for text in texts])
-        steps = [self._steps(*each) if is_level else 0 for *each, is_level in zip(texts, budgets, levels, strict=True)]
+        steps = [self._steps(*each) for each in zip(texts, budgets, levels, strict=True)]
         trees = []
         drafts = self._write(contexts, texts, budgets, steps)
         for context, budget, text, draft in zip(contexts, budgets, texts, drafts, strict=True):
@@ -174,10 +174,10 @@ class RetokenizeDrafter(Drafter):
             live, unread = going, [drafts[i][-1:] for i in going]
         return drafts
 
-    def _steps(self, text: _Text, budget: Budget) -> int:
+    def _steps(self, text: _Text, budget: Budget, is_level: bool) -> int:
         """Tokens that the draft model may write."""
         room = self.model.context_length - len(text.ids)
-        return max(0, min(self.k, budget.max_depth, room + 1)) if text.ids and budget.max_nodes else 0
+        return max(0, min(self.k, budget.max_depth, room + 1)) if is_level and text.ids and budget.max_nodes else 0
 
     # -- the draft model's text for the target -----------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ they belong to, nested ones included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from foretoken.core import Context, portions
@@ -146,6 +147,18 @@ def level(key: Hashable, reader: TextReader, contexts: Sequence[Context], texts:
         for pace in {id(p): p for p in (DraftTexts.of(context).pace for context in contexts)}.values():
             pace.spent_s += spent
     return ready
+
+
+@contextmanager
+def reading(context: Context) -> Iterator[None]:
+    """What happens inside the block is reading, not drafting: its time is told apart."""
+    texts = DraftTexts.of(context)
+    began = now(None)
+    try:
+        yield
+    finally:
+        texts.has_read = True
+        texts.pace.spent_s += now(None) - began
 
 
 def close(key: Hashable, context: Context) -> None:
