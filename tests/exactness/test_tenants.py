@@ -46,7 +46,9 @@ SHARING: dict[str, Build] = {
     "recycling": lambda target, draft: RecyclingDrafter(nodes=8),
     "recycling adapt": lambda target, draft: RecyclingDrafter(nodes=8, adapt=2),
     "swift": lambda target, draft: SwiftDrafter(target, k=3, threshold=0.1, nodes=8, keep=0, window=3),
-    "online": lambda target, draft: OnlineDrafter(draft, k=3, target=target, every=1, lr=1e-1, budget=1.0),
+    "online": lambda target, draft: OnlineDrafter(
+        draft, k=3, target=target, every=1, lr=1e-1, budget=1.0, thread=False
+    ),
     "ensemble": lambda target, draft: EnsembleDrafter([ModelDrafter(draft, k=2), SuffixDrafter(k=4)]),
     "router": lambda target, draft: RouterDrafter([RecyclingDrafter(nodes=6), NgramDrafter(n=2)]),
     "known": lambda target, draft: KnownDrafter(SuffixDrafter(k=6)),
@@ -117,7 +119,8 @@ def test_every_drafter_that_shares_is_among_the_tested() -> None:
 def test_salted_requests_teach_an_online_draft_model_only_where_that_is_asked_for() -> None:
     for salted, salt, updates in ((False, "a", 0), (True, "a", 3), (False, "", 3)):
         target, draft = llamas()
-        drafter = OnlineDrafter(draft, k=3, target=target, every=1, lr=1e-2, budget=1.0, salted=salted)
+        options = {"every": 1, "lr": 1e-2, "budget": 1.0, "salted": salted, "thread": False}
+        drafter = OnlineDrafter(draft, k=3, target=target, **options)
         drafts(engine(target, drafter), salt)
         report = drafter.report()
         assert report["updates"] == updates and report["serving_s"] > 0
