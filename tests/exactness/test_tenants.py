@@ -174,13 +174,17 @@ def traced(busy: Engine, prompt: list[int]) -> tuple[Running, list[list[int]]]:
 
 
 def second_turn(keeping: Engine, cold: Engine, first: list[int], more: list[int]) -> None:
-    """Where a beginning was taken over, drafts and text are those of an engine that read all of it."""
+    """Where a beginning was taken over, by the target and by its drafter, drafts and text are those of an engine that
+    read all of it."""
     (run, mine), (_, wanted) = traced(keeping, first), traced(cold, first)
     assert mine == wanted
     prompt = [*first, *run.output, *more]
     (second, mine), (fresh, wanted) = traced(keeping, prompt), traced(cold, prompt)
     assert second.output == fresh.output and mine == wanted
     assert computed(second) == (len(more) + 1, len(prompt)) and computed(fresh) == (len(prompt), len(prompt))
+    reads, anew = (run.stats.num_draft_prompt_tokens_computed for run in (second, fresh))
+    if keeping.drafter is not None and not keeping.drafter.traits.shares_state:  # else its weights may have changed
+        assert reads < anew / 2 or reads == anew == 0
 
 
 @pytest.mark.parametrize(("name", "case"), list(rows()), ids=[f"{name}.{case.label}" for name, case in rows()])
