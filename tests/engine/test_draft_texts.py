@@ -152,7 +152,7 @@ def test_a_running_text_shares_what_its_drafter_has_read() -> None:
     busy.step()
     late = busy.add(second)
     done = {run.id: run for run in steps_to_the_end(busy)}
-    assert read(done[late]) == (3, 3)
+    assert read(done[late]) == (2, 2)
     assert done[late].output == plain(second.prompt) and drafts(done[late]) == drafts(one(cold, second.prompt))
     assert done[late - 1].output == plain(first.prompt, 40)
 

@@ -221,5 +221,26 @@ def test_hidden_states_of_a_prompt_are_kept_with_it(name: str) -> None:
     second_turn(*engines, first, llm.encode("# and"))
 
 
+HEADS = [(name, case) for name, case in rows() if name in ("eagle", "eagle3", "mtp", "hydra", "kangaroo")]
+
+
+@pytest.mark.parametrize(("name", "case"), HEADS, ids=[f"{name}.{case.label}" for name, case in HEADS])
+def test_heads_read_a_long_text_in_pieces_and_none_without_drafts(name: str, case: Case) -> None:
+    prompt = [(7 * i + i * i // 3) % 31 for i in range(90)]
+    (plain,) = serve(engine(llamas()[0]), [Request(prompt, max_new_tokens=24)])
+    target, draft = llamas()
+    busy = engine(target, case.build(target, draft), prefix_bytes=ROOM, prefill_chunk=16)
+    for most, tokens in ((0, 24), (None, 1), (None, 24)):
+        request = Request(prompt, max_new_tokens=tokens, max_draft_tokens=most, explain=True)
+        (run,) = serve(busy, [request])
+        assert run.output == plain.output[:tokens]
+        read = run.stats.num_draft_prompt_tokens_computed
+        if most == 0 or tokens == 1:
+            assert read == 0 and run.stats.num_draft_tokens == 0
+        elif read or name != "hydra":  # which reads nothing without a prefix layer
+            waited = next(i for i, trace in enumerate(run.rounds) if len(trace.tokens) > 1)
+            assert waited >= 1 and 89 <= read <= 90 + waited
+
+
 def test_all_drafters_have_a_case() -> None:
     assert {name for name, _ in rows()} == set(CASES)

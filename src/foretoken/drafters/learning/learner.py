@@ -236,7 +236,7 @@ class Learner:
         """One thread on one processor, so that it takes no more from the rounds that run beside it."""
         if self._thread is None:
             threads = torch.get_num_threads()
-            self._thread = ThreadPoolExecutor(1, "foretoken-online", torch.set_num_threads, (1,))
+            self._thread = ThreadPoolExecutor(1, "foretoken-online", _use_one_processor)
             self._thread.submit(int).result()
             torch.set_num_threads(threads)  # what threads that are made later begin with
         return self._thread
@@ -350,3 +350,10 @@ class Learner:
             OSError: the folder cannot be written.
         """
         save_model(self.served.model, self.tokenizer, Path(folder).expanduser())
+
+
+def _use_one_processor() -> None:
+    """For the thread that calls: PyTorch gives a thread the number of the process when it first asks, so it asks
+    first."""
+    torch.get_num_threads()
+    torch.set_num_threads(1)
