@@ -219,30 +219,6 @@ class HuggingFaceModel(LanguageModel):
             self._watch = Watch(self.model)
         self.weights_version += 1
 
-    def over(self, network: Any) -> HuggingFaceModel:
-        """This model over another network of the same shape, made ready to be taken by :meth:`take_network`; nothing
-        that runs meanwhile is touched."""
-        other = copy.copy(self)
-        other.model, other._configs = network, attention_configs(network)
-        other.rotary = ChangingRotary.of(network)
-        if self._lean is not None:
-            other._lean = LeanForward(other)
-        other._watch = Watch(network)
-        return other
-
-    def take_network(self, other: HuggingFaceModel) -> None:
-        """Go on with the network of ``other``, which :meth:`over` has made ready; open sequences stay, as with
-        :meth:`take_weights`.  It takes no time, but where graphs hold the places of the present weights: then the new
-        ones are copied there."""
-        if self.graphs is not None:
-            self.take_weights(other.model)
-            return
-        self.model, self._configs, self.rotary = other.model, other._configs, other.rotary
-        self._lean, self._watch = other._lean, other._watch
-        if self._lean is not None:
-            self._lean.owner = self
-        self.weights_version += 1
-
     def sibling(self) -> HuggingFaceModel:
         """The same weights with sequences of their own, for engines that take turns.
 

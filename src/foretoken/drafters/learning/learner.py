@@ -22,6 +22,7 @@ from foretoken.drafters.learning.divergences import check_loss, divergence
 from foretoken.drafters.learning.lessons import Lesson, Mistake, stored_distribution
 from foretoken.io.files import save_model
 from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.exchange import exchange, over
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.packing import PackedLinear
 
@@ -279,7 +280,7 @@ class Learner:
         with torch.no_grad():
             for spare, new in zip(self._spare.parameters(), self.student.parameters(), strict=True):
                 spare.copy_(new)
-        made = self.served.over(self._spare)
+        made = over(self.served, self._spare)
         if self.folder:
             self._save(made)
         return Learned(made, loss, sum(len(lesson.mistakes) for lesson in lessons), self.clock() - began)
@@ -290,12 +291,16 @@ class Learner:
             self._report.dropped += 1
             return False
         before = self.served.model
-        self.served.take_network(learned.model)
+        self.go_on_with(learned.model)
         self._spare = learned.model.model if self.served.model is before else before
         self._report.updates += 1
         self._report.positions += learned.positions
         self._report.loss = learned.loss
         return True
+
+    def go_on_with(self, model: HuggingFaceModel) -> None:
+        """Serve the weights of an update."""
+        exchange(self.served, model)
 
     def _backward(self, lessons: Sequence[Lesson]) -> float:
         """Gradients of the mean divergence over all positions; returns that mean."""
