@@ -119,7 +119,7 @@ def test_every_drafter_that_shares_is_among_the_tested() -> None:
 def test_salted_requests_teach_an_online_draft_model_only_where_that_is_asked_for() -> None:
     for salted, salt, updates in ((False, "a", 0), (True, "a", 3), (False, "", 3)):
         target, draft = llamas()
-        options = {"every": 1, "lr": 1e-2, "budget": 1.0, "salted": salted, "thread": False}
+        options: dict[str, Any] = {"every": 1, "lr": 1e-2, "budget": 1.0, "salted": salted, "thread": False}
         drafter = OnlineDrafter(draft, k=3, target=target, **options)
         drafts(engine(target, drafter), salt)
         report = drafter.report()
