@@ -552,10 +552,10 @@ def test_a_full_disk_does_not_stop_the_serving(tmp_path: Path, monkeypatch: pyte
     drafter = online(draft, k=3, target=target, every=1, budget=1.0, save=str(tmp_path))
     served = learner_of(drafter).served
 
-    def fail(folder: Path) -> None:
+    def fail(network: Any, folder: Path) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(served.model, "save_pretrained", fail)
+    monkeypatch.setattr(type(served.model), "save_pretrained", fail)
     with pytest.warns(UserWarning, match="not saved: no space left"):
         serve(engine(target, drafter), stream(1))
     assert drafter.report()["updates"] == 1 and not list(tmp_path.iterdir())
