@@ -22,7 +22,7 @@ from foretoken.core.scores import (
     is_large,
 )
 from foretoken.core.tree import Kind, TokenTree
-from foretoken.core.values import OptionError
+from foretoken.core.values import OptionError, with_article
 from foretoken.core.verdict import Verdict
 
 __all__ = [
@@ -46,4 +46,5 @@ __all__ = [
     "argmaxes",
     "is_large",
     "portions",
+    "with_article",
 ]

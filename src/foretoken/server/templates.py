@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretoken.conversation import has_template as has_template
+from foretoken.conversation import template_fault
 from foretoken.server.errors import bad
 from foretoken.server.schemas import Message, Tool, ToolCall
 from foretoken.server.workers import TEMPLATES, in_thread
@@ -62,7 +63,7 @@ async def prompt_of(
     except TimeoutError:
         raise bad("the chat template takes too long for these messages", "messages") from None
     except Exception as error:  # the template's own: it refuses roles, orders, missing fields
-        raise bad(f"the chat template refuses these messages: {str(error)[:200]}", "messages") from None
+        raise bad(template_fault(error, tokenizer, 200), "messages") from None
 
 
 def _plain(message: Message) -> dict[str, Any]:
