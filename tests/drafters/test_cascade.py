@@ -124,15 +124,17 @@ def test_with_noise_guesses_change_the_time_but_not_the_chain() -> None:
         guesses = " ".join(map(str, plain.tokens[1:]))
         helped = propose(cascade(ScriptedDrafter(guesses), draft, k=6), noise=Noise(seed))
         assert helped == plain and (plain.kind, plain.q) == (Kind.POINT, None)
-        # Every forward is a prefill or a round: six rounds without a guess, one with the right ones.
-        assert (calls, draft.forward_calls - calls) == (1 + 6, 1 + 1)
+        # Every forward is a round, the first of which reads the short prompt: six without a guess, one with the right
+        # ones.
+        assert (calls, draft.forward_calls - calls) == (6, 1)
         assert propose(cascade(draft=draft, k=6), noise=Noise(seed)) == plain
         (written,) = outputs(engine(draft), [Request(PROMPT, T1, 6, seed=seed)])
         assert list(plain.tokens[1:]) == written
 
 
-def test_a_round_feeds_only_what_is_new() -> None:
+def test_a_round_feeds_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four tokens with one right guess each: what hangs where in the model's scratch tree."""
+    monkeypatch.setattr("foretoken.drafters.texts.BESIDE", 0)  # the prompt is read before the first round
     draft = tables()[1]
     truth = propose(cascade(ScriptedDrafter(), draft, k=4), SamplingParams()).tokens[1:]
     wrong = (truth[1] + 1) % 4
@@ -145,7 +147,7 @@ def test_a_round_feeds_only_what_is_new() -> None:
     drafter = cascade(ScriptedDrafter(propose=guess), draft, k=4)
     drafter.start(context)
     assert drafter.propose(context, WIDE).tokens[1:] == truth
-    _, sequence = context.state[drafter]
+    sequence = context.state[drafter, "text"]
     assert sequence.tokens == PROMPT[:-1]
     # root, two guesses of which the second fails; truth[1] below the first; truth[2] below it as a guess
     assert sequence.scratch_tokens == [PROMPT[-1], truth[0], wrong, truth[1], truth[2]]
@@ -336,7 +338,7 @@ def test_the_inner_text_follows_the_output() -> None:
     while speculative.busy:
         speculative.step()
         for run in speculative.running:
-            inside, sequence = run.context.state[drafter]
+            inside, sequence = run.context.state[drafter], run.context.state[drafter, "text"]
             tokens = run.context.tokens
             assert tokens[: inside.shared] == inside.text.tokens[: inside.shared]
             assert tokens[: len(sequence.tokens)] == sequence.tokens

@@ -331,7 +331,7 @@ OWN_LAYERS: dict[str, Callable[[LanguageModel, LanguageModel], ModelDrafter]] = 
     "quantized": lambda target, draft: QuantizedDrafter(target, "8", k=3),
     "kangaroo": lambda target, draft: kangaroo(target, k=3, eta=0.0),
     "kangaroo-tree": lambda target, draft: kangaroo(target, tree="2x2x1"),
-    "online": lambda target, draft: OnlineDrafter(draft, target=target, every=1, budget=1.0, tree="2x2"),
+    "online": lambda target, draft: OnlineDrafter(draft, target=target, every=1, budget=1.0, tree="2x2", thread=False),
 }
 
 

@@ -214,7 +214,8 @@ def test_the_adapter_has_read_the_true_state_of_every_token(options: dict[str, A
     propose, kept = drafter.propose_batch, []
 
     def watched(contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        kept.extend(len(context.state[drafter, "unread"]) for context in contexts)
+        begun = [context for context in contexts if (drafter, "adapter") in context.state]
+        kept.extend(len(context.state[drafter, "unread"]) for context in begun)
         trees = propose(contexts, budgets)
         for context, tree in zip(contexts, trees, strict=True):
             sequence = context.state[drafter, "adapter"]
@@ -232,12 +233,17 @@ def test_the_adapter_has_read_the_true_state_of_every_token(options: dict[str, A
     while speculative.busy:
         speculative.step()
         for run in speculative.running:
-            sequence, unread = run.context.state[drafter, "adapter"], run.context.state[drafter, "unread"]
+            sequence, unread = run.context.state.get((drafter, "adapter")), run.context.state[drafter, "unread"]
             text = run.context.tokens[:-1]
+            if sequence is None:  # no draft was asked for yet
+                assert controller is not None and len(unread) == len(text)
+                continue
             assert not sequence.scratch_tokens and sequence.tokens == text[: len(sequence.tokens)]
             assert len(sequence.tokens) + len(unread) == len(text)
             states = exit_states(target, text)
-            assert torch.allclose(unread.float(), states[len(sequence.tokens) :], atol=1e-5)
+            if len(unread):
+                (found,) = unread.first(len(unread)).values()
+                assert torch.allclose(found.float(), states[len(sequence.tokens) :], atol=1e-5)
             check_cache(drafter.adapter, sequence, states[: len(sequence.tokens)])
             checked += len(sequence.tokens)
     assert checked > 200
@@ -258,6 +264,7 @@ def check_cache(adapter: FeatureModel, sequence: Any, states: Tensor) -> None:
 def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     target = model()
     distributions, calls = [], []
+    monkeypatch.setattr("foretoken.drafters.texts.BESIDE", 0)
     for chunk in (512, 3):
         monkeypatch.setattr("foretoken.drafters.kangaroo.PREFILL_CHUNK", chunk)
         drafter = drafter_for(target)
@@ -266,7 +273,7 @@ def test_a_long_prompt_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         context = started(target, drafter, PROMPTS[0], SamplingParams(temperature=1.0))
         distributions.append(drafter.propose(context, Budget(1, 1)).q)
         target.release(context.sequence)
-    assert calls == [8, 1, 3, 3, 2, 1]
+    assert calls == [7, 1, 1, 3, 3, 1, 1, 1]
     assert (
         distributions[0] is not None
         and distributions[1] is not None

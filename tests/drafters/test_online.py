@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import json
 import math
 import random
 import statistics
+import threading
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -43,6 +45,11 @@ TREES: list[dict[str, Any]] = [
     {"tree": "3x2x1"},
     {"tree": "3x2x1", "draw": "iid"},
 ]
+
+
+def online(draft: LanguageModel, **options: Any) -> OnlineDrafter:
+    """One that learns between rounds, so that a run is the same every time."""
+    return OnlineDrafter(draft, **{"thread": False, **options})
 
 
 def weights_of(model: LanguageModel) -> list[torch.Tensor]:
@@ -87,7 +94,7 @@ def test_mistakes_are_the_recovered_tokens_with_the_distribution_before_them(
 ) -> None:
     """Bonus tokens are none, and the distribution is the target's own: no temperature, no filter."""
     target, draft = llamas()
-    drafter = OnlineDrafter(draft, target=target, every=100, top=0, **options)
+    drafter = online(draft, target=target, every=100, top=0, **options)
     lessons = collecting(drafter)
     requests = [Request(prompt, params, 30, seed=i) for i, prompt in enumerate(PROMPTS)]
     runs = serve(engine(target, drafter, max_batch=3), requests)
@@ -145,7 +152,7 @@ def test_the_student_is_asked_before_the_token(window: int, first: int) -> None:
 def test_other_widths_of_one_vocabulary(wide: int, narrow: int) -> None:
     """The tokens that both have are compared."""
     target, draft = HuggingFaceModel(llama(wide)), HuggingFaceModel(llama(narrow, seed=1))
-    drafter = OnlineDrafter(draft, k=3, target=target, every=1, budget=1.0)
+    drafter = online(draft, k=3, target=target, every=1, budget=1.0)
     assert outputs(engine(target, drafter), [Request([1, 2, 3], max_new_tokens=20)] * 3) == outputs(
         engine(target), [Request([1, 2, 3], max_new_tokens=20)] * 3
     )
@@ -155,7 +162,7 @@ def test_other_widths_of_one_vocabulary(wide: int, narrow: int) -> None:
 @pytest.mark.parametrize("group", ["router", "ensemble"])
 def test_in_a_group_the_positions_are_its_own(group: str) -> None:
     target, draft = llamas()
-    drafter = OnlineDrafter(draft, k=3, target=target, every=100, top=0)
+    drafter = online(draft, k=3, target=target, every=100, top=0)
     members = [NgramDrafter(n=2, k=3), drafter]
     whole = RouterDrafter(members) if group == "router" else EnsembleDrafter(members)
     lessons = collecting(drafter)
@@ -168,7 +175,7 @@ def test_in_a_group_the_positions_are_its_own(group: str) -> None:
 
 def test_inside_a_cascade_it_learns_from_the_model_that_it_drafts_for() -> None:
     target, draft = llamas()
-    drafter = OnlineDrafter(HuggingFaceModel(llama(noise=0.6)), k=2, target=target, every=100, top=0)
+    drafter = online(HuggingFaceModel(llama(noise=0.6)), k=2, target=target, every=100, top=0)
     lessons = collecting(drafter)
     serve(
         engine(target, CascadeDrafter(draft, drafter, inner_rule, k=4)),
@@ -200,7 +207,7 @@ def counting() -> MarkovTable:
 def toy(**options: Any) -> OnlineDrafter:
     """A random network of eight tokens that drafts chains."""
     draft = HuggingFaceModel(llama(8))
-    return OnlineDrafter(draft, **{"k": 3, "every": 2, "lr": 1e-2, "budget": 1.0, **options})
+    return online(draft, **{"k": 3, "every": 2, "lr": 1e-2, "budget": 1.0, **options})
 
 
 def acceptance(drafter: OnlineDrafter, count: int = 40) -> float:
@@ -241,7 +248,7 @@ def test_labels_one_position_off_teach_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_the_learnt_weights_are_served_and_the_given_model_stays() -> None:
     target, draft = llamas(torch.float32)
     before, goal = weights_of(draft), weights_of(target)
-    drafter = OnlineDrafter(draft, k=3, target=target, every=4, budget=1.0)
+    drafter = online(draft, k=3, target=target, every=4, budget=1.0)
     learner = learner_of(drafter)
     served = learner.served
     assert drafter.model is served and served is not draft and served.is_lean
@@ -262,7 +269,7 @@ def test_the_learnt_weights_are_served_and_the_given_model_stays() -> None:
 def test_the_distribution_of_a_draft_is_that_of_the_weights_it_was_drawn_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests run on while weights change; the recorded q is what the served model says in that very round."""
     target, draft = llamas()
-    drafter = OnlineDrafter(draft, k=2, target=target, every=1, lr=1e-2, budget=1.0)
+    drafter = online(draft, k=2, target=target, every=1, lr=1e-2, budget=1.0)
     changed: list[int] = []
     observe = OnlineDrafter.observe
 
@@ -279,7 +286,7 @@ def test_the_distribution_of_a_draft_is_that_of_the_weights_it_was_drawn_with(mo
 
 def test_an_update_that_is_not_finite_is_dropped() -> None:
     target, draft = llamas(torch.float32)
-    drafter = OnlineDrafter(draft, k=3, target=target, every=1, budget=1.0)
+    drafter = online(draft, k=3, target=target, every=1, budget=1.0)
     learner = learner_of(drafter)
     before = weights_of(learner.served)
     good = learner.mistake(3, next_logits(target, [5, 6, 7]))
@@ -330,7 +337,7 @@ class Clock:
 def timed(monkeypatch: pytest.MonkeyPatch, cost_s: float, **config: Any) -> tuple[Learner, Clock, list[float]]:
     """A learner on a clock of its own, whose updates take ``cost_s``; and when they happened."""
     clock, happened = Clock(), []
-    learner = Learner(llamas()[1], LearnConfig(**config), clock=clock)
+    learner = Learner(llamas()[1], LearnConfig(thread=False, **config), clock=clock)
 
     def update() -> bool:
         happened.append(clock.now)
@@ -410,6 +417,91 @@ def test_old_requests_fall_out() -> None:
     assert len(learner.lessons) == 3
 
 
+# -- in a thread of its own -------------------------------------------------------------------------------------------
+
+
+class Held:
+    """A learner whose updates begin when they are asked for and end when they are let go."""
+
+    def __init__(self, learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.free = threading.Event(), threading.Event()
+        self.threads: set[str] = set()
+        backward = learner._backward
+
+        def held(lessons: Sequence[Lesson]) -> float:
+            self.threads.add(threading.current_thread().name)
+            self.began.set()
+            assert self.free.wait(60)
+            return backward(lessons)
+
+        monkeypatch.setattr(learner, "_backward", held)
+
+
+def test_serving_goes_on_while_it_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was learnt is served from the next draft on, all of it at once; the text stays what it is."""
+    target, draft = llamas(torch.float32)
+    drafter = OnlineDrafter(draft, k=3, target=target, every=1, lr=1e-2, budget=1.0)
+    learner = learner_of(drafter)
+    held, before = Held(learner, monkeypatch), weights_of(drafter.model)
+    plain = [outputs(engine(target), [request])[0] for request in stream(4)]
+    busy, requests = engine(target, drafter), list(stream(4))
+    for request, wanted in zip(requests[:3], plain, strict=False):
+        assert outputs(busy, [request])[0] == wanted
+        assert held.began.wait(60)
+        assert same(weights_of(drafter.model), before) and drafter.report()["updates"] == 0
+    held.free.set()
+    concurrent.futures.wait([learner._coming] if learner._coming else [])
+    assert same(weights_of(drafter.model), before), "it is taken between two rounds, not whenever it is done"
+    assert outputs(busy, [requests[3]])[0] == plain[3]
+    assert drafter.report()["updates"] >= 1 and not same(weights_of(drafter.model), before)
+    learner.take(wait=True)
+    text = [5, 6, 7, 1, 2]
+    public = HuggingFaceModel(learner.served.model, lean=False)
+    torch.testing.assert_close(next_logits(drafter.model, text), next_logits(public, text), atol=1e-4, rtol=0)
+    assert same(weights_of(drafter.model), [weight.detach() for weight in learner.student.parameters()])
+    assert held.threads == {"foretoken-online_0"}
+
+
+def test_its_thread_uses_one_processor_and_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = llamas(torch.float32)
+    drafter = OnlineDrafter(draft, k=3, target=target, every=1, budget=1.0)
+    learner, found = learner_of(drafter), dict[str, int]()
+    backward = learner._backward
+    monkeypatch.setattr(
+        learner, "_backward", lambda lessons: found.update(learning=torch.get_num_threads()) or backward(lessons)
+    )
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        serve(engine(target, drafter), stream(1))
+        learner.take(wait=True)
+        later = threading.Thread(target=lambda: found.update(later=torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert found == {"learning": 1, "later": 3} and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_update_that_fails_is_told_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, draft = llamas(torch.float32)
+    drafter = OnlineDrafter(draft, k=3, target=target, every=1, budget=1.0)
+    learner, before = learner_of(drafter), weights_of(drafter.model)
+
+    def full(lessons: Sequence[Lesson]) -> float:
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learner, "_backward", full)
+        serve(engine(target, drafter), stream(1))
+        with pytest.warns(UserWarning, match="could not be updated: planted"):
+            learner.take(wait=True)
+    assert drafter.report()["dropped"] == 1 and same(weights_of(drafter.model), before)
+    serve(engine(target, drafter), stream(2))
+    learner.take(wait=True)
+    assert drafter.report()["updates"] >= 1 and not same(weights_of(drafter.model), before)
+
+
 # -- seeds and verifiers ---------------------------------------------------------------------------------------------
 
 
@@ -417,7 +509,7 @@ def test_old_requests_fall_out() -> None:
 def test_a_seed_fixes_the_output_whatever_was_learnt(draw: str) -> None:
     target, draft = llamas()
     request = Request(PROMPTS[0], T1, 30, seed=7)
-    learning = OnlineDrafter(draft, k=3, draw=draw, target=target, every=1, lr=1e-2, budget=1.0)
+    learning = online(draft, k=3, draw=draw, target=target, every=1, lr=1e-2, budget=1.0)
     speculative = engine(target, learning)
     found = {tuple(outputs(speculative, [request])[0]) for _ in range(6)}
     assert learning.traits.shares_state and learning.report()["updates"] == 6
@@ -426,7 +518,7 @@ def test_a_seed_fixes_the_output_whatever_was_learnt(draw: str) -> None:
 
 def test_switched_off_it_is_the_drafter_model() -> None:
     target, draft = llamas()
-    off = OnlineDrafter(draft, k=3, target=target, every=0)
+    off = online(draft, k=3, target=target, every=0)
     assert off.model is draft and not off.traits.shares_state and off.report() == {} and off.learner is None
     requests = [Request(prompt, T1, 20, seed=i) for i, prompt in enumerate(PROMPTS)]
     assert outputs(engine(target, off), requests) == outputs(engine(target, ModelDrafter(draft, k=3)), requests)
@@ -440,7 +532,7 @@ def test_switched_off_it_is_the_drafter_model() -> None:
 def test_every_update_is_saved_and_loads_as_a_draft_model(tmp_path: Path) -> None:
     target, draft = llamas(torch.float32)
     folder = tmp_path / "learnt"
-    drafter = OnlineDrafter(draft, k=3, target=target, every=2, budget=1.0, save=str(folder))
+    drafter = online(draft, k=3, target=target, every=2, budget=1.0, save=str(folder))
     assert folder.is_dir() and not list(folder.iterdir())  # a wrong path would have failed before any work
     serve(engine(target, drafter), stream(2))
     assert not list(folder.glob(".*"))
@@ -457,13 +549,13 @@ def test_every_update_is_saved_and_loads_as_a_draft_model(tmp_path: Path) -> Non
 
 def test_a_full_disk_does_not_stop_the_serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = llamas(torch.float32)
-    drafter = OnlineDrafter(draft, k=3, target=target, every=1, budget=1.0, save=str(tmp_path))
+    drafter = online(draft, k=3, target=target, every=1, budget=1.0, save=str(tmp_path))
     served = learner_of(drafter).served
 
-    def fail(folder: Path) -> None:
+    def fail(network: Any, folder: Path) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(served.model, "save_pretrained", fail)
+    monkeypatch.setattr(type(served.model), "save_pretrained", fail)
     with pytest.warns(UserWarning, match="not saved: no space left"):
         serve(engine(target, drafter), stream(1))
     assert drafter.report()["updates"] == 1 and not list(tmp_path.iterdir())
@@ -490,14 +582,14 @@ def test_a_full_disk_does_not_stop_the_serving(tmp_path: Path, monkeypatch: pyte
 def test_wrong_options(options: dict[str, Any], words: str) -> None:
     target, draft = llamas()
     with pytest.raises(ValueError, match=words) as error:
-        OnlineDrafter(draft, target=target, **options)
+        online(draft, target=target, **options)
     assert "\n" not in str(error.value)
 
 
 def test_what_has_no_weights_cannot_learn() -> None:
     with pytest.raises(CapabilityError, match="weights"):
-        OnlineDrafter(tables()[1])
-    OnlineDrafter(tables()[1], every=0)
+        online(tables()[1])
+    online(tables()[1], every=0)
 
 
 def test_from_a_spec() -> None:

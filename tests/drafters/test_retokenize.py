@@ -245,10 +245,10 @@ def test_what_was_rewritten_is_rewound(monkeypatch: pytest.MonkeyPatch) -> None:
     while speculative.busy:
         speculative.step()
         for run in speculative.running:
-            text = run.context.state[drafter]
-            assert text.sequence.tokens == text.ids[: len(text.sequence.tokens)]
-            if text.sequence.tokens:
-                check_cache(draft, text.sequence)
+            text, sequence = run.context.state[drafter], run.context.state[drafter, "text"]
+            assert sequence.tokens == text.ids[: len(sequence.tokens)]
+            if sequence.tokens:
+                check_cache(draft, sequence)
     assert sum(n > 0 for n in rewound) > 3
     assert not draft._sequences
 

@@ -203,7 +203,7 @@ CASES: dict[str, list[Case]] = {
         Case(
             label,
             lambda target, draft, o=options: OnlineDrafter(  # type: ignore[misc]
-                draft, target=target, every=1, lr=1e-2, budget=1.0, **o
+                draft, target=target, every=1, lr=1e-2, budget=1.0, thread=False, **o
             ),
             network=True,
         )

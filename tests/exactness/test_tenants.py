@@ -46,7 +46,9 @@ SHARING: dict[str, Build] = {
     "recycling": lambda target, draft: RecyclingDrafter(nodes=8),
     "recycling adapt": lambda target, draft: RecyclingDrafter(nodes=8, adapt=2),
     "swift": lambda target, draft: SwiftDrafter(target, k=3, threshold=0.1, nodes=8, keep=0, window=3),
-    "online": lambda target, draft: OnlineDrafter(draft, k=3, target=target, every=1, lr=1e-1, budget=1.0),
+    "online": lambda target, draft: OnlineDrafter(
+        draft, k=3, target=target, every=1, lr=1e-1, budget=1.0, thread=False
+    ),
     "ensemble": lambda target, draft: EnsembleDrafter([ModelDrafter(draft, k=2), SuffixDrafter(k=4)]),
     "router": lambda target, draft: RouterDrafter([RecyclingDrafter(nodes=6), NgramDrafter(n=2)]),
     "known": lambda target, draft: KnownDrafter(SuffixDrafter(k=6)),
@@ -117,7 +119,8 @@ def test_every_drafter_that_shares_is_among_the_tested() -> None:
 def test_salted_requests_teach_an_online_draft_model_only_where_that_is_asked_for() -> None:
     for salted, salt, updates in ((False, "a", 0), (True, "a", 3), (False, "", 3)):
         target, draft = llamas()
-        drafter = OnlineDrafter(draft, k=3, target=target, every=1, lr=1e-2, budget=1.0, salted=salted)
+        options: dict[str, Any] = {"every": 1, "lr": 1e-2, "budget": 1.0, "salted": salted, "thread": False}
+        drafter = OnlineDrafter(draft, k=3, target=target, **options)
         drafts(engine(target, drafter), salt)
         report = drafter.report()
         assert report["updates"] == updates and report["serving_s"] > 0
@@ -171,13 +174,17 @@ def traced(busy: Engine, prompt: list[int]) -> tuple[Running, list[list[int]]]:
 
 
 def second_turn(keeping: Engine, cold: Engine, first: list[int], more: list[int]) -> None:
-    """Where a beginning was taken over, drafts and text are those of an engine that read all of it."""
+    """Where a beginning was taken over, by the target and by its drafter, drafts and text are those of an engine that
+    read all of it."""
     (run, mine), (_, wanted) = traced(keeping, first), traced(cold, first)
     assert mine == wanted
     prompt = [*first, *run.output, *more]
     (second, mine), (fresh, wanted) = traced(keeping, prompt), traced(cold, prompt)
     assert second.output == fresh.output and mine == wanted
     assert computed(second) == (len(more) + 1, len(prompt)) and computed(fresh) == (len(prompt), len(prompt))
+    reads, anew = (run.stats.num_draft_prompt_tokens_computed for run in (second, fresh))
+    if keeping.drafter is not None and not keeping.drafter.traits.shares_state:  # else its weights may have changed
+        assert reads < anew / 2 or reads == anew == 0
 
 
 @pytest.mark.parametrize(("name", "case"), list(rows()), ids=[f"{name}.{case.label}" for name, case in rows()])
@@ -212,6 +219,27 @@ def test_hidden_states_of_a_prompt_are_kept_with_it(name: str) -> None:
     first = llm.encode("def fibonacci(n):\n    if n < 2:\n        return n\n" * 4)
     engines = [engine(llm.target, NETS[name](llm.target), prefix_bytes=room) for room in (ROOM, 0)]
     second_turn(*engines, first, llm.encode("# and"))
+
+
+HEADS = [(name, case) for name, case in rows() if name in ("eagle", "eagle3", "mtp", "hydra", "kangaroo")]
+
+
+@pytest.mark.parametrize(("name", "case"), HEADS, ids=[f"{name}.{case.label}" for name, case in HEADS])
+def test_heads_read_a_long_text_in_pieces_and_none_without_drafts(name: str, case: Case) -> None:
+    prompt = [(7 * i + i * i // 3) % 31 for i in range(90)]
+    (plain,) = serve(engine(llamas()[0]), [Request(prompt, max_new_tokens=24)])
+    target, draft = llamas()
+    busy = engine(target, case.build(target, draft), prefix_bytes=ROOM, prefill_chunk=16)
+    for most, tokens in ((0, 24), (None, 1), (None, 24)):
+        request = Request(prompt, max_new_tokens=tokens, max_draft_tokens=most, explain=True)
+        (run,) = serve(busy, [request])
+        assert run.output == plain.output[:tokens]
+        read = run.stats.num_draft_prompt_tokens_computed
+        if most == 0 or tokens == 1:
+            assert read == 0 and run.stats.num_draft_tokens == 0
+        elif read or name != "hydra":  # which reads nothing without a prefix layer
+            waited = next(i for i, trace in enumerate(run.rounds) if len(trace.tokens) > 1)
+            assert waited >= 1 and 89 <= read <= 90 + waited
 
 
 def test_all_drafters_have_a_case() -> None:

@@ -159,7 +159,7 @@ def test_a_draft_model_learns_while_it_serves_and_is_saved(tmp_path: Path) -> No
     folder = tmp_path / "draft"
 
     def make(settings: Settings) -> Llm:
-        spec = settings.online_drafter.replace("online,", "online,every=2,budget=1,")
+        spec = settings.online_drafter.replace("online,", "online,every=2,budget=1,thread=false,")
         return ft.load("builtin", spec, dtype="float32", controller="constant", known=True)
 
     with served(make, online=True, online_save=str(folder), drafter="model,k=3") as running:

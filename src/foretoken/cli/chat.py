@@ -151,6 +151,8 @@ class Session:
     def _count(self, stats: SpecStats, cut: bool) -> None:
         if self.shows_stats:
             read = f"{stats.num_prompt_tokens_computed} of {stats.num_prompt_tokens} prompt tokens read"
+            if stats.num_draft_prompt_tokens_computed:
+                read += f" ({stats.num_draft_prompt_tokens_computed} by the drafter)"
             line = f"{stats_line(stats)}, {read}{CUT * cut}"
             screen(stderr=True).print(f"({line})", style="dim", soft_wrap=True)
         if self.stats is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from foretoken.core.budget import Budget, Limits, PathStop
 from foretoken.core.context import Context, Rng
+from foretoken.core.portions import portions
 from foretoken.core.records import RoundTimes, StepRecord
 from foretoken.core.scores import (
     LARGE,
@@ -44,5 +45,6 @@ __all__ = [
     "Verdict",
     "argmaxes",
     "is_large",
+    "portions",
     "with_article",
 ]

@@ -55,6 +55,7 @@ class Context:
         state: one slot per owner (a drafter or a controller keeps its own per-request state here).
         salt: drafts may be learned from other requests' texts only where this is the same.
         forced: tokens that must follow given output tokens, where the request has a constraint.
+        texts: what drafters' models have read of the request (a ``DraftTexts``); theirs and the engine's business.
     """
 
     request_id: int
@@ -70,6 +71,7 @@ class Context:
     max_length: int = 0
     salt: str = ""
     forced: Callable[[Sequence[int]], list[int]] | None = None
+    texts: Any = None
 
     @property
     def root(self) -> int:

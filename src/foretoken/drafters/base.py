@@ -101,7 +101,11 @@ class Drafter(ABC):
         return False
 
     def start(self, context: Context) -> None:  # noqa: B027
-        """A request joined: do what should count as prefill (``context.hidden`` holds the prompt's taps)."""
+        """A request joined (``context.hidden`` holds the prompt's taps).
+
+        Nobody knows yet whether it will be drafted for: what a draft needs to read is read when one is asked for
+        (:mod:`foretoken.drafters.texts`).
+        """
 
     @abstractmethod
     def propose(self, context: Context, budget: Budget) -> TokenTree:

@@ -20,6 +20,7 @@ from foretoken.core import Budget, Context, Kind, Rng, Scores, TokenTree, Verdic
 from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.growing import asks_for_confidence, readable, widened
 from foretoken.drafters.nested import Nested, works_nested
+from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.sampling import Sampler
 from foretoken.trees.operations import truncate
@@ -165,26 +166,23 @@ class CascadeDrafter(Drafter):
     # -- a request's life --------------------------------------------------------------------------------------------
 
     def start(self, context: Context) -> None:
-        """Prefill the model and start the inner drafters."""
+        """Start the inner drafters."""
         maker = context.maker if self.lenience == 1.0 else _greedy(context.maker)
-        inside, sequence = Nested(context, self.nested, maker), self.model.open_beside(context.sequence)
-        context.state[self] = inside, sequence
-        if len(context.tokens) <= self.model.context_length:  # a longer text cannot be drafted for
-            self.model.prefill(sequence, self._readable(context.tokens[:-1]))
+        inside = context.state[self] = Nested(context, self.nested, maker)
         inside.start()
 
     def rewind(self, context: Context, length: int) -> None:
         """Take committed tokens back, and cut the inner text."""
-        inside, sequence = context.state[self]
-        if inside.rewind(length) and len(sequence.tokens) >= length:
+        inside: Nested = context.state[self]
+        sequence: SequenceState | None = context.state.get((self, "text"))
+        if inside.rewind(length) and sequence is not None and len(sequence.tokens) >= length:
             self.model.rewind(sequence, max(length - 1, 0))  # the last token is always fed again
 
     def finish(self, context: Context) -> None:
         """Free what the model and the inner drafters keep."""
         if self in context.state:
-            inside, sequence = context.state.pop(self)
-            inside.finish(context.tokens)
-            self.model.release(sequence)
+            context.state.pop(self).finish(context.tokens)
+            close((self, "text"), context)
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
@@ -196,9 +194,20 @@ class CascadeDrafter(Drafter):
         """Inner rounds for the whole batch, one forward of the model each, until every chain has its length.
 
         A round never emits more than is missing.  So a chain's length does not depend on what was drawn, and its joint
-        distribution is the product of the model's distributions.
+        distribution is the product of the model's distributions.  A request whose text the model has not read yet, or
+        cannot hold, gets none.
         """
-        chains = [self._begin(c, b) for c, b in zip(contexts, budgets, strict=True)]
+        found = [TokenTree.root_only(context.root) for context in contexts]
+        texts = [self._readable(context.tokens) for context in contexts]
+        levels = level((self, "text"), TextReader(self.model), contexts, texts)
+        ready = [i for i, is_level in enumerate(levels) if is_level]
+        chains = [self._begin(contexts[i], budgets[i]) for i in ready]
+        self._write(chains)
+        for i, chain in zip(ready, chains, strict=True):
+            found[i] = self._finished(chain)
+        return found
+
+    def _write(self, chains: Sequence[Chain]) -> None:
         writing = [chain for chain in chains if chain.left > 0]
         for chain in writing:
             chain.inside.follow(chain.context.tokens)
@@ -210,13 +219,12 @@ class CascadeDrafter(Drafter):
                 self._review(chain, tree, row)
             writing = [chain for chain in writing if chain.left > 0]
         self._add_late([chain for chain in chains if not chain.stopped and chain.length > len(chain.tokens)])
-        return [self._finished(chain) for chain in chains]
 
     def _begin(self, context: Context, budget: Budget) -> Chain:
         # The last draft is not read, so one more than the context's room can be written; past the room, nothing.
         room = self.model.context_length - len(context.tokens) + 1
         length = max(min(self.k, budget.max_depth, budget.max_nodes, room), 0)
-        inside, sequence = context.state[self]
+        inside, sequence = context.state[self], context.state[self, "text"]
         return Chain(context, inside, sequence, budget, length, min(length, self.early or length))
 
     def _guesses(self, chains: Sequence[Chain]) -> list[TokenTree]:

@@ -5,13 +5,12 @@ EAGLE-3, Li et al. 2025 (arXiv 2503.01840).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.core import Context
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.features import FeatureDrafter, load_net
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
@@ -63,9 +62,9 @@ class Eagle3Drafter(FeatureDrafter):
         return cls(FeatureModel(net, parts, target, draft_projection(net, parts)), **options)
 
     @torch.inference_mode()
-    def features(self, context: Context) -> Tensor:
-        """Fused features [n, D] of the tokens from position ``context.hidden_start`` on."""
-        return self.net.fuse([context.hidden[tap].float() for tap in self.net.config.taps])
+    def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
+        """Fused features [n, D]."""
+        return self.net.fuse([hidden[tap].float() for tap in self.net.config.taps])
 
     def mapped(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids."""

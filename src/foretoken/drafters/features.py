@@ -96,11 +96,6 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     # -- a request's life --------------------------------------------------------------------------------------------
 
-    def start(self, context: Context) -> None:
-        """Read the prompt: pairs of the token that follows and the state before it."""
-        super().start(context)
-        self._heads([context])
-
     def finish(self, context: Context) -> None:
         """Free the row."""
         super().finish(context)
@@ -115,9 +110,10 @@ class FeatureDrafter(FeatureReader, Drafter):
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One call for what was committed, then one per level, for the whole batch."""
         heads = self._heads(contexts)
-        trees = [self._begin(c, b) for c, b in zip(contexts, budgets, strict=True)]
-        growing = [tree for tree in trees if id(tree.context) in heads]
-        for tree in growing:
+        found = [TokenTree.root_only(context.root) for context in contexts]
+        ready = [i for i, context in enumerate(contexts) if id(context) in heads]
+        growing = trees = [self._begin(contexts[i], budgets[i]) for i in ready]
+        for tree in trees:
             logits, state = heads[id(tree.context)]
             self._expand(tree, [0], logits[-1:], state[None])
         for level in range(1, self.max_depth):
@@ -127,7 +123,9 @@ class FeatureDrafter(FeatureReader, Drafter):
             rows = self.model.forward([self._feed(tree) for tree in growing])
             for tree, row in zip(growing, rows, strict=True):
                 self._expand(tree, tree.frontier, row.logits, row.taps["state"])
-        return [self._finished(tree) for tree in trees]
+        for i, tree in zip(ready, trees, strict=True):
+            found[i] = self._finished(tree)
+        return found
 
     def _begin(self, context: Context, budget: Budget) -> Growing:
         drawn = self.draw == "iid" and not context.maker.fixed
@@ -137,12 +135,13 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def _heads(self, contexts: Sequence[Context]) -> dict[int, tuple[Tensor, Tensor]]:
         """Per request the logits [1, V] and the output state [D] at its root, once its text has been read."""
-        rows = self.follow(contexts)
+        ready, rows = self.follow(contexts)
         for context in contexts:
             row = rows.get(id(context))
             if row is not None:
                 context.state[self, "head"] = row.logits, row.taps["state"][-1]
-        return {id(c): c.state[self, "head"] for c in contexts if (self, "head") in c.state}
+        level = [context for context, is_level in zip(contexts, ready, strict=True) if is_level]
+        return {id(c): c.state[self, "head"] for c in level if (self, "head") in c.state}
 
     def _has_room(self, tree: Growing, level: int) -> bool:
         return len(tree.sequence.tokens) + level <= self.model.context_length

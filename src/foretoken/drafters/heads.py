@@ -98,12 +98,17 @@ class HeadsDrafter(Drafter):
         trees = [TokenTree.root_only(c.root) for c in contexts]
         shapes = {i: self._nodes(c, b) for i, (c, b) in enumerate(zip(contexts, budgets, strict=True))}
         ready = [i for i, nodes in shapes.items() if nodes]
+        ready = [i for i, is_level in zip(ready, self.level([contexts[i] for i in ready]), strict=True) if is_level]
         if ready:
             chosen = [contexts[i] for i in ready]
             filled = self.fill(self.states(chosen), chosen, [shapes[i] for i in ready])
             for i, tokens in zip(ready, filled, strict=True):
                 trees[i] = self._tree(contexts[i].root, shapes[i], tokens)
         return trees
+
+    def level(self, contexts: Sequence[Context]) -> list[bool]:
+        """Which requests' texts have been read, by heads that read them."""
+        return [True] * len(contexts)
 
     def states(self, contexts: Sequence[Context]) -> Tensor:
         """[n, D]: what the heads read of each request, the state of the token before its root."""

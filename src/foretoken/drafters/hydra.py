@@ -75,10 +75,9 @@ class HydraDrafter(HeadsDrafter):
     # -- what the heads read -----------------------------------------------------------------------------------------
 
     def start(self, context: Context) -> None:
-        """A prefix layer reads the prompt."""
+        """A prefix layer keeps the states of the prompt."""
         if self.reader is not None:
             self.reader.start(context)
-            self._follow([context])
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """A prefix layer keeps the states of the round."""
@@ -91,19 +90,21 @@ class HydraDrafter(HeadsDrafter):
             self.reader.finish(context)
         context.state.pop(self, None)
 
-    def states(self, contexts: Sequence[Context]) -> Tensor:
-        """[n, D]: the target's states, or what the prefix layer makes of them."""
+    def level(self, contexts: Sequence[Context]) -> list[bool]:
+        """Let a prefix layer read what was committed since, and remember its output at the end."""
         if self.reader is None:
-            return super().states(contexts)
-        self._follow(contexts)
-        return torch.stack([context.state[self] for context in contexts])
-
-    def _follow(self, contexts: Sequence[Context]) -> None:
-        """Read what was committed since, and remember the output at its end."""
-        rows = self.reader.follow(contexts) if self.reader is not None else {}
+            return super().level(contexts)
+        ready, rows = self.reader.follow(contexts)
         for context in contexts:
             if id(context) in rows:
                 context.state[self] = rows[id(context)].taps["state"][-1]
+        return ready
+
+    def states(self, contexts: Sequence[Context]) -> Tensor:
+        """[n, D]: the target's states, or what the prefix layer made of them."""
+        if self.reader is None:
+            return super().states(contexts)
+        return torch.stack([context.state[self] for context in contexts])
 
     # -- the tree ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
@@ -18,6 +17,8 @@ from foretoken.drafters.features import load_net
 from foretoken.drafters.growing import Growing
 from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
+from foretoken.drafters.reading import Unread
+from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import PREFILL_CHUNK
@@ -88,63 +89,61 @@ class KangarooDrafter(OwnLayersDrafter):
     # -- a request's life --------------------------------------------------------------------------------------------
 
     def start(self, context: Context) -> None:
-        """Read the exit states of the prompt."""
+        """Put the exit states of the prompt aside."""
         super().start(context)
-        context.state[self, "adapter"] = self.adapter.open()
-        context.state[self, "unread"] = torch.empty(0, 0)
-        self._collect(context)
-        self._read([context])
+        unread = context.state[self, "unread"] = Unread()
+        unread.add(context, self.taps)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
-        """Keep what the adapter has read of the accepted path, and put the other states of the round aside."""
+        """Keep what the adapter has read of the accepted path, and put the other exit states of the round aside."""
         self._collect(context)
 
     def finish(self, context: Context) -> None:
         """Free the adapter's row; the target's sequence belongs to the engine."""
         super().finish(context)
         context.state.pop((self, "unread"), None)
-        sequence = context.state.pop((self, "adapter"), None)
-        if sequence is not None:
-            self.adapter.release(sequence)
+        close((self, "adapter"), context)
+
+    def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+        """Let the adapter read the states that were put aside, which are those of all tokens but the root."""
+        for context in contexts:
+            self._collect(context)
+            if context.sequence.scratch_tokens:  # a draft that was never verified may still be there
+                self.model.commit(context.sequence, ())
+        ready = level((self, "adapter"), _ExitReader(self), contexts, texts)
+        ends = [c for c, is_level in zip(contexts, ready, strict=True) if is_level and c.state[self, "unread"]]
+        if ends:
+            self.adapter.forward([self.feed(context, len(context.state[self, "unread"])) for context in ends])
+            for context in ends:
+                self.keep(context)
+        return ready
 
     def _collect(self, context: Context) -> None:
-        """After this the adapter's text and the unread states are all committed tokens but the last.
+        """After this the adapter's text and the unread states are all committed tokens but the last."""
+        unread: Unread = context.state[self, "unread"]
+        unread.add(context, self.taps)
+        sequence: SequenceState | None = context.state.get((self, "adapter"))
+        if sequence is not None:
+            self.adapter.catch_up(sequence, context.tokens)
+            unread.skip_to(len(sequence.tokens))
 
-        A round may be shown more than once.
-        """
+    def feed(self, context: Context, count: int) -> Feed:
+        """The next places that the adapter has not read."""
         sequence: SequenceState = context.state[self, "adapter"]
-        self.adapter.catch_up(sequence, context.tokens)
-        if self.taps[0] not in context.hidden:  # a prompt of one token
-            return
-        ahead = context.hidden_start - len(sequence.tokens)  # places between the adapter's text and the round
-        before, fresh = context.state[self, "unread"][: max(ahead, 0)], context.hidden[self.taps[0]][max(-ahead, 0) :]
-        context.state[self, "unread"] = torch.cat([before, fresh]) if len(before) else fresh
-
-    def _read(self, contexts: Sequence[Context]) -> None:
-        """Let the adapter read the states that were put aside, at most a chunk of every text per call."""
-        for context in contexts:  # a draft that was never verified may still be there
-            for model, grown in ((self.model, context.sequence), (self.adapter, context.state[self, "adapter"])):
-                if grown.scratch_tokens:
-                    model.commit(grown, ())
-        while reading := [context for context in contexts if len(context.state[self, "unread"])]:
-            self.adapter.forward([self._next_piece(context) for context in reading])
-            for context in reading:
-                sequence: SequenceState = context.state[self, "adapter"]
-                count = len(sequence.scratch_tokens)
-                context.state[self, "unread"] = context.state[self, "unread"][count:]
-                self.adapter.commit(sequence, range(count))
-
-    def _next_piece(self, context: Context) -> Feed:
-        sequence: SequenceState = context.state[self, "adapter"]
-        states: Tensor = context.state[self, "unread"][:PREFILL_CHUNK]
+        states: Tensor = context.state[self, "unread"].first(count)[self.taps[0]]
         first = len(sequence.tokens)
-        return Feed(sequence, context.tokens[first : first + len(states)], wanted=0, states=states)
+        return Feed(sequence, context.tokens[first : first + count], wanted=0, states=states)
+
+    def keep(self, context: Context) -> None:
+        """Keep the places that were fed."""
+        sequence: SequenceState = context.state[self, "adapter"]
+        self.adapter.commit(sequence, range(len(sequence.scratch_tokens)))
+        context.state[self, "unread"].skip_to(len(sequence.tokens))
 
     # -- drafting ----------------------------------------------------------------------------------------------------
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """One call of the first layers and one of the adapter per level, for the whole batch."""
-        self._read(contexts)
         own = [replace(budget, min_confidence=max(budget.min_confidence, self.eta)) for budget in budgets]
         return super().propose_batch(contexts, own)
 
@@ -157,3 +156,25 @@ class KangarooDrafter(OwnLayersDrafter):
                 for feed, tree, rows in zip(feeds, trees, exits, strict=True)
             ]
         )
+
+
+class _ExitReader(TextReader):
+    """Reads a token and its exit state at every place."""
+
+    def __init__(self, drafter: KangarooDrafter) -> None:
+        super().__init__(drafter.adapter)
+        self.drafter = drafter
+
+    def settle(self, context: Context, sequence: SequenceState, tokens: Sequence[int]) -> int:
+        """Keep what the adapter has read of accepted drafts: their states are the target's own."""
+        self.model.catch_up(sequence, tokens)
+        unread: Unread = context.state[self.drafter, "unread"]
+        unread.skip_to(len(sequence.tokens))
+        return len(unread)
+
+    def read(self, parts: Sequence[tuple[Context, SequenceState, Sequence[int]]]) -> None:
+        """Read pieces one after the other."""
+        for context, _, tokens in parts:
+            for start in range(0, len(tokens), PREFILL_CHUNK):
+                self.model.forward([self.drafter.feed(context, len(tokens[start : start + PREFILL_CHUNK]))])
+                self.drafter.keep(context)

@@ -20,6 +20,7 @@ from foretoken.core import Budget, Context, Kind, TokenTree, is_large
 from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import best, distribution_of, draw_each, draw_iid, draw_without_replacement, ranked
 from foretoken.drafters.growing import Growing, asks_for_confidence, check_growth, ends_path, follow, readable, widened
+from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.sampling import fixed_tokens
@@ -116,32 +117,39 @@ class ModelDrafter(Drafter):
         except CapabilityError:
             return None
 
-    def start(self, context: Context) -> None:
-        """Prefill the draft model's own cache."""
-        sequence = context.state[self] = self.model.open_beside(context.sequence)
-        text = self.read(context)
-        if len(text) <= self.model.context_length:  # a longer text cannot be drafted for
-            self.model.prefill(sequence, text[:-1])
-
     def rewind(self, context: Context, length: int) -> None:
         """Take back committed tokens; the last token of a text is always fed again, so it is never one of them."""
-        sequence: SequenceState = context.state[self]
-        if len(sequence.tokens) >= length:
+        sequence: SequenceState | None = context.state.get(self)
+        if sequence is not None and len(sequence.tokens) >= length:
             self.model.rewind(sequence, max(length - 1, 0))
 
     def finish(self, context: Context) -> None:
         """Free the draft model's row."""
-        sequence = context.state.pop(self, None)
-        if sequence is not None:
-            self.model.release(sequence)
+        close(self, context)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """Draft for one request."""
         return self.propose_batch([context], [budget])[0]
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
-        """Grow all trees level by level: one draft forward per level for the whole batch."""
-        trees = [self._begin(c, b) for c, b in zip(contexts, budgets, strict=True)]
+        """Grow all trees level by level: one draft forward per level for the whole batch.
+
+        A request whose text the model has not read yet, or cannot hold, gets none.
+        """
+        found = [TokenTree.root_only(context.root) for context in contexts]
+        texts = [self.read(context) for context in contexts]
+        ready = [i for i, is_level in enumerate(self._level(contexts, texts)) if is_level]
+        trees = [self._begin(contexts[i], budgets[i], texts[i]) for i in ready]
+        self._grow(trees)
+        for i, tree in zip(ready, trees, strict=True):
+            found[i] = self._finished(tree)
+        return found
+
+    def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+        """Read what is missing of the texts; for which of them that is all."""
+        return level(self, TextReader(self.model), contexts, texts)
+
+    def _grow(self, trees: Sequence[Growing]) -> None:
         growing = [t for t in trees if self._width(t, 0)]  # children of the root
         feeds = [Feed(t.sequence, self._unread(t), wanted=1) for t in growing]
         for _ in range(self.max_depth):
@@ -158,7 +166,6 @@ class ModelDrafter(Drafter):
                     following.append(tree)
                     feeds.append(feed)
             growing = following
-        return [self._finished(tree) for tree in trees]
 
     def _draw_together(self, trees: Sequence[Growing], logits: Sequence[Tensor]) -> None:
         """Draw the next token of all chains whose requests sample alike by one call; logits [1, V] for each.
@@ -213,12 +220,12 @@ class ModelDrafter(Drafter):
         """Draft logits [n, V'] over the target's vocabulary [n, V]: what only one of them has is impossible."""
         return widened(logits, self.vocab_size)
 
-    def _begin(self, context: Context, budget: Budget) -> Growing:
+    def _begin(self, context: Context, budget: Budget, text: Sequence[int]) -> Growing:
         sequence: SequenceState = context.state[self]
         maker, likeliest = context.maker, self.draw == "greedy"
         draws, races = not (maker.fixed or likeliest), maker.noise is not None and not likeliest
         counts = self.places.within(budget.max_depth, budget.max_nodes)
-        return Growing(context, budget, sequence, maker, [context.root], draws, races, self.read(context), counts)
+        return Growing(context, budget, sequence, maker, [context.root], draws, races, text, counts)
 
     def _width(self, tree: Growing, node: int) -> int:
         """Children that a node gets (0: none)."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from foretoken.core import Context
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.texts import DraftTexts
 
 
 class Nested:
@@ -28,7 +29,16 @@ class Nested:
     def __init__(self, context: Context, drafters: Sequence[Drafter], maker: Any) -> None:
         tokens = list(context.tokens)
         self.drafters, self.shared = drafters, len(tokens)
-        self.text = replace(context, tokens=tokens, maker=maker, hidden={}, hidden_start=0, sequence=None, state={})
+        self.text = replace(
+            context,
+            tokens=tokens,
+            maker=maker,
+            hidden={},
+            hidden_start=0,
+            sequence=None,
+            state={},
+            texts=DraftTexts.of(context),  # one list for the engine, which keeps what they have read
+        )
 
     def start(self) -> None:
         """The request joined."""

@@ -47,6 +47,8 @@ class OnlineDrafter(ModelDrafter):
         window: tokens read before the first rejection of a request when it is learnt from.
         top: tokens of the target's distribution that are stored; 0 stores all.
         salted: learn from requests with a ``cache_salt``, too, though their weights then draft for everybody.
+        thread: learn in a thread of its own while requests are served, on one processor; what was learnt is served
+            from the next draft on.  ``false`` learns between two rounds, which wait for it: a run can be repeated.
         save: folder that the draft model is written to after every update; empty for none.
         tokenizer: saved beside the weights.
 
@@ -77,12 +79,13 @@ class OnlineDrafter(ModelDrafter):
         window: int = 128,
         top: int = 256,
         salted: bool = False,
+        thread: bool = True,
         save: str = "",
         tokenizer: Any | None = None,
     ) -> None:
         if every < 0:
             raise ValueError(f"online needs every >= 0 (0: no learning), not {every}")
-        config = LearnConfig(every or 1, lr, loss, beta, budget, keep, window, top)
+        config = LearnConfig(every or 1, lr, loss, beta, budget, keep, window, top, thread)
         if save:
             Path(save).expanduser().mkdir(parents=True, exist_ok=True)  # a wrong path fails now
         self.learner: Learner | None = Learner(model, config, save, tokenizer) if every else None
@@ -114,7 +117,7 @@ class OnlineDrafter(ModelDrafter):
     # -- a request's life --------------------------------------------------------------------------------------------
 
     def start(self, context: Context) -> None:
-        """Prefill the draft model's own cache."""
+        """A request begins: time runs for learning."""
         if self.learner is not None:
             context.state[self, "notes"] = _Notes(teaches=self.salted or not context.salt)
             self.learner.joined()
@@ -122,6 +125,8 @@ class OnlineDrafter(ModelDrafter):
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Draft with the weights of the moment."""
+        if self.learner is not None:
+            self.learner.take()
         for context in contexts:
             notes: _Notes | None = context.state.get((self, "notes"))
             if notes is not None:

@@ -72,6 +72,10 @@ class OwnLayersDrafter(ModelDrafter):
         """The sequence belongs to the engine."""
         context.state.pop(self, None)
 
+    def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
+        """The target has read them."""
+        return [True] * len(contexts)
+
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         return self.model.forward_part(feeds, self.plan)
 

@@ -106,7 +106,7 @@ class QuantizedDrafter(ModelDrafter):
             return super().propose_batch(contexts, budgets)
         finally:
             for context in contexts:
-                context.state[self].clear_scratch()
+                context.sequence.clear_scratch()
 
 
 def scheme_of(bits: str, group: int) -> Scheme | None:

@@ -2,15 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Context, Scores, TokenTree, Verdict
+from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, Rows, SequenceState
 from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import PREFILL_CHUNK
+
+
+@dataclass
+class Unread:
+    """The target's hidden states at places that a network has not read, put aside as they come.
+
+    Attributes:
+        start: position of the first place.
+        parts: by tap the states [n, D] of places one after the other.
+        count: how many places there are.
+    """
+
+    start: int = 0
+    parts: list[dict[str, Tensor]] = field(default_factory=list)
+    count: int = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def add(self, context: Context, taps: Sequence[str]) -> None:
+        """Put aside what the last round (or the prompt) has that is new: a round may be shown more than once."""
+        if taps[0] in context.hidden:
+            known = self.start + self.count - context.hidden_start
+            fresh = {tap: context.hidden[tap][known:] for tap in taps}
+            if len(fresh[taps[0]]):
+                self.parts.append(fresh)
+                self.count += len(fresh[taps[0]])
+
+    def first(self, count: int) -> dict[str, Tensor]:
+        """The states [count, D] of the first places, by tap."""
+        if len(self.parts) > 1:
+            self.parts = [{tap: torch.cat([part[tap] for part in self.parts]) for tap in self.parts[0]}]
+        return {tap: rows[:count] for part in self.parts for tap, rows in part.items()}
+
+    def skip_to(self, position: int) -> None:
+        """Forget the places before a position."""
+        gone = min(position - self.start, self.count)
+        if gone > 0:
+            self.first(0)
+            self.parts = [{tap: rows[gone:] for tap, rows in self.parts[0].items()}] if gone < self.count else []
+            self.start, self.count = self.start + gone, self.count - gone
 
 
 class FeatureReader:
@@ -27,63 +70,74 @@ class FeatureReader:
         self.model, self.wanted = model, wanted
 
     def start(self, context: Context) -> None:
-        """Open a row for the request."""
-        context.state[self] = self.model.open()
-        context.state[self, "pending"] = []
+        """Put the prompt's features aside."""
+        unread = context.state[self, "pending"] = Unread()
+        unread.add(context, self.taps)
 
     def observe(self, context: Context, tree: TokenTree, scores: Scores, verdict: Verdict) -> None:
         """Keep the features of the round: they are read when the next draft is asked for."""
-        self._collect(context)
+        context.state[self, "pending"].add(context, self.taps)
 
     def finish(self, context: Context) -> None:
         """Free the row."""
-        sequence = context.state.pop(self, None)
+        close(self, context)
         context.state.pop((self, "pending"), None)
-        if sequence is not None:
-            self.model.release(sequence)
 
-    def features(self, context: Context) -> Tensor:
-        """True features [n, D] of the tokens from position ``context.hidden_start`` on."""
-        return context.hidden[self.taps[0]].float()
+    def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
+        """Features [n, D] of the target's hidden states [n, D], by tap."""
+        return hidden[self.taps[0]].float()
 
-    def _collect(self, context: Context) -> None:
-        """Put aside the features that have not been seen yet (a round may be shown more than once)."""
-        if self.taps[0] in context.hidden:
-            pending: list[Tensor] = context.state[self, "pending"]
-            have = len(context.state[self].tokens) + sum(map(len, pending))
-            fresh = self.features(context)[have - context.hidden_start :]
-            if len(fresh):
-                pending.append(fresh)
+    def follow(self, contexts: Sequence[Context]) -> tuple[list[bool], dict[int, Rows]]:
+        """Which requests' texts have been read to the end, and, by ``id``, the rows of those that had an end to read.
 
-    def follow(self, contexts: Sequence[Context]) -> dict[int, Rows]:
-        """Rows of the requests that had anything to read; true features only, so that these places can be kept.
-
-        The pair at place t is the token at t + 1 and the feature of t; the last pair holds the root.
+        True features are read only, so that these places can be kept.  The pair at place t is the token at t + 1 and
+        the feature of t; the last pair holds the root.
         """
-        found: dict[int, Rows] = {}
-        unread: dict[int, Tensor] = {}
         for context in contexts:
-            if context.state[self].scratch_tokens:
-                self.model.commit(context.state[self], ())
-            self._collect(context)
-            if context.state[self, "pending"]:
-                unread[id(context)] = torch.cat(context.state[self, "pending"])
-                context.state[self, "pending"].clear()
-        while unread:  # more than once for a long prompt only
-            reading = [context for context in contexts if id(context) in unread]
-            rows = self.model.forward([self._next_piece(context, unread) for context in reading])
-            for context, row in zip(reading, rows, strict=True):
-                sequence: SequenceState = context.state[self]
-                self.model.commit(sequence, range(len(sequence.scratch_tokens)))
-                found[id(context)] = row
-        return found
+            context.state[self, "pending"].add(context, self.taps)
+        ready = level(self, _PairReader(self), contexts, [context.tokens[1:] for context in contexts])
+        ends = [c for c, is_level in zip(contexts, ready, strict=True) if is_level and c.state[self, "pending"]]
+        found: dict[int, Rows] = {}
+        if ends:
+            feeds = [self.feed(context, len(context.state[self, "pending"]), self.wanted) for context in ends]
+            for context, rows in zip(ends, self.model.forward(feeds), strict=True):
+                self.keep(context)
+                found[id(context)] = rows
+        return ready, found
 
-    def _next_piece(self, context: Context, unread: dict[int, Tensor]) -> Feed:
-        """At most a chunk of the pairs that have not been read; what is left stays in ``unread``."""
+    def feed(self, context: Context, count: int, wanted: int) -> Feed:
+        """The next places that were not read."""
         sequence: SequenceState = context.state[self]
-        states = unread.pop(id(context))
-        if len(states) > PREFILL_CHUNK:
-            unread[id(context)] = states[PREFILL_CHUNK:]
-            states = states[:PREFILL_CHUNK]
         first = len(sequence.tokens) + 1
-        return Feed(sequence, context.tokens[first : first + len(states)], wanted=self.wanted, states=states)
+        states = self.features(context.state[self, "pending"].first(count))
+        return Feed(sequence, context.tokens[first : first + count], wanted=wanted, states=states)
+
+    def keep(self, context: Context) -> None:
+        """Keep the places that were fed."""
+        sequence: SequenceState = context.state[self]
+        self.model.commit(sequence, range(len(sequence.scratch_tokens)))
+        context.state[self, "pending"].skip_to(len(sequence.tokens))
+
+
+class _PairReader(TextReader):
+    """Reads a token and the feature before it at every place."""
+
+    def __init__(self, reader: FeatureReader) -> None:
+        super().__init__(reader.model)
+        self.reader = reader
+
+    def settle(self, context: Context, sequence: SequenceState, tokens: Sequence[int]) -> int:
+        """Drop what was drafted, whose features are not the target's, and the features of places that were taken over
+        from another text."""
+        if sequence.scratch_tokens:
+            self.model.commit(sequence, ())
+        unread: Unread = context.state[self.reader, "pending"]
+        unread.skip_to(len(sequence.tokens))
+        return len(unread)
+
+    def read(self, parts: Sequence[tuple[Context, SequenceState, Sequence[int]]]) -> None:
+        """Read pieces one after the other."""
+        for context, _, tokens in parts:
+            for start in range(0, len(tokens), PREFILL_CHUNK):
+                self.model.forward([self.reader.feed(context, len(tokens[start : start + PREFILL_CHUNK]), 0)])
+                self.reader.keep(context)

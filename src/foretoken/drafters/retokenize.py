@@ -16,6 +16,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.growing import asks_for_confidence
+from foretoken.drafters.texts import TextReader, close, level
 from foretoken.drafters.vocabulary import (
     Vocabulary,
     character_decoder,
@@ -35,13 +36,11 @@ class _Text:
     """One request's text as the draft model reads it.
 
     Attributes:
-        sequence: the draft model's own cache.
         ids: the text in the draft model's ids.
         count: how many of the request's tokens it covers.
         characters: holds back a half-written character, which is not in ``ids`` yet.
     """
 
-    sequence: SequenceState
     ids: list[int] = field(default_factory=list)
     count: int = 0
     characters: codecs.IncrementalDecoder = field(default_factory=character_decoder)
@@ -99,17 +98,13 @@ class RetokenizeDrafter(Drafter):
         return cls(model, mine, theirs, **options)
 
     def start(self, context: Context) -> None:
-        """Prefill the draft model's own cache."""
-        text = context.state[self] = _Text(self.model.open())
-        self._follow(context, text)
-        if len(text.ids) <= self.model.context_length:  # a longer text cannot be drafted for
-            self.model.prefill(text.sequence, text.ids[:-1])
+        """Begin with an empty text, which is tokenized when a draft is asked for."""
+        context.state[self] = _Text()
 
     def finish(self, context: Context) -> None:
         """Free the draft model's row."""
-        text: _Text | None = context.state.pop(self, None)
-        if text is not None:
-            self.model.release(text.sequence)
+        context.state.pop(self, None)
+        close((self, "text"), context)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """Draft for one request."""
@@ -120,8 +115,10 @@ class RetokenizeDrafter(Drafter):
         texts: list[_Text] = [context.state[self] for context in contexts]
         for context, text in zip(contexts, texts, strict=True):
             self._follow(context, text)
+        levels = level((self, "text"), TextReader(self.model), contexts, [text.ids for text in texts])
+        steps = [self._steps(*each) for each in zip(texts, budgets, levels, strict=True)]
         trees = []
-        drafts = self._write(texts, budgets)
+        drafts = self._write(contexts, texts, budgets, steps)
         for context, budget, text, draft in zip(contexts, budgets, texts, drafts, strict=True):
             tokens = self._retokenized(context, text, draft)
             trees.append(TokenTree.chain(context.root, tokens[: min(budget.max_depth, budget.max_nodes)]))
@@ -135,8 +132,9 @@ class RetokenizeDrafter(Drafter):
         text.count = len(context.tokens)
         if new:
             kept = self._append(text, new)
-            if len(text.sequence.tokens) > kept:
-                self.model.rewind(text.sequence, kept)
+            sequence: SequenceState | None = context.state.get((self, "text"))
+            if sequence is not None and len(sequence.tokens) > kept:
+                self.model.rewind(sequence, kept)
 
     def _append(self, text: _Text, new: str) -> int:
         """Add to ``text.ids``; return how many tokens stayed and have another one behind them."""
@@ -157,14 +155,16 @@ class RetokenizeDrafter(Drafter):
 
     # -- drafts ------------------------------------------------------------------------------------------------------
 
-    def _write(self, texts: Sequence[_Text], budgets: Sequence[Budget]) -> list[list[int]]:
-        """The draft model's likeliest tokens after every text."""
+    def _write(
+        self, contexts: Sequence[Context], texts: Sequence[_Text], budgets: Sequence[Budget], steps: Sequence[int]
+    ) -> list[list[int]]:
+        """The draft model's likeliest tokens after every text, as many as there are steps."""
         drafts: list[list[int]] = [[] for _ in texts]
-        steps = [self._steps(text, budget) for text, budget in zip(texts, budgets, strict=True)]
         live = [i for i, count in enumerate(steps) if count]
-        unread: list[Sequence[int]] = [self.model.catch_up(texts[i].sequence, texts[i].ids) for i in live]
+        sequences: dict[int, SequenceState] = {i: contexts[i].state[self, "text"] for i in live}
+        unread: list[Sequence[int]] = [self.model.catch_up(sequences[i], texts[i].ids) for i in live]
         while live:
-            feeds = [Feed(texts[i].sequence, tokens, wanted=1) for i, tokens in zip(live, unread, strict=True)]
+            feeds = [Feed(sequences[i], tokens, wanted=1) for i, tokens in zip(live, unread, strict=True)]
             logits = torch.cat([rows.logits for rows in self.model.forward(feeds)])  # [live, V']
             going = []
             for i, row, token in zip(live, logits, logits.argmax(-1).tolist(), strict=True):
@@ -174,10 +174,10 @@ class RetokenizeDrafter(Drafter):
             live, unread = going, [drafts[i][-1:] for i in going]
         return drafts
 
-    def _steps(self, text: _Text, budget: Budget) -> int:
+    def _steps(self, text: _Text, budget: Budget, is_level: bool) -> int:
         """Tokens that the draft model may write."""
         room = self.model.context_length - len(text.ids)
-        return max(0, min(self.k, budget.max_depth, room + 1)) if text.ids and budget.max_nodes else 0
+        return max(0, min(self.k, budget.max_depth, room + 1)) if is_level and text.ids and budget.max_nodes else 0
 
     # -- the draft model's text for the target -----------------------------------------------------------------------
 

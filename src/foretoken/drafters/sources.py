@@ -16,6 +16,7 @@ from functools import cached_property
 
 from foretoken.core import Budget, Context, Limits, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.texts import reading
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,17 @@ class SourceDrafter(Drafter):
         """The request's source, fed with all that was committed."""
         source: NgramSource | None = context.state.get(self)
         if source is None:
-            source = context.state[self] = self.open(context)
+            with reading(context):
+                source = context.state[self] = self.open(context)
+                source.extend(context.tokens)
         if len(source.text) < len(context.tokens):
             source.extend(context.tokens[len(source.text) :])
         return source
 
     def start(self, context: Context) -> None:
-        """Read the prompt."""
-        self.source(context)
+        """Read the prompt, if other requests may want it; else the first proposal does, if there is one."""
+        if self.traits.shares_state:
+            self.source(context)
 
     def guess(self, context: Context, budget: Budget) -> Guess:
         """What :meth:`propose` drafts, with the estimates that a router compares."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.engine.prefixes import SHORTEST, Kept, Prefixes, common
+from foretoken.drafters.texts import DraftText, DraftTexts
+from foretoken.engine.prefixes import SHORTEST, Kept, KeptDraft, Prefixes, common
 from foretoken.engine.request import Running
-from foretoken.models.base import LanguageModel
+from foretoken.models.base import LanguageModel, Snapshot
 
 
 class Texts:
@@ -60,12 +62,45 @@ class Texts:
         kept = None if best is None else self._kept(best, longest)
         return None if kept is None else (kept, longest)
 
+    def find_draft(
+        self, run: Running, others: Sequence[Running], key: Hashable, own: DraftText, tokens: Sequence[int]
+    ) -> tuple[Snapshot, int] | None:
+        """What a drafter's model has of the beginning of a text that it opens: of an earlier text, or of one that
+        runs.
+
+        Args:
+            run: whose text.
+            others: all that run.
+            key: the drafter's.
+            own: the new text.
+            tokens: what it is to read, in the model's own ids.
+        """
+        wanted = np.asarray(tokens, dtype=np.int64)
+
+        def fits(draft: KeptDraft) -> bool:
+            return draft.version == own.version and draft.snapshot.regime == own.sequence.regime
+
+        found, kept = self.prefixes.find_draft(_salt(run), run.context.tokens, key, wanted, fits)
+        longest, best = max(kept, SHORTEST - 1), None
+        for other in (one for one in others if one is not run and one.sequence is not None):
+            theirs = DraftTexts.of(other.context).by_key.get(key)
+            if theirs is None or not theirs.is_current or theirs.sequence.regime != own.sequence.regime:
+                continue
+            if _salt(other) == _salt(run) and other.context.tokens[:SHORTEST] == run.context.tokens[:SHORTEST]:
+                length = common(np.asarray(theirs.sequence.tokens, dtype=np.int64), wanted)
+                if length > longest:
+                    best, longest = theirs, length
+        beside = None if best is None else best.model.snapshot(best.sequence, longest)
+        if beside is not None:
+            return beside, longest
+        return None if found is None else (found, kept)
+
     def keep(self, run: Running) -> None:
         """Keep the text of a request that leaves."""
         if self.keeps and run.request.prompt_logprobs is None and not run.text.scratch_tokens:
             kept = self._kept(run, len(run.text.tokens))
             if kept is not None:
-                self.prefixes.keep(kept)
+                self.prefixes.keep(replace(kept, drafts=_drafts_of(run)))
 
     def _kept(self, run: Running, length: int) -> Kept | None:
         if length < SHORTEST:
@@ -82,6 +117,18 @@ class Texts:
         found = {name: torch.cat(list(states[name]))[:length] for name in self.taps if states.get(name)}
         complete = all(name in found and len(found[name]) == length for name in self.taps)
         return found if complete else None
+
+
+def _drafts_of(run: Running) -> dict[Hashable, KeptDraft]:
+    """What drafters' models have read of a request's text, copied."""
+    found: dict[Hashable, KeptDraft] = {}
+    for key, own in DraftTexts.of(run.context).by_key.items():
+        size = len(own.sequence.tokens)
+        worth = size >= SHORTEST and own.is_current and own.model.reads
+        snapshot = own.model.snapshot(own.sequence, size) if worth else None
+        if snapshot is not None:
+            found[key] = KeptDraft(np.asarray(snapshot.tokens, dtype=np.int64), snapshot, own.version)
+    return found
 
 
 def _salt(run: Running) -> str:

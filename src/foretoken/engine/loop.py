@@ -24,6 +24,7 @@ from torch import Tensor
 from foretoken.controllers.base import Controller
 from foretoken.core import Budget, Kind, RoundTimes, Scores, StepRecord, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.texts import ALL, BESIDE, DraftTexts
 from foretoken.engine.ends import end_where_nothing_follows
 from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Emission, Origin, Running
@@ -146,7 +147,9 @@ class Engine(Requests):
         if not runs:
             return []
         began = now(self._device)
+        self._begin_reading(runs)
         turns = self._guard(self._propose, [Turn(run) for run in runs])
+        began += self._note_reading(turns)  # which is no part of the round, as the target's reading is none
         drafted = now(self._device)
         target_before, rows_before = self.target.run_s, self.target.run_rows
         turns = self._guard(self._score, turns)
@@ -198,6 +201,29 @@ class Engine(Requests):
             proposed = self.drafter.propose_batch([turn.run.context for turn in chosen], budgets)
             for turn, tree, budget in zip(chosen, proposed, budgets, strict=True):
                 turn.tree = truncate(tree, budget.deepest)
+
+    def _begin_reading(self, runs: Sequence[Running]) -> None:
+        """Drafters may read as much beside a round as the target does, and more than texts grow by meanwhile."""
+        most = ALL if self.prefill_chunk is None else max(self.prefill_chunk, 2 * BESIDE)
+        self.pace.left, self.pace.spent_s = most, 0.0
+        for run in runs:
+            texts = DraftTexts.of(run.context)
+            texts.waits = texts.has_read = False
+
+    def _note_reading(self, turns: Sequence[Turn]) -> float:
+        """Tell requests what drafters have read of their texts before they drafted; returns the seconds that it
+        took."""
+        spent = self.pace.spent_s
+        for turn in turns:
+            texts = DraftTexts.of(turn.run.context)
+            stats = turn.run.stats
+            stats.num_draft_prompt_tokens_computed = texts.num_read
+            if texts.has_read:
+                stats.prefill_s += spent
+                stats.total_s += spent
+            if texts.waits and not turn.tree.num_drafts:
+                turn.planned = False  # the controller would learn that nothing is drafted
+        return spent
 
     def _score(self, turns: Sequence[Turn]) -> None:
         for turn in turns:

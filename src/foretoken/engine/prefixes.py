@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
@@ -18,6 +18,26 @@ SHORTEST = 16
 
 
 @dataclass(frozen=True)
+class KeptDraft:
+    """What a drafter's model had read of a text.
+
+    Attributes:
+        tokens: m token ids, its own ones.
+        snapshot: its keys and values.
+        version: of its weights.
+    """
+
+    tokens: NDArray[np.int64]
+    snapshot: Snapshot
+    version: int
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return self.snapshot.nbytes + self.tokens.nbytes
+
+
+@dataclass(frozen=True)
 class Kept:
     """A text that was kept.
 
@@ -26,18 +46,29 @@ class Kept:
         tokens: n token ids.
         snapshot: its keys and values.
         hidden: the hidden states [n, D] that the drafter asked for, by tap.
+        drafts: what drafters' models had read of it, by their keys.
     """
 
     salt: str
     tokens: NDArray[np.int64]
     snapshot: Snapshot
     hidden: Mapping[str, Tensor]
+    drafts: Mapping[Hashable, KeptDraft] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Memory that it takes."""
         states = sum(rows.numel() * rows.element_size() for rows in self.hidden.values())
-        return self.snapshot.nbytes + states + self.tokens.nbytes
+        drafts = sum(draft.nbytes for draft in self.drafts.values())
+        return self.snapshot.nbytes + states + self.tokens.nbytes + drafts
+
+    def with_drafts_of(self, old: Kept) -> Kept:
+        """The same text, with what drafters had read of its beginning where that is more."""
+        more = {key: draft for key, draft in old.drafts.items() if len(draft.tokens) > self._has_read(key)}
+        return replace(self, drafts={**self.drafts, **more}) if more else self
+
+    def _has_read(self, key: Hashable) -> int:
+        return len(self.drafts[key].tokens) if key in self.drafts else 0
 
 
 def common(left: NDArray[np.int64], right: NDArray[np.int64]) -> int:
@@ -81,14 +112,48 @@ class Prefixes:
         self._kept.move_to_end(best)
         return self._kept[best], longest
 
+    def find_draft(
+        self, salt: str, tokens: Sequence[int], key: Hashable, wanted: NDArray[np.int64], fits: Fits
+    ) -> tuple[Snapshot | None, int]:
+        """What a drafter's model has read of a text that begins like ``tokens``: the one of the longest common
+        beginning with ``wanted``, its own tokens, and how many these are (0: none is worth it).
+
+        Args:
+            salt: whose text.
+            tokens: the target's.
+            key: the drafter's.
+            wanted: what it is to read.
+            fits: whether it can go on from a snapshot.
+        """
+        best, longest = None, SHORTEST - 1
+        for kept in self._alike.get(_beginning(salt, np.asarray(tokens[:SHORTEST], dtype=np.int64)), {}).values():
+            draft = kept.drafts.get(key)
+            if draft is not None and fits(draft):
+                length = common(draft.tokens, wanted)
+                length = length if draft.snapshot.divisible or length == len(draft.tokens) else 0
+                if length > longest:
+                    best, longest = draft.snapshot, length
+        return (None, 0) if best is None else (best, longest)
+
     def keep(self, kept: Kept) -> None:
-        """Keep a text; others that are the beginning of it, and the least recently used ones, go."""
-        if len(kept.tokens) < SHORTEST or kept.nbytes > self.limit:
+        """Keep a text; others that are the beginning of it, and the least recently used ones, go.
+
+        What drafters had read of those stays, where the new text has not been read by them as far: nobody may have
+        drafted for it.
+        """
+        if len(kept.tokens) < SHORTEST:
             return
         beginning, new = _beginning(kept.salt, kept.tokens), next(self._ids)
-        for key, old in list(self._alike.get(beginning, {}).items()):
-            if common(old.tokens, kept.tokens) == len(old.tokens):
-                self._forget(key)
+        alike = self._alike.get(beginning, {})
+        shorter = {key: old for key, old in alike.items() if common(old.tokens, kept.tokens) == len(old.tokens)}
+        for old in shorter.values():
+            kept = kept.with_drafts_of(old)
+        if kept.nbytes > self.limit:
+            kept = replace(kept, drafts={})
+        if kept.nbytes > self.limit:
+            return
+        for key in shorter:
+            self._forget(key)
         self._kept[new] = self._alike.setdefault(beginning, {})[new] = kept
         self.nbytes += kept.nbytes
         self.shrink(self.limit)
@@ -112,6 +177,9 @@ class Prefixes:
         del self._alike[beginning][key]
         if not self._alike[beginning]:
             del self._alike[beginning]
+
+
+Fits = Callable[[KeptDraft], bool]
 
 
 def _beginning(salt: str, tokens: NDArray[np.int64]) -> tuple[str, bytes]:

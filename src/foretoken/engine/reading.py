@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from foretoken.core import portions
 from foretoken.engine.logprobs import logprobs_of
 from foretoken.engine.request import Running
 from foretoken.models.base import Feed, LanguageModel
@@ -16,26 +17,14 @@ PIECE = 512
 
 
 def shares(runs: Sequence[Running], most: int) -> list[tuple[Running, int]]:
-    """How many tokens of which prompts are read next.
-
-    Half of the room is the oldest prompt's, which so gets done; the rest goes to those that have least to read, which
-    so do not wait for it.
+    """How many tokens of which prompts are read next, see :func:`foretoken.core.portions.portions`.
 
     Args:
         runs: the requests that are not read yet, in order of arrival.
         most: tokens to read in all.
     """
-    given: dict[int, int] = {}
-    left = most
-    for run in [*runs[:1], *sorted(runs, key=lambda one: one.unread)]:
-        room = -(-left // 2) if not given else left
-        size = min(run.unread - given.get(run.id, 0), room)
-        if size > 0 or run.unread == 0:
-            given[run.id] = given.get(run.id, 0) + size
-            left -= size
-        if left <= 0:
-            break
-    return [(run, given[run.id]) for run in runs if run.id in given]
+    given = portions([run.unread for run in runs], most)
+    return [(run, given[i]) for i, run in enumerate(runs) if i in given]
 
 
 def open_text(target: LanguageModel, run: Running) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from time import monotonic
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from foretoken.controllers.base import Controller
 from foretoken.core import NonFiniteLogitsError, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.texts import DraftText, DraftTexts, Pace
 from foretoken.engine.admission import KvBudget, check
 from foretoken.engine.errors import is_full_memory
 from foretoken.engine.joining import check_rules, join, stopper_of
@@ -27,7 +28,7 @@ from foretoken.engine.leaving import Texts
 from foretoken.engine.reading import ALL, open_text, read, shares
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stopping import FinishReason
-from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.base import CapabilityError, LanguageModel, Snapshot
 from foretoken.models.clock import now
 from foretoken.models.finite import why_not_finite
 from foretoken.verifiers.base import Verifier
@@ -91,6 +92,7 @@ class Requests(ABC):
         self.running: list[Running] = []
         self.budget = KvBudget(target, kv_memory)
         self.texts = Texts(target, self.taps, prefix_bytes)
+        self.pace = Pace()
         self._ended: list[tuple[Running, Emission]] = []
         self._ids = 0
         self._weights_version = target.weights_version
@@ -252,6 +254,13 @@ class Requests(ABC):
             run.weights_version = self.target.weights_version
             self._drop_stale()
             self.texts.take_over(run, self.running)
+            find = partial(self._find_draft, run) if self.texts.keeps else None
+            run.context.texts = DraftTexts(self.pace, find)
+
+    def _find_draft(
+        self, run: Running, key: Hashable, own: DraftText, tokens: Sequence[int]
+    ) -> tuple[Snapshot, int] | None:
+        return self.texts.find_draft(run, self.running, key, own, tokens)
 
     def _drop_stale(self) -> None:
         """Forget what the target computed before it was changed, and end the requests that go on from that."""
@@ -264,7 +273,7 @@ class Requests(ABC):
             self._end(run, "error", ValueError(CHANGED))
 
     def _read(self) -> None:
-        """Let the target read prompts, all of them or a piece, and the drafter those that are whole."""
+        """Let the target read prompts, all of them or a piece."""
         while unread := [run for run in self.running if not run.started]:
             began = now(self._device)
             chosen = shares(unread, self.prefill_chunk or ALL)

@@ -30,6 +30,9 @@ class SpecStats:
         total_s: all of it.
         num_prompt_tokens: tokens of the prompt, ``num_prompt_tokens_computed`` those of them that the target read; the
             others' keys and values were there from an earlier text with the same beginning.
+        num_draft_prompt_tokens_computed: tokens that the drafter's own models read before they could draft, all of them
+            together: the prompt and what was written without drafts, less what they had of an earlier text.  0 where
+            nothing was drafted, or where a drafter reads nothing.
         drafters: rounds with drafts by who drafted.
         queue_s: seconds from arrival until the request was admitted.
         first_token_s: seconds from arrival until its first token.
@@ -53,6 +56,7 @@ class SpecStats:
     total_s: float = 0.0
     num_prompt_tokens: int = 0
     num_prompt_tokens_computed: int = 0
+    num_draft_prompt_tokens_computed: int = 0
     drafters: dict[str, int] = field(default_factory=dict)
     queue_s: float = 0.0
     first_token_s: float = 0.0

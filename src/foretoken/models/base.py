@@ -203,11 +203,13 @@ class LanguageModel(ABC):
             with drafts, in batches and alone is the same; ``"rounding"``: near-ties may fall differently.
         exactness_why: how that is known, in words.
         refused: faster paths that were tried at load and not taken.
+        reads: whether its sequences must be fed the text; where not, :meth:`open_beside` takes it over from the target.
         weights_version: grows whenever :meth:`follow` finds the network changed: what was computed before that is of no
             use any more.
     """
 
     weights_version: int = 0
+    reads: bool = True
     _watch: Watch | None = None
 
     forward_name: str = "public"

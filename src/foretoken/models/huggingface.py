@@ -217,6 +217,7 @@ class HuggingFaceModel(LanguageModel):
             self._lean = LeanForward(self)  # its fused weights are copies
         if self._watch is not None:
             self._watch = Watch(self.model)
+        self.weights_version += 1
 
     def sibling(self) -> HuggingFaceModel:
         """The same weights with sequences of their own, for engines that take turns.

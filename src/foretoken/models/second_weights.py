@@ -264,6 +264,8 @@ class OwnWeightsModel(LanguageModel):
         ValueError: too little memory.
     """
 
+    reads = False
+
     def __init__(self, target: LanguageModel, scheme: Scheme | None) -> None:
         offered = target.capabilities
         if not isinstance(target, HuggingFaceModel) or not offered.layer_windows:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.attention import watching_queries
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState, Snapshot
 from foretoken.models.cache import TreeCache
 from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
 from foretoken.models.masks import RowPlan
@@ -73,6 +73,8 @@ class SparseModel(HuggingFaceModel):
         ValueError: an option outside its range.
         CapabilityError: the target has no cache of this sort, or layers that do not see the whole text.
     """
+
+    reads = False
 
     def __init__(
         self,
@@ -185,6 +187,10 @@ class SparseModel(HuggingFaceModel):
             raise ValueError("a sparse cache does not hold the whole text: nodes hang from its end only")
         slots, base = self._slots(sequence), len(sequence.tokens)
         return RowPlan(slots, sequence.scratch_parents, sequence.scratch_depths, new, base=base)
+
+    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
+        """None: a subset is no text."""
+        return None
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.features import FeatureModel
@@ -54,13 +54,29 @@ class StackedModel(FeatureModel):
         super().__init__(net, parts, target)
         self.count = len(net.steps)
         self.cache = TreeCache(self.count, self.context_length + SCRATCH_ROOM)
-        self._read: dict[int, Tensor] = {}  # per sequence the states [M D] of its last committed place
+        self._read: dict[int, list[Tensor]] = {}  # per sequence what its places hand to the next ones, [n, (M - 1) D]
         self._step = 0
 
     def release(self, sequence: SequenceState) -> None:
         """Free a row."""
         self._read.pop(id(sequence), None)
         super().release(sequence)
+
+    @torch.inference_mode()
+    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
+        """A copy of the keys and values, and as one more layer of the states that the next place begins with."""
+        found = super().snapshot(sequence, length)
+        if found is None:
+            return None
+        states = torch.cat(self._read[id(sequence)])[None, :length]
+        return replace(found, layers=[*found.layers, (states, states[:, :, :0])])
+
+    def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
+        """Commit the first ``length`` places of a snapshot to an empty sequence."""
+        *layers, beside = snapshot.layers
+        super().restore(sequence, replace(snapshot, layers=layers), length)
+        if beside is not None:
+            self._read[id(sequence)] = [beside[0][0, :length]]
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
@@ -74,8 +90,9 @@ class StackedModel(FeatureModel):
         self._step = 0 if reads else 1 + max(len(feed.sequence.scratch_tokens) for feed in feeds)
         rows = super().forward([self._beside_read(feed) for feed in feeds] if reads else feeds, taps)
         if reads:
+            width = (self.count - 1) * self.parts.hidden_size
             for feed, row in zip(feeds, rows, strict=True):
-                self._read[id(feed.sequence)] = row.taps["state"][-1]
+                self._read.setdefault(id(feed.sequence), []).append(row.taps["state"][:, :width])
         return rows
 
     def _beside_read(self, feed: Feed) -> Feed:
@@ -84,7 +101,7 @@ class StackedModel(FeatureModel):
             return feed  # is refused
         before = self._read.get(id(feed.sequence))
         width = (self.count - 1) * self.parts.hidden_size
-        beside = feed.states.new_zeros(width) if before is None else before[:width].to(feed.states)
+        beside = feed.states.new_zeros(width) if before is None else before[-1][-1].to(feed.states)
         return replace(feed, states=torch.cat([feed.states, beside.expand(len(feed.states), -1)], -1))
 
     def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from foretoken.drafters.learning.divergences import check_loss, divergence
 from foretoken.drafters.learning.lessons import Lesson, Mistake, stored_distribution
 from foretoken.io.files import save_model
 from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.exchange import exchange, over
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.packing import PackedLinear
 
@@ -39,6 +41,8 @@ class LearnConfig:
         keep: requests that wait for an update; older ones fall out.
         window: tokens that the draft model reads before the first rejection of a request when it learns from it.
         top: tokens of a distribution that are stored, the most likely ones; 0 stores the whole distribution.
+        thread: learn in a thread of its own, on one processor, while requests are served; else between two rounds,
+            which wait for it, so that a run can be repeated to the token.
 
     Raises:
         ValueError: a value outside its range.
@@ -52,6 +56,7 @@ class LearnConfig:
     keep: int = 64
     window: int = 128
     top: int = 256
+    thread: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("keep", 1), ("window", 1), ("top", 0)):
@@ -91,8 +96,28 @@ class Report:
     serving_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What came of an update.
+
+    Attributes:
+        model: the served model over the new weights; ``None`` where they are not finite.
+        loss: mean divergence before it.
+        positions: that it learnt from.
+        spent_s: seconds that it took.
+    """
+
+    model: HuggingFaceModel | None
+    loss: float
+    positions: int
+    spent_s: float
+
+
 class Learner:
     """A trainable copy of a draft model, and the served model that takes over its weights.
+
+    Updates are made in a thread of their own: the new weights are written to a network that nobody runs, and between
+    two rounds (:meth:`take`) the served model goes on with that one.
 
     Args:
         model: the draft model; it is not changed.
@@ -102,7 +127,7 @@ class Learner:
         clock: seconds, for the budget.
 
     Attributes:
-        served: the model to draft with.
+        served: the model to draft with; its network and a spare one change places with every update.
         student: the copy that is trained, in float32.
         lessons: what the next update will be made of.
 
@@ -123,12 +148,15 @@ class Learner:
         self.config, self.folder, self.tokenizer, self.clock = config, save, tokenizer, clock
         served = copy.deepcopy(model.model).requires_grad_(False)
         self.served = HuggingFaceModel(served, exact=model.exact, lean=model.is_lean)
+        self._spare = copy.deepcopy(served)
         self.student = copy.deepcopy(model.model).float().requires_grad_(True)
         self.optimizer = torch.optim.AdamW(self.student.parameters(), lr=config.lr, weight_decay=0.0)
         self.lessons: deque[Lesson] = deque(maxlen=config.keep)
         self._report = Report()
         self._since = 0  # requests since the last update
         self._last_s = 0.0  # what the last update cost
+        self._thread: ThreadPoolExecutor | None = None
+        self._coming: Future[Learned] | None = None  # an update that is being made
         self._active = 0  # requests that are being served
         self._began = 0.0
 
@@ -174,15 +202,45 @@ class Learner:
         self._since += 1
         if mistakes:
             self.lessons.append(Lesson(tokens[: mistakes[-1].position], mistakes))
-        if self._since < self.config.every or not self.lessons:
+        self.take()
+        if self._since < self.config.every or not self.lessons or self._coming is not None:
             return
         if not self._affordable():
             self._report.postponed += 1
-            return
-        began = self.clock()
-        self.update()
-        self._last_s = self.clock() - began
-        self._report.learning_s += self._last_s
+        elif self.config.thread:
+            self._coming = self._own_thread().submit(self._learned, self._taken_lessons())
+        else:
+            began = self.clock()
+            self.update()
+            self._last_s = self.clock() - began
+            self._report.learning_s += self._last_s
+
+    def take(self, wait: bool = False) -> None:
+        """Serve what was learnt meanwhile, if an update is done; asked between two rounds.
+
+        Args:
+            wait: until the update that is being made is done.
+        """
+        if self._coming is not None and (wait or self._coming.done()):
+            coming, self._coming = self._coming, None
+            try:
+                learned = coming.result()
+            except Exception as error:  # full memory, for one: what is served goes on as it is
+                self._report.dropped += 1
+                warnings.warn(f"the draft model could not be updated: {error}", stacklevel=2)
+                return
+            self._serve(learned)
+            self._last_s = learned.spent_s
+            self._report.learning_s += learned.spent_s
+
+    def _own_thread(self) -> ThreadPoolExecutor:
+        """One thread on one processor, so that it takes no more from the rounds that run beside it."""
+        if self._thread is None:
+            threads = torch.get_num_threads()
+            self._thread = ThreadPoolExecutor(1, "foretoken-online", _use_one_processor)
+            self._thread.submit(int).result()
+            torch.set_num_threads(threads)  # what threads that are made later begin with
+        return self._thread
 
     def _affordable(self) -> bool:
         """Whether another update like the last one keeps to the budget."""
@@ -196,8 +254,16 @@ class Learner:
 
         Nothing that is served changes before the whole update is known to be finite.
         """
+        return self._serve(self._learned(self._taken_lessons()))
+
+    def _taken_lessons(self) -> list[Lesson]:
         lessons, self._since = list(self.lessons), 0
         self.lessons.clear()
+        return lessons
+
+    def _learned(self, lessons: Sequence[Lesson]) -> Learned:
+        """Make an update ready; beside the serving, where it has a thread."""
+        began = self.clock()
         # The engine runs in inference mode, in which nothing can be differentiated.
         with torch.inference_mode(False), torch.enable_grad():
             loss = self._backward(lessons)
@@ -210,15 +276,31 @@ class Learner:
                     self._restore()
             self.optimizer.zero_grad(set_to_none=True)
         if not good:
+            return Learned(None, loss, 0, self.clock() - began)
+        with torch.no_grad():
+            for spare, new in zip(self._spare.parameters(), self.student.parameters(), strict=True):
+                spare.copy_(new)
+        made = over(self.served, self._spare)
+        if self.folder:
+            self._save(made)
+        return Learned(made, loss, sum(len(lesson.mistakes) for lesson in lessons), self.clock() - began)
+
+    def _serve(self, learned: Learned) -> bool:
+        """Go on with the weights of an update; true if there are any."""
+        if learned.model is None:
             self._report.dropped += 1
             return False
-        self.served.take_weights(self.student)
+        before = self.served.model
+        self.go_on_with(learned.model)
+        self._spare = learned.model.model if self.served.model is before else before
         self._report.updates += 1
-        self._report.positions += sum(len(lesson.mistakes) for lesson in lessons)
-        self._report.loss = loss
-        if self.folder:
-            self._save()
+        self._report.positions += learned.positions
+        self._report.loss = learned.loss
         return True
+
+    def go_on_with(self, model: HuggingFaceModel) -> None:
+        """Serve the weights of an update."""
+        exchange(self.served, model)
 
     def _backward(self, lessons: Sequence[Lesson]) -> float:
         """Gradients of the mean divergence over all positions; returns that mean."""
@@ -260,9 +342,9 @@ class Learner:
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
+    def _save(self, made: HuggingFaceModel) -> None:
         try:
-            self.save(self.folder)
+            save_model(made.model, self.tokenizer, Path(self.folder).expanduser())
         except OSError as error:  # a full disk must not stop the serving
             warnings.warn(f"the learnt draft model was not saved: {error}", stacklevel=2)
 
@@ -273,3 +355,10 @@ class Learner:
             OSError: the folder cannot be written.
         """
         save_model(self.served.model, self.tokenizer, Path(folder).expanduser())
+
+
+def _use_one_processor() -> None:
+    """For the thread that calls: PyTorch gives a thread the number of the process when it first asks, so it asks
+    first."""
+    torch.get_num_threads()
+    torch.set_num_threads(1)
