@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, TokenTree
-from foretoken.drafters.base import BuildContext, Drafter, Traits
+from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.drafters.drawing import distribution_of, draw_iid, ranked
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import Feed, SequenceState
 from foretoken.models.features import FeatureModel
+from foretoken.models.packing import weight_bytes
 from foretoken.models.parts import TargetParts
 from foretoken.trees.base import Candidates, Growth
 from foretoken.trees.eagle2 import Eagle2
@@ -93,6 +94,10 @@ class FeatureDrafter(FeatureReader, Drafter):
         points = (Kind.POINT, width > 1)  # the tree; where chains are drawn, too, ``auto`` picks the rule by the tree
         sorts = {points, (Kind.IID, False)} if draw == "iid" else {points}
         self.traits = Traits(Kind.IID if draw == "iid" else Kind.POINT, width > 1, frozenset(sorts))
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The network, and the vocabulary projection that it borrows from the target."""
+        return share_of_bytes(self.model.weight_bytes + weight_bytes(self.model.parts.head), target_bytes)
 
     # -- a request's life --------------------------------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.drafters.base import BuildContext, Drafter, Traits
+from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
+from foretoken.models.packing import weight_bytes
 from foretoken.models.parts import TargetParts
 from foretoken.trees.medusa_tree import TYPICAL
 from foretoken.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
@@ -87,6 +88,12 @@ class HeadsDrafter(Drafter):
     def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
         """A drafter over heads for ``target``."""
         return cls(heads, parts, **options)
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """A head of so many, and the vocabulary projection where it borrows the target's."""
+        own = weight_bytes(self.heads) // len(self.heads.blocks)
+        borrowed = 0 if len(self.heads.projections) else weight_bytes(self.parts.head)
+        return share_of_bytes(own + borrowed, target_bytes)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """Draft for one request."""

@@ -73,6 +73,7 @@ class ModelDrafter(Drafter):
             raise ValueError(f"draw must be iid, without_replacement or greedy, not {draw!r}")
         check_growth(model, is_tree)
         self.model = model
+        self.target_bytes = 0 if target is None else target.weight_bytes
         self.vocab_size = model.vocab_size if target is None else target.vocab_size
         self._take(self.places, draw)
 

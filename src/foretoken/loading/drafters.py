@@ -54,7 +54,7 @@ class LoadingContext(BuildContext):
         if builder is None and parsed.path is not None:
             raise ValueError(f"drafter {parsed.name!r} takes no path; its options: {row.example}")
         built: Drafter = cls(**options) if builder is None else builder(parsed.path, self, **options)
-        built.spec = spec
+        built.spec, built.target_bytes = spec, self.target.weight_bytes
         return built
 
     def members(self, specs: str | None, most: int | None = None) -> list[Drafter]:
