@@ -175,6 +175,8 @@ def _from_pretrained(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
+    _check_decoder_alone(path)
+
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -206,6 +208,25 @@ def _from_pretrained(
             "incomplete"
         )
     return moved(model, device, path)
+
+
+def _check_decoder_alone(path: str) -> None:
+    """Refuse an encoder with a decoder: some would load as a decoder that was never told what to decode.
+
+    Raises:
+        LoadError: the configuration says that it is one.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except Exception:  # whatever is wrong with it, loading the model says so
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        raise LoadError(
+            f"{path} is an encoder and a decoder ({config.model_type}), and only decoders alone are run: give a causal "
+            "model"
+        )
 
 
 def _quantised(path: str) -> str:
