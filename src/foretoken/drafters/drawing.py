@@ -58,14 +58,13 @@ def best(ranking: Tensor, count: int) -> list[int]:
     return [t for v, t in zip(values.tolist(), tokens.tolist(), strict=True) if v > -torch.inf]
 
 
-def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int], count: int) -> list[list[int]]:
-    """Per row of draft logits [n, V] its ``count`` best tokens (impossible ones too, if nothing else is left).
+def raced_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int]) -> Tensor:
+    """Draft logits [n, V] as their tokens are ranked: those of requests with noise by the race.
 
     Args:
         logits: row i is about the token behind the text of ``contexts[i]`` and ``ahead[i]`` more.
-        contexts: the request of each row.  One without noise gets the largest logits.
+        contexts: the request of each row.
         ahead: draft tokens before the one that is guessed.
-        count: tokens per row.
     """
     rows_of: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
@@ -78,6 +77,17 @@ def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int]
         text = context.tokens  # without the drafts before, which are not all known: penalties are nearly right
         lengths = [len(text) + ahead[row] for row in rows]
         logits[rows] = ranked(context.maker, logits[rows], lengths, [text] * len(rows)).to(logits)
+    return logits
+
+
+def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int], count: int) -> list[list[int]]:
+    """Per row of draft logits [n, V] its ``count`` best tokens (impossible ones too, if nothing else is left); the
+    arguments are those of :func:`raced_ahead`."""
+    return largest(raced_ahead(logits, contexts, ahead), count)
+
+
+def largest(logits: Tensor, count: int) -> list[list[int]]:
+    """Per row of logits [n, V] the tokens of its ``count`` largest entries, largest first."""
     found: list[list[int]] = logits.topk(min(count, logits.shape[-1]), -1).indices.tolist()
     return found
 

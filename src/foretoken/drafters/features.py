@@ -168,28 +168,42 @@ class FeatureDrafter(FeatureReader, Drafter):
             self._draw(tree, nodes[0], self.widened(logits[:1])[0], outputs)
             return
         seen, first = tree.seen, len(tree.seen)
-        for node, mine, values in zip(nodes, *self._best(tree, nodes, logits), strict=True):
+        sure = self._sure(tree, nodes, logits)
+        for node, mine, values in zip(nodes, *self._best(tree, sure), strict=True):
             possible = [i for i, value in enumerate(values) if value > -math.inf]
             seen.add(node, [mine[i] for i in possible], [seen.scores[node] + values[i] for i in possible])
         grew = len(seen) > first
-        tree.frontier = self.growth.frontier(seen, first, self.width, self._most(tree)) if grew else []
         row_of = {node: row for row, node in enumerate(nodes)}
+        wanted = self.growth.frontier(seen, first, self.width, self._most(tree)) if grew else []
+        tree.frontier = [node for node in wanted if not self._ends(tree, node, sure[row_of[seen.parents[node]]])]
         tree.states = [outputs[row_of[seen.parents[node]]] for node in tree.frontier]
 
-    def _best(self, tree: Growing, nodes: Sequence[int], logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-        """Per node its ``width`` best tokens, and how sure the draft is of each: log-probabilities, with noise those of
-        the race."""
+    def _races(self, tree: Growing) -> bool:
+        return tree.context.maker.noise is not None and self.draw != "greedy"
+
+    def _sure(self, tree: Growing, nodes: Sequence[int], logits: Tensor) -> Tensor:
+        """Per node how sure the draft is of every token behind it: log-probabilities [n, V'], with noise those of the
+        race."""
         maker, seen, text = tree.context.maker, tree.seen, tree.context.tokens
-        races = maker.noise is not None and self.draw != "greedy"
-        if races:
+        if self._races(tree):
             lengths = [len(text) + seen.depths[node] for node in nodes]
             prefixes = None if maker.context_free else [[*text, *seen.path_tokens(node)] for node in nodes]
             rows = ranked(maker, self.widened(logits), lengths, prefixes)
         else:
             rows = logits.float()
-        sure = rows - rows.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)  # a row without any hope stays so
+        return rows - rows.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)  # a row without any hope stays so
+
+    def _best(self, tree: Growing, sure: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+        """Per row of log-probabilities its ``width`` best tokens, and the values of these."""
         values, tokens = sure.topk(min(self.width, sure.shape[-1]), -1)
-        return (tokens if races else self.mapped(tokens)).tolist(), values.tolist()
+        return (tokens if self._races(tree) else self.mapped(tokens)).tolist(), values.tolist()
+
+    def _ends(self, tree: Growing, node: int, sure: Tensor) -> bool:
+        """Whether a stop rule ends the path with this node, by the log-probabilities [V'] that it was chosen from."""
+        if not asks_for_confidence(tree.budget):
+            return False
+        own = tree.seen.scores[node] - tree.seen.scores[tree.seen.parents[node]]
+        return tree.budget.stops_after(sure.exp(), math.exp(own))
 
     def _draw(self, tree: Growing, node: int, logits: Tensor, outputs: Tensor) -> None:
         """Draw the chain's next token by the request's own pipeline from logits [V], and keep the distribution it is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.packing import weight_bytes
@@ -107,23 +108,26 @@ class HeadsDrafter(Drafter):
         ready = [i for i, nodes in shapes.items() if nodes]
         if ready:
             chosen = [contexts[i] for i in ready]
-            filled = self.fill(self.states(chosen), chosen, [shapes[i] for i in ready])
+            filled = self.fill(self.read_states(chosen), chosen, [shapes[i] for i in ready], [budgets[i] for i in ready])
             for i, tokens in zip(ready, filled, strict=True):
-                trees[i] = self._tree(contexts[i].root, shapes[i], tokens)
+                trees[i] = self._tree(contexts[i].root, tokens)
         return trees
 
-    def states(self, contexts: Sequence[Context]) -> Tensor:
+    def read_states(self, contexts: Sequence[Context]) -> Tensor:
         """[n, D]: what the heads read of each request, the state of the token before its root."""
         return torch.stack([c.hidden["last"][-1] for c in contexts]).float()
 
     @abstractmethod
-    def fill(self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Tokens of the wanted nodes of every request.
+    def fill(
+        self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]], budgets: Sequence[Budget]
+    ) -> list[dict[int, int]]:
+        """Tokens by node of every request, without those below a node that the budget's stop rule ends a path with.
 
         Args:
             states: [n, D] what the heads read.
             contexts: n requests.
             shapes: per request the nodes of the shape (choice i is node i + 1), parents first.
+            budgets: per request, with its stop rule.
         """
 
     def project(self, head: int, hidden: Tensor) -> Tensor:
@@ -139,7 +143,16 @@ class HeadsDrafter(Drafter):
         size = self.parts.vocab_size
         return fitting_nodes(self.choices, self.parents, budget.max_depth, budget.max_nodes, size)
 
-    def _tree(self, root: int, nodes: Sequence[int], tokens: Sequence[int]) -> TokenTree:
+    def _tree(self, root: int, tokens: Mapping[int, int]) -> TokenTree:
+        nodes = sorted(tokens)
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         parents = (place[self.parents[node - 1]] for node in nodes)
-        return TokenTree((root, *tokens), (-1, *parents))
+        return TokenTree((root, *(tokens[node] for node in nodes)), (-1, *parents))
+
+
+def ends_after(budget: Budget, logits: Tensor, token: int) -> bool:
+    """Whether a budget's stop rule ends a path with ``token``, which was taken from ``logits`` [V]."""
+    if not asks_for_confidence(budget):
+        return False
+    distribution = torch.softmax(logits.float(), -1)
+    return budget.stops_after(distribution, float(distribution[token]))
