@@ -9,24 +9,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, TokenTree
+from foretoken.costs import TargetCost
 from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.drafters.drawing import distribution_of, draw_iid, ranked
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.drafters.reading import FeatureReader
-from foretoken.models.base import Feed, SequenceState
+from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.call_costs import quick_costs
 from foretoken.models.features import FeatureModel
 from foretoken.models.packing import weight_bytes
 from foretoken.models.parts import TargetParts
 from foretoken.trees.base import Candidates, Growth
+from foretoken.trees.cost_aware import best_count
 from foretoken.trees.eagle2 import Eagle2
 from foretoken.trees.specs import build_tree
+
+
+MOST_NODES = 60
+"""Nodes of a tree where the machine scores them for nothing: EAGLE-2's."""
 
 
 @dataclass
@@ -57,7 +64,8 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     Args:
         model: the network over the target's features.
-        nodes: draft nodes that are kept of all that were looked at.
+        nodes: draft nodes that are kept of all that were looked at.  A spec that leaves it out gets up to 60, as many
+            as pay by what the target's calls cost on this machine.
         depth: levels.
         width: children that every expanded node gets, and with ``eagle2`` nodes that are expanded per level.
         grow: how the tree grows, the spec of a dynamic tree: ``eagle2``, ``opt_tree,threshold=0.2`` or
@@ -67,6 +75,8 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     Attributes:
         growth: that tree; one made by hand (``CostAware(cost=...)`` with measured costs) may be put in its place.
+        costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
+            chances that the draft gives them.
 
     Raises:
         ValueError: an option below 1, or no dynamic tree.
@@ -89,6 +99,7 @@ class FeatureDrafter(FeatureReader, Drafter):
         super().__init__(model)
         self.width, self.draw = width, draw
         self.growth = growth_of(grow)
+        self.costs: TargetCost | None = None
         self.max_depth, self.max_nodes = depth, nodes
         self.vocab_size = model.vocab_size
         points = (Kind.POINT, width > 1)  # the tree; where chains are drawn, too, ``auto`` picks the rule by the tree
@@ -98,6 +109,15 @@ class FeatureDrafter(FeatureReader, Drafter):
     def cost_beside(self, target_bytes: int) -> float:
         """The network, and the vocabulary projection that it borrows from the target."""
         return share_of_bytes(self.model.weight_bytes + weight_bytes(self.model.parts.head), target_bytes)
+
+    @classmethod
+    def sized(cls, model: FeatureModel, target: LanguageModel, options: dict[str, Any]) -> Self:
+        """With a tree that is as large as pays on this machine, unless ``nodes`` says how large it is."""
+        if "nodes" in options:
+            return cls(model, **options)
+        built = cls(model, nodes=MOST_NODES, **options)
+        built.costs = quick_costs(target)
+        return built
 
     # -- a request's life --------------------------------------------------------------------------------------------
 
@@ -132,7 +152,7 @@ class FeatureDrafter(FeatureReader, Drafter):
             rows = self.model.forward([self._feed(tree) for tree in growing])
             for tree, row in zip(growing, rows, strict=True):
                 self._expand(tree, tree.frontier, row.logits, row.taps["state"])
-        return [self._finished(tree) for tree in trees]
+        return [self._finished(tree, len(trees)) for tree in trees]
 
     def _begin(self, context: Context, budget: Budget) -> Growing:
         drawn = self.draw == "iid" and not context.maker.fixed
@@ -233,12 +253,20 @@ class FeatureDrafter(FeatureReader, Drafter):
     def _most(self, tree: Growing) -> int:
         return min(self.max_nodes, tree.budget.max_nodes)
 
-    def _finished(self, tree: Growing) -> TokenTree:
+    def _finished(self, tree: Growing, batch: int) -> TokenTree:
         """What is kept of all candidates, or the whole drawn chain."""
         if tree.distributions is not None:
             drafts = tree.seen.tokens[1:]
             return TokenTree.chain(tree.context.root, drafts, torch.stack(tree.distributions) if drafts else None)
-        return tree.seen.tree(self.growth.kept(tree.seen, self._most(tree)))
+        kept = self.growth.kept(tree.seen, self._most(tree))
+        return tree.seen.tree(kept if self.costs is None else kept[: self._paying(tree.seen.values(kept), batch)])
+
+    def _paying(self, values: Sequence[float], batch: int) -> int:
+        """How many nodes of these chances, best first, give most tokens per time; at least one, now that they are
+        drafted."""
+        costs = self.costs or TargetCost({1: 1.0})
+        plain = costs.of(batch)
+        return max(1, best_count(values, lambda nodes: costs.of(nodes * batch) / plain)[0])
 
 
 def growth_of(spec: str) -> Growth:

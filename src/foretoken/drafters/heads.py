@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,10 +17,16 @@ from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_byte
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
+from foretoken.models.call_costs import quick_costs
 from foretoken.models.packing import weight_bytes
 from foretoken.models.parts import TargetParts
+from foretoken.trees.cost_aware import best_count
 from foretoken.trees.medusa_tree import TYPICAL
 from foretoken.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
+
+
+MOST_NODES = 64
+"""Nodes of a tree where the machine scores them for nothing: Medusa's."""
 
 
 class HeadsDrafter(Drafter):
@@ -29,7 +36,8 @@ class HeadsDrafter(Drafter):
         heads: the trained heads, one entry of ``heads.blocks`` and of ``heads.projections`` (if any) for each; they
             move to the target's device.
         parts: what they borrow from the target.
-        nodes: draft nodes of the tree.
+        nodes: draft nodes of the tree.  A spec that leaves it out gets as many as pay by what the target's calls cost
+            on this machine, at most 64.
         accuracies: [K][R] measured chance that the head's candidate of this rank is right.
         tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
 
@@ -82,7 +90,10 @@ class HeadsDrafter(Drafter):
         folder = context.folder(cls.name, path)
         found = read_description(folder, cls.name, parts.fingerprint())
         heads = build_net(folder, cls.net_class, cls.net_config, found)
-        options.setdefault("accuracies", found["measured"].get("accuracies"))
+        accuracies = found["measured"].get("accuracies")
+        options.setdefault("accuracies", accuracies)
+        if "nodes" not in options and not options.get("tree"):
+            options["nodes"] = paying_nodes((accuracies or TYPICAL)[: len(heads.blocks)], context.target)
         return cls.over(heads.to(parts.device), parts, context.target, **options)
 
     @classmethod
@@ -148,6 +159,18 @@ class HeadsDrafter(Drafter):
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         parents = (place[self.parents[node - 1]] for node in nodes)
         return TokenTree((root, *(tokens[node] for node in nodes)), (-1, *parents))
+
+
+def paying_nodes(accuracies: Sequence[Sequence[float]], target: LanguageModel) -> int:
+    """How many nodes of the best tree give most tokens per time on this machine.
+
+    Args:
+        accuracies: [K][R] chance that the head's candidate of this rank is right.
+        target: what scores them.
+    """
+    choices = medusa_choices(accuracies, MOST_NODES)
+    values = [math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices]
+    return max(1, best_count(values, quick_costs(target).relative)[0])
 
 
 def ends_after(budget: Budget, logits: Tensor, token: int) -> bool:
