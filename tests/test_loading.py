@@ -64,7 +64,9 @@ def test_an_encoder_with_a_decoder_is_refused_in_one_line(tmp_path: Path, kind: 
     """Bart has a causal class, too, which would load half of it."""
     folder = save_checkpoint(tmp_path / kind)
     (folder / "config.json").write_text(json.dumps({"model_type": kind, "is_encoder_decoder": True}))
-    with pytest.raises(LoadError, match=f"is an encoder and a decoder .{kind}., and only decoders alone are run") as told:
+    with pytest.raises(
+        LoadError, match=f"is an encoder and a decoder .{kind}., and only decoders alone are run"
+    ) as told:
         ft.load(folder)
     assert "\n" not in str(told.value)
 

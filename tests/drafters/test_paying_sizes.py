@@ -11,7 +11,6 @@ import torch
 from foretoken.core import Budget, Context, Rng
 from foretoken.costs import TargetCost
 from foretoken.drafters import features, heads, pass_tokens
-from foretoken.drafters.features import MOST_NODES, FeatureDrafter
 from foretoken.drafters.pass_tokens import paying_shape
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
@@ -19,6 +18,7 @@ from foretoken.models import call_costs, remembered
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
 from foretoken.sampling import Sampler, SamplingParams
+from foretoken.trees.cost_aware import paying_count
 from foretoken.training.recipes.kangaroo import KangarooRecipe
 from toys import engine, llamas, outputs, tables
 
@@ -65,11 +65,10 @@ def test_the_text_does_not_depend_on_the_costs(builtin: LanguageModel, monkeypat
         assert texts[0] == texts[1]
 
 
-def test_a_batch_pays_for_the_rows_of_all_its_requests(builtin: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_pays_for_the_rows_of_all_its_requests() -> None:
     """Rows cost nothing up to 32: one request has room for 31 nodes, eight share it."""
-    drafter: FeatureDrafter = built("eagle", builtin, TargetCost({1: 1.0, 32: 1.0, 64: 33.0}), monkeypatch)
-    values = [0.9 * 0.95**i for i in range(MOST_NODES)]
-    assert drafter._paying(values, 1) == 31 and drafter._paying(values, 8) == 3
+    costs, values = TargetCost({1: 1.0, 32: 1.0, 64: 33.0}), [0.9 * 0.95**i for i in range(60)]
+    assert paying_count(values, costs, 1) == 31 and paying_count(values, costs, 8) == 3
 
 
 def test_the_shape_of_look_ahead_tokens_by_hand() -> None:
@@ -85,7 +84,9 @@ def test_the_shape_of_look_ahead_tokens_by_hand() -> None:
     assert paying_shape([0.5, 0.5], cost, k=2)[1] == max(rates, key=lambda groups: rates[groups])
 
 
-def test_the_built_in_rows_are_not_fed_under_every_node(builtin: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_built_in_rows_are_not_fed_under_every_node(
+    builtin: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One draft in six is right: 25 nodes for it are too many wherever a row costs anything."""
     cheap = TargetCost({1: 1.0, 64: 1.8})
     drafter = built("pass_tokens", builtin, cheap, monkeypatch)

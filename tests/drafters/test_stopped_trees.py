@@ -109,7 +109,9 @@ def test_every_rule_shortens_what_constant_drafts(family: str, rule: str) -> Non
     drafts = {}
     for spec in ("constant", rule):
         watched = Watched(drafter := build(family, target))
-        assert outputs(engine(target, drafter, None, build_controller(spec)), request) == outputs(engine(target), request)
+        assert outputs(engine(target, drafter, None, build_controller(spec)), request) == outputs(
+            engine(target), request
+        )
         drafts[spec] = watched.drafted
     assert drafts[rule] < drafts["constant"]
 

@@ -195,6 +195,10 @@ CASES: dict[str, list[Case]] = {
         Case("greedy-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="greedy")),
         Case("itself", lambda target, draft: ModelDrafter(target, k=3)),
         *(
+            Case(f"{tree}-{draw}", lambda target, draft, t=tree, d=draw: ModelDrafter(draft, 3, t, d, target))  # type: ignore[misc]
+            for tree, draw in (("eagle2", "iid"), ("opt_tree,threshold=0.05", "iid"), ("cost_aware", "greedy"))
+        ),
+        *(
             Case(f"sequoia-{draw}", lambda target, draft, d=draw: ModelDrafter(draft, tree=SEQUOIA, draw=d))  # type: ignore[misc]
             for draw in ("without_replacement", "iid", "greedy")
         ),

@@ -52,6 +52,11 @@ def distribution_of(maker: SamplingPipeline, logits: Tensor, prefix: Sequence[in
         return None
 
 
+def log_beliefs(rows: Tensor) -> Tensor:
+    """Log-probabilities [n, V] from unnormalised ones; a row without any hope stays so."""
+    return rows - rows.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
+
+
 def best(ranking: Tensor, count: int) -> list[int]:
     """The tokens of the ``count`` largest entries of a ranking [V], best first; impossible ones are left out."""
     values, tokens = ranking.topk(min(count, len(ranking)))

@@ -17,7 +17,8 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.costs import TargetCost
 from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
-from foretoken.drafters.drawing import distribution_of, draw_iid, ranked
+from foretoken.drafters.drawing import distribution_of, draw_iid, log_beliefs, ranked
+from foretoken.drafters.dynamic import MOST_NODES
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.drafters.reading import FeatureReader
@@ -27,13 +28,9 @@ from foretoken.models.features import FeatureModel
 from foretoken.models.packing import weight_bytes
 from foretoken.models.parts import TargetParts
 from foretoken.trees.base import Candidates, Growth
-from foretoken.trees.cost_aware import best_count
+from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.eagle2 import Eagle2
 from foretoken.trees.specs import build_tree
-
-
-MOST_NODES = 60
-"""Nodes of a tree where the machine scores them for nothing: EAGLE-2's."""
 
 
 @dataclass
@@ -211,7 +208,7 @@ class FeatureDrafter(FeatureReader, Drafter):
             rows = ranked(maker, self.widened(logits), lengths, prefixes)
         else:
             rows = logits.float()
-        return rows - rows.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)  # a row without any hope stays so
+        return log_beliefs(rows)
 
     def _best(self, tree: Growing, sure: Tensor) -> tuple[list[list[int]], list[list[float]]]:
         """Per row of log-probabilities its ``width`` best tokens, and the values of these."""
@@ -259,14 +256,9 @@ class FeatureDrafter(FeatureReader, Drafter):
             drafts = tree.seen.tokens[1:]
             return TokenTree.chain(tree.context.root, drafts, torch.stack(tree.distributions) if drafts else None)
         kept = self.growth.kept(tree.seen, self._most(tree))
-        return tree.seen.tree(kept if self.costs is None else kept[: self._paying(tree.seen.values(kept), batch)])
-
-    def _paying(self, values: Sequence[float], batch: int) -> int:
-        """How many nodes of these chances, best first, give most tokens per time; at least one, now that they are
-        drafted."""
-        costs = self.costs or TargetCost({1: 1.0})
-        plain = costs.of(batch)
-        return max(1, best_count(values, lambda nodes: costs.of(nodes * batch) / plain)[0])
+        if self.costs is not None:
+            kept = kept[: paying_count(tree.seen.values(kept), self.costs, batch)]
+        return tree.seen.tree(kept)
 
 
 def growth_of(spec: str) -> Growth:

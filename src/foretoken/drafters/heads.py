@@ -119,7 +119,9 @@ class HeadsDrafter(Drafter):
         ready = [i for i, nodes in shapes.items() if nodes]
         if ready:
             chosen = [contexts[i] for i in ready]
-            filled = self.fill(self.read_states(chosen), chosen, [shapes[i] for i in ready], [budgets[i] for i in ready])
+            filled = self.fill(
+                self.read_states(chosen), chosen, [shapes[i] for i in ready], [budgets[i] for i in ready]
+            )
             for i, tokens in zip(ready, filled, strict=True):
                 trees[i] = self._tree(contexts[i].root, tokens)
         return trees

@@ -39,8 +39,8 @@ class OwnLayersDrafter(ModelDrafter):
 
     def __init__(self, target: LanguageModel, plan: LayerPlan, k: int, tree: str, draw: str) -> None:
         plan.check(num_layers_of(target))
-        super().__init__(target, k, tree, draw)
-        self.plan = plan
+        self.plan = plan  # what it costs is the share of the layers that runs
+        super().__init__(target, k, tree, draw, target)
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> OwnLayersDrafter:

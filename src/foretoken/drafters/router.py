@@ -15,6 +15,7 @@ from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.models.base import LanguageModel
 
+
 class RouterDrafter(GroupDrafter):
     """Lets the member draft that the controller's budget names, and its alternatives where that one guesses nothing.
 
