@@ -77,7 +77,7 @@ def test_the_likeliest_token_of_every_level_is_the_draft_models_own() -> None:
     outputs(engine(target, plain), [Request(PROMPT, GREEDY, 4)])
     trees = watched(drafter := ModelDrafter(draft, 3, "eagle2", target=target))
     outputs(engine(target, drafter), [Request(PROMPT, GREEDY, 4)])
-    first = [tree for tree in trees if tree.num_drafts][0]
+    first = next(tree for tree in trees if tree.num_drafts)
     paths = {tuple(first.tokens[n] for n in first.path(node)) for node in range(len(first))}
     assert chain[0].tokens in paths
 
@@ -112,7 +112,7 @@ def test_what_is_drawn_is_not_chosen_by_confidence() -> None:
     target, draft = llamas()
     with pytest.raises(ValueError, match="what is drawn must not: leave out draw"):
         ModelDrafter(draft, 4, "eagle2", "without_replacement", target)
-    with pytest.raises(ValueError, match="one of .*sequoia.*eagle2"):
+    with pytest.raises(ValueError, match=r"one of .*sequoia.*eagle2"):
         ModelDrafter(draft, 4, "nonsense")
     with pytest.raises(ValueError, match="unknown option 'size' of tree 'opt_tree'"):
         ModelDrafter(draft, 4, "opt_tree,size=3", target=target)

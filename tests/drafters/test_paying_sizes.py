@@ -18,8 +18,8 @@ from foretoken.models import call_costs, remembered
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
 from foretoken.sampling import Sampler, SamplingParams
-from foretoken.trees.cost_aware import paying_count
 from foretoken.training.recipes.kangaroo import KangarooRecipe
+from foretoken.trees.cost_aware import paying_count
 from toys import engine, llamas, outputs, tables
 
 FREE = TargetCost({1: 1.0, 64: 1.0})

@@ -10,13 +10,12 @@ from foretoken import registry
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
 from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import UNKNOWN_COST, Drafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.recycling import RecyclingDrafter
-from foretoken.drafters.base import UNKNOWN_COST
 from foretoken.drafters.router import RouterDrafter, parse_costs
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.drafters.sources import SourceDrafter

@@ -286,6 +286,10 @@ CASES: dict[str, list[Case]] = {
     "early_exit": [
         Case("chain", lambda target, draft: EarlyExitDrafter(target, layer=1, k=3), network=True),
         Case("wor-tree", lambda target, draft: EarlyExitDrafter(target, layer=1, tree="2x2x1"), network=True),
+        *(
+            Case(f"until-{test}", lambda target, draft, t=test: EarlyExitDrafter(target, 1, k=3, until=t), network=True)  # type: ignore[misc]
+            for test in ("margin", "hidden")
+        ),
     ],
     "layer_skip": [
         Case("chain", lambda target, draft: LayerSkipDrafter(target, attention="1", k=3), network=True),

@@ -17,7 +17,6 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
 from foretoken.models.base import LanguageModel
 
-
 UNKNOWN_COST = 0.1
 """Cost of a draft level of a network whose size is not known, in target calls."""
 

@@ -24,7 +24,6 @@ from foretoken.trees.cost_aware import best_count
 from foretoken.trees.medusa_tree import TYPICAL
 from foretoken.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
 
-
 MOST_NODES = 64
 """Nodes of a tree where the machine scores them for nothing: Medusa's."""
 

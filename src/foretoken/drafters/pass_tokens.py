@@ -36,7 +36,6 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.parts import TargetParts
 
-
 TYPICAL = (0.5, 0.4, 0.3, 0.25)
 """Chances that the drafts of look-ahead tokens are right, where training did not measure them."""
 

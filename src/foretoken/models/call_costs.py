@@ -6,6 +6,7 @@ what one does, and elsewhere every row has its price.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,28 +54,33 @@ def quick_costs(target: LanguageModel) -> TargetCost:
     return _KNOWN[target]
 
 
+@torch.inference_mode()
 def _measure_quickly(target: LanguageModel) -> dict[int, float]:
+    """The quickest of a few calls at each count, which take turns: other work on the machine meets all of them."""
     length = max(1, min(QUICK_TEXT, target.context_length // 2))
     text = [i % target.vocab_size for i in range(1, length + 1)]
-    found: dict[int, float] = {}
-    for count in COUNTS if target.capabilities.rollback else COUNTS[:1]:
-        if count > target.context_length - length:
-            break
-        # More nodes never take less: what says so is noise.
-        found[count] = max(_quickest(target, text, count), *found.values(), 0.0)
-        if found[count] > DEAREST * found[1]:
-            break
-    return found
-
-
-@torch.inference_mode()
-def _quickest(target: LanguageModel, text: Sequence[int], count: int) -> float:
-    times = []
+    counts = [n for n in COUNTS if n <= target.context_length - length] if target.capabilities.rollback else [1]
     with _prefilled(target, text, 1) as sequences:
-        for _ in range(QUICK_TURNS + 1):
-            times.append(_call_s(target, sequences, text, count))
+
+        def spent(count: int) -> float:
+            seconds = _call_s(target, sequences, text, count)
             target.commit(sequences[0], ())
-    return max(min(times[1:]), 1e-9)
+            return seconds
+
+        usable, first = [], 0.0
+        for count in counts:  # the first turn warms up
+            usable.append(count)
+            seconds = spent(count)
+            first = first or seconds
+            if seconds > DEAREST * first:
+                break
+        quickest = {count: math.inf for count in usable}
+        for count in usable * QUICK_TURNS:
+            quickest[count] = min(quickest[count], spent(count))
+    found, least = {}, 1e-9
+    for count in sorted(quickest):  # more nodes never take less: what says so is noise
+        found[count] = least = max(least, quickest[count])
+    return found
 
 
 @torch.inference_mode()
