@@ -90,7 +90,9 @@ def test_hidden_states_that_stand_still_are_saturated() -> None:
     found, layers = drafted(target, EarlyExitDrafter(target, layer=1, k=4, until="hidden", threshold=0.9999, step=1))
     levels = sum(1 for tree in found if tree.num_drafts)
     assert layers > 0 and all(t.num_drafts == 0 or t.depths[-1] for t in found) and levels
-    deepest, most = drafted(target, EarlyExitDrafter(target, layer=1, k=4, until="margin", threshold=1.0, step=1, most=5))
+    deepest, most = drafted(
+        target, EarlyExitDrafter(target, layer=1, k=4, until="margin", threshold=1.0, step=1, most=5)
+    )
     assert layers < most
     assert [t.tokens for t in found] == [t.tokens for t in deepest], "what they add is nothing"
 

@@ -63,6 +63,7 @@ class ModelDrafter(Drafter):
 
     name = "model"
     traits = Traits(rewinds=True)
+    dynamic: DynamicTree | None = None
 
     def __init__(
         self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "", target: LanguageModel | None = None
@@ -93,7 +94,7 @@ class ModelDrafter(Drafter):
 
     def _take(self, places: Places, draw: str) -> None:
         self.places, self.max_depth, self.draw = places, places.max_depth, draw
-        self.dynamic: DynamicTree | None = None
+        self.dynamic = None
         self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=places.branches, sorts=frozenset())
         if isinstance(places, Ranks):
             self.max_nodes = len(places.choices)
