@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foretoken.costs import TargetCost
 from foretoken.drafters.own_layers import num_layers_of
 from foretoken.drafters.skip_sets import SkipSet
-from foretoken.costs import TargetCost
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.checks import fingerprint
@@ -32,7 +32,7 @@ PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
     "Write a Python function that counts the words of a text.",
     "What should I see in Lisbon in two days?",
-    "Summarise how a bill becomes a law.",
+    "Summarise how a vaccine works.",
     "Give me a recipe for tomato soup.",
     "Why do we have seasons?",
     "Write a short letter to a friend about a new job.",

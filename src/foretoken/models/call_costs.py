@@ -1,7 +1,7 @@
 """What a call of the target costs by the number of nodes in it, v(n): measured at length, or quickly and remembered.
 
 How many nodes a draft should have depends on the machine: where reading weights is what a call takes, 60 nodes cost
-what one does, and elsewhere every row has its price.
+what one does, and elsewhere every row costs something.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Node counts that a target is measured at by default."""
 QUICK_TEXT, QUICK_TURNS = 64, 3
 """Tokens before the call that is timed quickly, and how often it is after one that warms up."""
-DEAREST = 6.0
+MOST_EXPENSIVE = 6.0
 """A call that costs more than this many of one node ends the quick measurement: no draft of that size pays."""
 
 _KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
@@ -64,7 +64,7 @@ def _measure_quickly(target: LanguageModel) -> dict[int, float]:
 
         def spent(count: int) -> float:
             seconds = _call_s(target, sequences, text, count)
-            target.commit(sequences[0], ())
+            target.commit(sequences[0], () if target.capabilities.rollback else [0])
             return seconds
 
         usable, first = [], 0.0
@@ -72,9 +72,9 @@ def _measure_quickly(target: LanguageModel) -> dict[int, float]:
             usable.append(count)
             seconds = spent(count)
             first = first or seconds
-            if seconds > DEAREST * first:
+            if seconds > MOST_EXPENSIVE * first:
                 break
-        quickest = {count: math.inf for count in usable}
+        quickest = dict.fromkeys(usable, math.inf)
         for count in usable * QUICK_TURNS:
             quickest[count] = min(quickest[count], spent(count))
     found, least = {}, 1e-9
