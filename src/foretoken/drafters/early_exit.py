@@ -20,7 +20,7 @@ from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.models.base import Feed, LanguageModel, Rows
 from foretoken.models.layers import LayerPlan
 
-THRESHOLDS = {"margin": 0.5, "hidden": 0.95}
+THRESHOLDS = {"margin": 0.5, "hidden": 0.99}
 """Saturation tests, and from which value on a token is saturated: by how much its best token is ahead of the second, in
 probability; and the cosine of its hidden states before and behind the last layer that ran."""
 
@@ -73,7 +73,7 @@ class EarlyExitDrafter(OwnLayersDrafter):
         draw: how siblings are drawn, as for the drafter ``model``.
         until: ``"margin"`` or ``"hidden"`` lets every token exit where it is saturated, by the probability that its
             best token is ahead of the second or by the cosine of its hidden states around a layer.
-        threshold: from which value on it is; 0 means .5 for ``margin`` and .95 for ``hidden``.
+        threshold: from which value on it is; 0 means .5 for ``margin`` and .99 for ``hidden``.
         step: layers between two tests; 0 means an eighth of them.
         most: the layer behind which a token exits in any case; 0 means three quarters of them.
 
