@@ -257,7 +257,8 @@ class FeatureDrafter(FeatureReader, Drafter):
             return TokenTree.chain(tree.context.root, drafts, torch.stack(tree.distributions) if drafts else None)
         kept = self.growth.kept(tree.seen, self._most(tree))
         if self.costs is not None:
-            kept = kept[: paying_count(tree.seen.values(kept), self.costs, batch)]
+            shared = batch if tree.context.maker.fixed else 1
+            kept = kept[: paying_count(tree.seen.values(kept), self.costs, shared)]
         return tree.seen.tree(kept)
 
 

@@ -179,7 +179,9 @@ class ModelDrafter(Drafter):
         return [
             self._finished(tree)
             if tree.seen is None or self.dynamic is None
-            else self.dynamic.finished(tree.seen, min(self.max_nodes, tree.budget.max_nodes), batch)
+            else self.dynamic.finished(
+                tree.seen, min(self.max_nodes, tree.budget.max_nodes), batch if tree.maker.fixed else 1
+            )
             for tree in trees
         ]
 

@@ -45,7 +45,8 @@ def paying_count(values: Sequence[float], costs: TargetCost, batch: int) -> int:
     Args:
         values: chances to be accepted, falling.
         costs: of the target's calls.
-        batch: requests that share a call.
+        batch: requests that share a call; 1 for a request whose text depends on the shape of its drafts (it draws, and
+            is not coupled), which must not depend on who else is served.
     """
     plain = costs.of(batch)
     return max(1, best_count(values, lambda nodes: costs.of(nodes * batch) / plain)[0])
