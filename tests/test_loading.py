@@ -59,6 +59,18 @@ def good(tmp_path: Path) -> Path:
     return save_checkpoint(tmp_path / "good")
 
 
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_an_encoder_with_a_decoder_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    """Bart has a causal class, too, which would load half of it."""
+    folder = save_checkpoint(tmp_path / kind)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "is_encoder_decoder": True}))
+    with pytest.raises(
+        LoadError, match=f"is an encoder and a decoder .{kind}., and only decoders alone are run"
+    ) as told:
+        ft.load(folder)
+    assert "\n" not in str(told.value)
+
+
 def no_config(folder: Path) -> None:
     (folder / "config.json").unlink()
 

@@ -46,6 +46,18 @@ def test_json_is_one_object_with_the_formulas(run: Any) -> None:
     )  # fmt: skip
 
 
+def test_several_guesses_a_round(run: Any) -> None:
+    """Seven chains of k tokens: more tokens, and 7 k + 1 nodes."""
+    result = run("plan", "--alpha", "0.5", "--k", "4", "--guesses", "7", "--v", "1:1,29:1.5", "--json")
+    assert result.code == 0
+    row = result.json["rows"][1]
+    assert row["nodes"] == 29 and row["tokens"] == pytest.approx(5 - sum((1 - 0.5**i) ** 7 for i in range(1, 5)))
+    assert row["speedups"]["1"] == pytest.approx(row["tokens"] / 1.5)
+    assert result.json["guesses"] == 7 and any("7 guesses" in note for note in result.json["notes"])
+    refused = run("plan", "--alpha", "0.5", "--guesses", "0")
+    assert refused.code == 2 and "guesses" in refused.err
+
+
 def test_the_table_and_the_plain_words(run: Any) -> None:
     result = run("plan", "--alpha", "0.7", "--c", "0.1", "--v", "1:1,8:1.1,32:2", "--batch", "1,4,16", "--k", "1-8",
                  "--tree", "3x2x1", "--tree", "2x2")  # fmt: skip

@@ -29,8 +29,10 @@ def context(request_id: int = 0) -> Context:
     return Context(request_id, [0], 1, Sampler(SamplingParams()), Rng(0))
 
 
-def record(drafted: int, accepted: int) -> StepRecord:
-    return StepRecord(0, drafted + 1, drafted, accepted, 1, 0.0, 0.0, 0.0, 0.0)
+def record(drafted: int, accepted: int, depth: int | None = None) -> StepRecord:
+    """A round with a chain, or with a tree of ``depth`` levels."""
+    depth = drafted if depth is None else depth
+    return StepRecord(0, drafted + 1, drafted, accepted, 1, 0.0, 0.0, 0.0, 0.0, depth=depth)
 
 
 # -- update rules ----------------------------------------------------------------------------------------------------
@@ -65,6 +67,15 @@ def test_heuristic_two_up_one_down() -> None:
         controller.observe(request, record(drafted, accepted))
     assert lengths == [5, 7, 6, 8, 7, 6]
     assert controller.budget(request, 1).max_depth == 5
+
+
+def test_heuristic_grows_when_the_deepest_path_of_a_tree_was_accepted() -> None:
+    """Of 14 nodes on 3 levels at most 3 can be accepted."""
+    controller, request = HeuristicController(start=3), context()
+    controller.observe(request, record(14, 3, depth=3))
+    assert controller.budget(request, 1).max_depth == 5
+    controller.observe(request, record(14, 2, depth=3))
+    assert controller.budget(request, 1).max_depth == 4
 
 
 def test_heuristic_keeps_within_its_limits() -> None:

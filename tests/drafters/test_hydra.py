@@ -202,14 +202,14 @@ def test_a_prefix_layer_reads_the_whole_text_round_by_round() -> None:
     drafter = HydraDrafter(net, parts, nodes=6, target=target)
     assert net.prefix is not None
     given: list[tuple[list[int], Tensor]] = []
-    read = drafter.states
+    read = drafter.read_states
 
     def spied(contexts: Any) -> Tensor:
         found = read(contexts)
         given.extend((list(c.tokens), row) for c, row in zip(contexts, found, strict=True))
         return found
 
-    drafter.states = spied  # type: ignore[method-assign]
+    drafter.read_states = spied  # type: ignore[method-assign]
     prompts = [PROMPT, PROMPT[:2], [7], [5, 6, 7, 8, 9, 1, 2]]
     runs = serve(engine(target, drafter, max_batch=3), [Request(prompt, max_new_tokens=9) for prompt in prompts])
     assert all(not run.context.state for run in runs) and len(given) > 12

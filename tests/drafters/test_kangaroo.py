@@ -22,7 +22,7 @@ from foretoken.drafters.nets.decoder import LayerConfig
 from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.drafters.nets.store import save_drafter
 from foretoken.drafters.ngram import NgramDrafter
-from foretoken.drafters.router import RouterDrafter, cost_of
+from foretoken.drafters.router import RouterDrafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.models.base import CapabilityError, Feed, Rows
@@ -367,7 +367,7 @@ def test_states_of_the_exit_layer_are_handed_out_without_running_it_again(name: 
 def test_what_a_draft_token_costs() -> None:
     target = model()
     drafter = drafter_for(target)
-    assert cost_of(drafter, target) == pytest.approx((EXIT + 0.5) / LAYERS)
+    assert drafter.limits.relative_cost == pytest.approx((EXIT + 0.5) / LAYERS)
 
 
 # -- acceptance ------------------------------------------------------------------------------------------------------

@@ -77,8 +77,9 @@ def test_broken_lists_of_layers(text: str, words: str) -> None:
         SkipSet.parse("", text, LAYERS)
 
 
-def test_the_default_set_is_the_odd_layers_between_the_ends() -> None:
-    assert LayerSkipDrafter(model()).skips == SkipSet(frozenset({1, 3}), frozenset({1, 3}))
+def test_sets_by_rule() -> None:
+    assert SkipSet.middle(30).options == {"attention": "12+13+14+15+16+17", "mlp": "none"}
+    assert SkipSet.middle(3).options == {"attention": "1", "mlp": "none"}
     assert SkipSet.odd(8).options == {"attention": "1+3+5", "mlp": "1+3+5"}
     assert SkipSet.odd(8, keep=0).attention == {1, 3, 5, 7}
     assert LayerSkipDrafter(model(), mlp="2-3").skips.options == {"attention": "none", "mlp": "2+3"}

@@ -380,9 +380,9 @@ def test_one_forward_a_level_for_the_whole_batch() -> None:
         ({"tree": "3xx2"}, "positive child counts per level"),
         ({"tree": "0x2"}, "positive child counts per level"),
         ({"tree": "a"}, "positive child counts per level"),
-        ({"tree": "a"}, "expansion, medusa_tree, sequoia with its options"),
+        ({"tree": "a"}, "expansion, medusa_tree, sequoia, eagle2, opt_tree, cost_aware with its options"),
         ({"tree": "none.json"}, "cannot read the tree none.json"),
-        ({"tree": "opt_tree"}, "one of expansion"),
+        ({"tree": "opt_tree,size=1"}, "unknown option 'size' of tree 'opt_tree'"),
         ({"tree": "sequoia,nodes=0"}, "nodes >= 1"),
     ],
 )

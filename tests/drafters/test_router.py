@@ -10,13 +10,13 @@ from foretoken import registry
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
 from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
-from foretoken.drafters.base import Drafter
+from foretoken.drafters.base import UNKNOWN_COST, Drafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.recycling import RecyclingDrafter
-from foretoken.drafters.router import UNKNOWN_COST, RouterDrafter, cost_of, parse_costs
+from foretoken.drafters.router import RouterDrafter, parse_costs
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.drafters.sources import SourceDrafter
 from foretoken.drafters.suffix import SuffixDrafter
@@ -227,12 +227,31 @@ def test_default_costs_come_from_the_weights() -> None:
     router = RouterDrafter([ModelDrafter(draft), NgramDrafter()], target=target)
     assert router.costs == (1.0, 0.0)
     table, other = tables()
-    assert cost_of(ModelDrafter(other), table) == UNKNOWN_COST
-    assert cost_of(ModelDrafter(draft), None) == UNKNOWN_COST
-    assert cost_of(EnsembleDrafter([ModelDrafter(draft), NgramDrafter()]), target) == 1.0
-    stated = NgramDrafter()
-    stated.relative_cost = 0.25  # type: ignore[attr-defined]
-    assert cost_of(stated, target) == 0.25
+    assert ModelDrafter(other).cost_beside(table.weight_bytes) == UNKNOWN_COST
+    assert ModelDrafter(draft).cost_beside(0) == UNKNOWN_COST
+    assert EnsembleDrafter([ModelDrafter(draft), NgramDrafter()]).cost_beside(target.weight_bytes) == 1.0
+
+    class Stated(NgramDrafter):
+        def cost_beside(self, target_bytes: int) -> float:
+            return 0.25
+
+    assert RouterDrafter([Stated()], target=target).costs == (0.25,)
+
+
+@pytest.mark.parametrize(
+    ("spec", "cost"), [("early_exit", 0.5), ("layer_skip,attention=1", 0.75), ("recycling", 0.0), ("ngram", 0.0)]
+)
+def test_a_drafter_costs_the_same_alone_as_in_a_group(spec: str, cost: float) -> None:
+    target, _ = llamas()
+    alone, group = build_drafter(spec, target), build_drafter(f"router,drafters=({spec}|suffix)", target)
+    assert alone is not None and group is not None
+    assert alone.limits.relative_cost == group.limits.members[0].relative_cost == cost
+
+
+def test_a_draft_model_costs_its_share_of_the_target_alone_as_in_a_group() -> None:
+    target, draft = llamas()
+    alone = ModelDrafter(draft, target=target)
+    assert alone.limits.relative_cost == RouterDrafter([alone]).limits.members[0].relative_cost == 1.0
 
 
 def test_costs_of_a_spec() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from trained import trained
 
+from foretoken.costs import TargetCost
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.bpd import BpdDrafter
 from foretoken.drafters.cascade import CascadeDrafter
@@ -156,6 +157,15 @@ def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassToke
     return PassTokensDrafter(random_weights(net), target, **options)
 
 
+def grown(target: LanguageModel, draft: LanguageModel, tree: str, draw: str) -> ModelDrafter:
+    """A tree that follows the draft's confidence, for a machine where rows are free: how many nodes pay would depend on
+    how many requests share a call, and distributions are enumerated in calls of any size."""
+    made = ModelDrafter(draft, 3, tree, draw, target)
+    assert made.dynamic is not None
+    made.dynamic.costs = TargetCost({1: 1.0, 64: 1.0})
+    return made
+
+
 def _trained(method: str, target: LanguageModel, draft: LanguageModel) -> Drafter:
     return trained(method, target)
 
@@ -194,6 +204,10 @@ CASES: dict[str, list[Case]] = {
         Case("wor-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="without_replacement")),
         Case("greedy-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="greedy")),
         Case("itself", lambda target, draft: ModelDrafter(target, k=3)),
+        *(
+            Case(f"{tree}-{draw}", lambda target, draft, t=tree, d=draw: grown(target, draft, t, d))  # type: ignore[misc]
+            for tree, draw in (("eagle2", "iid"), ("opt_tree,threshold=0.05", "iid"), ("cost_aware", "greedy"))
+        ),
         *(
             Case(f"sequoia-{draw}", lambda target, draft, d=draw: ModelDrafter(draft, tree=SEQUOIA, draw=d))  # type: ignore[misc]
             for draw in ("without_replacement", "iid", "greedy")
@@ -282,6 +296,10 @@ CASES: dict[str, list[Case]] = {
     "early_exit": [
         Case("chain", lambda target, draft: EarlyExitDrafter(target, layer=1, k=3), network=True),
         Case("wor-tree", lambda target, draft: EarlyExitDrafter(target, layer=1, tree="2x2x1"), network=True),
+        *(
+            Case(f"until-{test}", lambda target, draft, t=test: EarlyExitDrafter(target, 1, k=3, until=t), network=True)  # type: ignore[misc]
+            for test in ("margin", "hidden")
+        ),
     ],
     "layer_skip": [
         Case("chain", lambda target, draft: LayerSkipDrafter(target, attention="1", k=3), network=True),

@@ -26,6 +26,7 @@ from foretoken.theory.speedup import (
     speedup,
     stationary_k,
     survival,
+    tokens_of_guesses,
     walltime_factor,
 )
 from foretoken.theory.trees import (
@@ -99,6 +100,28 @@ def test_expected_tokens_rise_with_alpha_and_k() -> None:
 @pytest.mark.parametrize("k", [1, 4, 12])
 def test_tokens_and_alpha_are_inverse(alpha: float, k: int) -> None:
     assert alpha_for_tokens(expected_tokens(alpha, k), k) == pytest.approx(alpha, abs=1e-9)
+
+
+@pytest.mark.parametrize("guesses", [1, 2, 7])
+def test_tokens_of_several_guesses(guesses: int) -> None:
+    """The closed form, and a simulation of chains that fail on their own."""
+    alpha, k = 0.6, 4
+    closed = (k + 1) - sum((1 - alpha**i) ** guesses for i in range(1, k + 1))
+    assert tokens_of_guesses(alpha, k, guesses) == pytest.approx(closed)
+    assert tokens_of_guesses(survival(alpha, 2), k, guesses) == pytest.approx(closed), "a vector is continued"
+    rounds = 20_000
+    right = np.random.default_rng(guesses).random((rounds, guesses, k)) < alpha
+    tokens = 1 + right.cumprod(-1).sum(-1).max(-1)
+    assert tokens.mean() == pytest.approx(closed, abs=SIGMAS * tokens.std() / rounds**0.5)
+    assert alpha_for_tokens(closed, k, guesses) == pytest.approx(alpha)
+
+
+def test_limits_of_several_guesses() -> None:
+    assert tokens_of_guesses(0.7, 5, 1) == expected_tokens(0.7, 5)
+    assert tokens_of_guesses(0.7, 5, 10**6) == pytest.approx(6.0)
+    assert tokens_of_guesses(0.0, 5, 9) == 1.0 and tokens_of_guesses(1.0, 5, 9) == 6.0
+    with pytest.raises(ValueError, match="guesses must be a whole number >= 1, not 0"):
+        tokens_of_guesses(0.7, 5, 0)
 
 
 def test_alpha_for_tokens_out_of_reach() -> None:

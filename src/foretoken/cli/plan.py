@@ -29,6 +29,9 @@ def plan_command(
     ] = None,
     c: Annotated[float | None, typer.Option(help="Cost of a draft step over that of a target step; 0: free.")] = None,
     k: Annotated[str, typer.Option(help="Draft lengths: one, or a range such as 1-16.")] = "1-16",
+    guesses: Annotated[
+        int, typer.Option(min=1, help="Chains that guess the same k tokens in a round (lookahead's G).")
+    ] = 1,
     overhead: Annotated[
         float | None, typer.Option(help="Further cost of a speculative round, in target steps.")
     ] = None,
@@ -60,9 +63,12 @@ def plan_command(
     siblings = None if positions is None else plan_options.chances(positions, "--positions")
     if plot is not None:
         plan_options.check_writable(plot)
+    from dataclasses import replace
+
     from foretoken.theory.planner import plan, summary
 
     given, name = _assumptions(alpha, survival, c, overhead, v, operations, profile, drafter, lengths, batches[0])
+    given = replace(given, guesses=guesses)
     with json_only(as_json):
         made = plan(given, lengths, batches, shapes, siblings)
         if plot is not None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from foretoken.controllers.base import Controller
+from foretoken.controllers.stopping import levels
 from foretoken.core import Budget, Context, Limits, StepRecord
 
 
 class HeuristicController(Controller):
     """A draft length per request that grows by ``up`` when everything was accepted and shrinks by ``down`` when not.
+
+    A tree counts as accepted when a path as long as its deepest one is: siblings are alternatives, of which one at most
+    can be right.
 
     Args:
         start: first length; the drafter's own by default.
@@ -55,7 +59,7 @@ class HeuristicController(Controller):
         if record.num_draft_tokens == 0:
             return
         k = self._length(context)
-        full = record.num_accepted_tokens == record.num_draft_tokens
+        full = record.num_accepted_tokens == levels(record)
         context.state[self] = min(self.high, k + self.up) if full else max(self.low, k - self.down)
         if self.persist:
             self._last = context.state[self]

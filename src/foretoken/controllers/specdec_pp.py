@@ -5,6 +5,7 @@ SpecDec++, Huang et al. 2024 (arXiv 2405.19715).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -103,6 +104,9 @@ class SpecdecPpController(Controller):
                     f"this stop head was trained for another draft model ({difference}): train one with "
                     "`foretoken train specdec_pp --draft PATH --out FOLDER` and use specdec_pp:FOLDER"
                 )
+            doubt = self.draft.doubt(model)
+            if doubt:
+                warnings.warn(f"this stop head was trained for this draft model, but {doubt}", stacklevel=3)
         self._budget = Budget(self.k or limits.max_depth, limits.max_nodes, stop=self.stop)
 
     def budget(self, context: Context, batch_size: int) -> Budget:

@@ -87,7 +87,8 @@ class Limits:
         name: the drafter's registry name, or its whole spec where it was built from one.
         max_depth: longest draft that it makes by default.
         max_nodes: most draft nodes that it makes by default.
-        relative_cost: what a level of its drafts costs by its size, in target calls: a guess until it is measured.
+        relative_cost: what a level of its drafts costs by its size, in target calls (0: it runs no network): a guess
+            until it is measured.
         members: the same of the drafters that a group chooses from; ``Budget.member`` counts in this order.
         states: fingerprint of the network whose hidden states a :class:`PathStop` is told; ``None`` if there is none.
     """

@@ -17,6 +17,9 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
 from foretoken.models.base import LanguageModel
 
+UNKNOWN_COST = 0.1
+"""Cost of a draft level of a network whose size is not known, in target calls."""
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -61,6 +64,7 @@ class Drafter(ABC):
         max_nodes: most draft nodes that it makes by default.
         traits: what it is, by its class or by its options.
         spec: the spec string that it was built from, "" for one that was made by hand.
+        target_bytes: weights of the target, 0 where they are not known; what it costs is a share of them.
     """
 
     name: ClassVar[str]
@@ -69,6 +73,7 @@ class Drafter(ABC):
     max_nodes: int = 64
     traits: Traits = Traits()
     spec: str = ""
+    target_bytes: int = 0
 
     @classmethod
     def free_for(cls, context: BuildContext) -> bool:
@@ -85,7 +90,19 @@ class Drafter(ABC):
     @property
     def limits(self) -> Limits:
         """What this drafter can draft, for the controller."""
-        return Limits(self.spec or self.name, self.max_depth, self.max_nodes, states=self.states)
+        cost = self.cost_beside(self.target_bytes)
+        return Limits(self.spec or self.name, self.max_depth, self.max_nodes, cost, states=self.states)
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """What a level of its drafts costs by its size, in target calls; 0 for a drafter that runs no network.
+
+        This is the one guess that controllers and groups start from, until they have measured.
+
+        Args:
+            target_bytes: weights of the target; 0 where they are not known.
+        """
+        model = getattr(self, "model", None)
+        return share_of_bytes(model.weight_bytes, target_bytes) if isinstance(model, LanguageModel) else 0.0
 
     @property
     def states(self) -> Any:
@@ -131,6 +148,17 @@ class Drafter(ABC):
 
     def finish(self, context: Context) -> None:  # noqa: B027
         """The request ended: free what was kept for it."""
+
+
+def share_of_bytes(own: int, target_bytes: int) -> float:
+    """What a step of a network costs, in target calls: its share of the target's bytes, because reading weights is what
+    a step takes.
+
+    Args:
+        own: bytes that the network reads per step; 0 where that is not known.
+        target_bytes: those of the target; 0 where that is not known.
+    """
+    return own / target_bytes if own and target_bytes else UNKNOWN_COST
 
 
 Verify = Callable[[TokenTree, Scores, Any], Verdict]

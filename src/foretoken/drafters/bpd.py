@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.drafters.base import BuildContext, Drafter, Traits
+from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.drafters.drawing import best_ahead
 from foretoken.drafters.features import load_net
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
+from foretoken.models.packing import weight_bytes
 from foretoken.models.parts import TargetParts
 
 
@@ -56,6 +57,11 @@ class BpdDrafter(Drafter):
         """
         heads, parts = load_net(context, cls.name, path, BpdConfig, BpdHeads)
         return cls(heads, parts, **options)
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """A head of so many, and the target's vocabulary projection."""
+        own = weight_bytes(self.heads) // max(1, self.k - 1)
+        return share_of_bytes(own + weight_bytes(self.parts.head), target_bytes)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """Draft for one request."""

@@ -106,6 +106,7 @@ class CascadeDrafter(Drafter):
             if not getattr(model.capabilities, need):
                 raise CapabilityError(f"this model cannot draft so: {model.capabilities.missing.get(need, need)}")
         self.model, self.inner, self.late = model, inner, late
+        self.target_bytes = 0 if target is None else target.weight_bytes
         self.nested = [inner] if late is None or late is inner else [inner, late]
         self.vocab_size = model.vocab_size if target is None else target.vocab_size
         self.k = self.max_depth = self.max_nodes = k

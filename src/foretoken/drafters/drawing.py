@@ -52,20 +52,24 @@ def distribution_of(maker: SamplingPipeline, logits: Tensor, prefix: Sequence[in
         return None
 
 
+def log_beliefs(rows: Tensor) -> Tensor:
+    """Log-probabilities [n, V] from unnormalised ones; a row without any hope stays so."""
+    return rows - rows.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)
+
+
 def best(ranking: Tensor, count: int) -> list[int]:
     """The tokens of the ``count`` largest entries of a ranking [V], best first; impossible ones are left out."""
     values, tokens = ranking.topk(min(count, len(ranking)))
     return [t for v, t in zip(values.tolist(), tokens.tolist(), strict=True) if v > -torch.inf]
 
 
-def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int], count: int) -> list[list[int]]:
-    """Per row of draft logits [n, V] its ``count`` best tokens (impossible ones too, if nothing else is left).
+def raced_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int]) -> Tensor:
+    """Draft logits [n, V] as their tokens are ranked: those of requests with noise by the race.
 
     Args:
         logits: row i is about the token behind the text of ``contexts[i]`` and ``ahead[i]`` more.
-        contexts: the request of each row.  One without noise gets the largest logits.
+        contexts: the request of each row.
         ahead: draft tokens before the one that is guessed.
-        count: tokens per row.
     """
     rows_of: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
@@ -78,6 +82,17 @@ def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int]
         text = context.tokens  # without the drafts before, which are not all known: penalties are nearly right
         lengths = [len(text) + ahead[row] for row in rows]
         logits[rows] = ranked(context.maker, logits[rows], lengths, [text] * len(rows)).to(logits)
+    return logits
+
+
+def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int], count: int) -> list[list[int]]:
+    """Per row of draft logits [n, V] its ``count`` best tokens (impossible ones too, if nothing else is left); the
+    arguments are those of :func:`raced_ahead`."""
+    return largest(raced_ahead(logits, contexts, ahead), count)
+
+
+def largest(logits: Tensor, count: int) -> list[list[int]]:
+    """Per row of logits [n, V] the tokens of its ``count`` largest entries, largest first."""
     found: list[list[int]] = logits.topk(min(count, logits.shape[-1]), -1).indices.tolist()
     return found
 

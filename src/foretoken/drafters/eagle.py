@@ -26,4 +26,4 @@ class EagleDrafter(FeatureDrafter):
             ValueError: no folder, one trained for another target, or damaged files.
         """
         net, parts = load_net(context, cls.name, path, EagleConfig, EagleNet)
-        return cls(FeatureModel(net, parts, context.target), **options)
+        return cls.sized(FeatureModel(net, parts, context.target), context.target, options)

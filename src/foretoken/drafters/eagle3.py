@@ -53,7 +53,8 @@ class Eagle3Drafter(FeatureDrafter):
         ids = net.vocabulary
         if bool(((ids < 0) | (ids >= parts.vocab_size)).any()):
             raise ValueError(f"d2t names tokens outside the target's vocabulary of {parts.vocab_size}: copy it again")
-        return cls.of(net, parts, context.target, **options)
+        model = FeatureModel(net.to(parts.device), parts, context.target, draft_projection(net, parts))
+        return cls.sized(model, context.target, options)
 
     @classmethod
     def of(cls, net: Eagle3Net, parts: TargetParts, target: LanguageModel, **options: Any) -> Eagle3Drafter:

@@ -9,21 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, TokenTree
-from foretoken.drafters.base import BuildContext, Drafter, Traits
-from foretoken.drafters.drawing import distribution_of, draw_iid, ranked
+from foretoken.costs import TargetCost
+from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.drafters.drawing import distribution_of, draw_iid, log_beliefs, ranked
+from foretoken.drafters.dynamic import MOST_NODES
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.drafters.reading import FeatureReader
-from foretoken.models.base import Feed, SequenceState
+from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.call_costs import quick_costs
 from foretoken.models.features import FeatureModel
+from foretoken.models.packing import weight_bytes
 from foretoken.models.parts import TargetParts
 from foretoken.trees.base import Candidates, Growth
+from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.eagle2 import Eagle2
 from foretoken.trees.specs import build_tree
 
@@ -56,7 +61,8 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     Args:
         model: the network over the target's features.
-        nodes: draft nodes that are kept of all that were looked at.
+        nodes: draft nodes that are kept of all that were looked at.  A spec that leaves it out gets up to 60, as many
+            as pay by what the target's calls cost on this machine.
         depth: levels.
         width: children that every expanded node gets, and with ``eagle2`` nodes that are expanded per level.
         grow: how the tree grows, the spec of a dynamic tree: ``eagle2``, ``opt_tree,threshold=0.2`` or
@@ -66,6 +72,8 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     Attributes:
         growth: that tree; one made by hand (``CostAware(cost=...)`` with measured costs) may be put in its place.
+        costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
+            chances that the draft gives them.
 
     Raises:
         ValueError: an option below 1, or no dynamic tree.
@@ -88,11 +96,25 @@ class FeatureDrafter(FeatureReader, Drafter):
         super().__init__(model)
         self.width, self.draw = width, draw
         self.growth = growth_of(grow)
+        self.costs: TargetCost | None = None
         self.max_depth, self.max_nodes = depth, nodes
         self.vocab_size = model.vocab_size
         points = (Kind.POINT, width > 1)  # the tree; where chains are drawn, too, ``auto`` picks the rule by the tree
         sorts = {points, (Kind.IID, False)} if draw == "iid" else {points}
         self.traits = Traits(Kind.IID if draw == "iid" else Kind.POINT, width > 1, frozenset(sorts))
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The network, and the vocabulary projection that it borrows from the target."""
+        return share_of_bytes(self.model.weight_bytes + weight_bytes(self.model.parts.head), target_bytes)
+
+    @classmethod
+    def sized(cls, model: FeatureModel, target: LanguageModel, options: dict[str, Any]) -> Self:
+        """With a tree that is as large as pays on this machine, unless ``nodes`` says how large it is."""
+        if "nodes" in options:
+            return cls(model, **options)
+        built = cls(model, nodes=MOST_NODES, **options)
+        built.costs = quick_costs(target)
+        return built
 
     # -- a request's life --------------------------------------------------------------------------------------------
 
@@ -124,7 +146,7 @@ class FeatureDrafter(FeatureReader, Drafter):
             for tree, row in zip(growing, rows, strict=True):
                 self._expand(tree, tree.frontier, row.logits, row.taps["state"])
         for i, tree in zip(ready, trees, strict=True):
-            found[i] = self._finished(tree)
+            found[i] = self._finished(tree, len(trees))
         return found
 
     def _begin(self, context: Context, budget: Budget) -> Growing:
@@ -162,28 +184,42 @@ class FeatureDrafter(FeatureReader, Drafter):
             self._draw(tree, nodes[0], self.widened(logits[:1])[0], outputs)
             return
         seen, first = tree.seen, len(tree.seen)
-        for node, mine, values in zip(nodes, *self._best(tree, nodes, logits), strict=True):
+        sure = self._sure(tree, nodes, logits)
+        for node, mine, values in zip(nodes, *self._best(tree, sure), strict=True):
             possible = [i for i, value in enumerate(values) if value > -math.inf]
             seen.add(node, [mine[i] for i in possible], [seen.scores[node] + values[i] for i in possible])
         grew = len(seen) > first
-        tree.frontier = self.growth.frontier(seen, first, self.width, self._most(tree)) if grew else []
         row_of = {node: row for row, node in enumerate(nodes)}
+        wanted = self.growth.frontier(seen, first, self.width, self._most(tree)) if grew else []
+        tree.frontier = [node for node in wanted if not self._ends(tree, node, sure[row_of[seen.parents[node]]])]
         tree.states = [outputs[row_of[seen.parents[node]]] for node in tree.frontier]
 
-    def _best(self, tree: Growing, nodes: Sequence[int], logits: Tensor) -> tuple[list[list[int]], list[list[float]]]:
-        """Per node its ``width`` best tokens, and how sure the draft is of each: log-probabilities, with noise those of
-        the race."""
+    def _races(self, tree: Growing) -> bool:
+        return tree.context.maker.noise is not None and self.draw != "greedy"
+
+    def _sure(self, tree: Growing, nodes: Sequence[int], logits: Tensor) -> Tensor:
+        """Per node how sure the draft is of every token behind it: log-probabilities [n, V'], with noise those of the
+        race."""
         maker, seen, text = tree.context.maker, tree.seen, tree.context.tokens
-        races = maker.noise is not None and self.draw != "greedy"
-        if races:
+        if self._races(tree):
             lengths = [len(text) + seen.depths[node] for node in nodes]
             prefixes = None if maker.context_free else [[*text, *seen.path_tokens(node)] for node in nodes]
             rows = ranked(maker, self.widened(logits), lengths, prefixes)
         else:
             rows = logits.float()
-        sure = rows - rows.logsumexp(-1, keepdim=True).nan_to_num(neginf=0.0)  # a row without any hope stays so
+        return log_beliefs(rows)
+
+    def _best(self, tree: Growing, sure: Tensor) -> tuple[list[list[int]], list[list[float]]]:
+        """Per row of log-probabilities its ``width`` best tokens, and the values of these."""
         values, tokens = sure.topk(min(self.width, sure.shape[-1]), -1)
-        return (tokens if races else self.mapped(tokens)).tolist(), values.tolist()
+        return (tokens if self._races(tree) else self.mapped(tokens)).tolist(), values.tolist()
+
+    def _ends(self, tree: Growing, node: int, sure: Tensor) -> bool:
+        """Whether a stop rule ends the path with this node, by the log-probabilities [V'] that it was chosen from."""
+        if not asks_for_confidence(tree.budget):
+            return False
+        own = tree.seen.scores[node] - tree.seen.scores[tree.seen.parents[node]]
+        return tree.budget.stops_after(sure.exp(), math.exp(own))
 
     def _draw(self, tree: Growing, node: int, logits: Tensor, outputs: Tensor) -> None:
         """Draw the chain's next token by the request's own pipeline from logits [V], and keep the distribution it is
@@ -213,12 +249,16 @@ class FeatureDrafter(FeatureReader, Drafter):
     def _most(self, tree: Growing) -> int:
         return min(self.max_nodes, tree.budget.max_nodes)
 
-    def _finished(self, tree: Growing) -> TokenTree:
+    def _finished(self, tree: Growing, batch: int) -> TokenTree:
         """What is kept of all candidates, or the whole drawn chain."""
         if tree.distributions is not None:
             drafts = tree.seen.tokens[1:]
             return TokenTree.chain(tree.context.root, drafts, torch.stack(tree.distributions) if drafts else None)
-        return tree.seen.tree(self.growth.kept(tree.seen, self._most(tree)))
+        kept = self.growth.kept(tree.seen, self._most(tree))
+        if self.costs is not None:
+            shared = batch if tree.context.maker.fixed else 1
+            kept = kept[: paying_count(tree.seen.values(kept), self.costs, shared)]
+        return tree.seen.tree(kept)
 
 
 def growth_of(spec: str) -> Growth:

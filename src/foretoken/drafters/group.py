@@ -63,6 +63,10 @@ class GroupDrafter(Drafter):
         )
         self.vocab_size = next((v for v in map(vocabulary_of, drafters) if v is not None), None)
 
+    def cost_beside(self, target_bytes: int) -> float:
+        """As much as its most expensive member."""
+        return max(member.cost_beside(target_bytes) for member in self.drafters)
+
     def start(self, context: Context) -> None:
         """Start every member."""
         for member in self.drafters:

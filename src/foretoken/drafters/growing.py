@@ -12,6 +12,7 @@ from torch.nn import functional
 from foretoken.core import Budget, Context
 from foretoken.models.base import CapabilityError, LanguageModel, Rows, SequenceState
 from foretoken.sampling import Sampler
+from foretoken.trees.base import Candidates
 from foretoken.trees.counts import Counts
 from foretoken.trees.shapes import Choice
 
@@ -37,6 +38,7 @@ class Growing:
     path_of: dict[int, tuple[int, ...]] = field(default_factory=lambda: {0: ()})  # node -> tokens below the root
     place_of: dict[int, Choice] = field(default_factory=lambda: {0: ()})  # node -> ranks below the root
     likelihood: dict[int, float] = field(default_factory=lambda: {0: 1.0})
+    seen: Candidates | None = None  # of a tree that grows by confidence: ``tokens`` and ``parents`` are its own
     ready: tuple[Tensor | None, list[int]] | None = (
         None  # distribution [V] and tokens of the next node, made for the batch
     )

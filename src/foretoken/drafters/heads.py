@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -12,12 +13,19 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.drafters.base import BuildContext, Drafter, Traits
+from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
+from foretoken.models.call_costs import quick_costs
+from foretoken.models.packing import weight_bytes
 from foretoken.models.parts import TargetParts
+from foretoken.trees.cost_aware import best_count
 from foretoken.trees.medusa_tree import TYPICAL
 from foretoken.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
+
+MOST_NODES = 64
+"""Nodes of a tree where the machine scores them for nothing: Medusa's."""
 
 
 class HeadsDrafter(Drafter):
@@ -27,7 +35,8 @@ class HeadsDrafter(Drafter):
         heads: the trained heads, one entry of ``heads.blocks`` and of ``heads.projections`` (if any) for each; they
             move to the target's device.
         parts: what they borrow from the target.
-        nodes: draft nodes of the tree.
+        nodes: draft nodes of the tree.  A spec that leaves it out gets as many as pay by what the target's calls cost
+            on this machine, at most 64.
         accuracies: [K][R] measured chance that the head's candidate of this rank is right.
         tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
 
@@ -80,13 +89,22 @@ class HeadsDrafter(Drafter):
         folder = context.folder(cls.name, path)
         found = read_description(folder, cls.name, parts.fingerprint())
         heads = build_net(folder, cls.net_class, cls.net_config, found)
-        options.setdefault("accuracies", found["measured"].get("accuracies"))
+        accuracies = found["measured"].get("accuracies")
+        options.setdefault("accuracies", accuracies)
+        if "nodes" not in options and not options.get("tree"):
+            options["nodes"] = paying_nodes((accuracies or TYPICAL)[: len(heads.blocks)], context.target)
         return cls.over(heads.to(parts.device), parts, context.target, **options)
 
     @classmethod
     def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
         """A drafter over heads for ``target``."""
         return cls(heads, parts, **options)
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """A head of so many, and the vocabulary projection where it borrows the target's."""
+        own = weight_bytes(self.heads) // len(self.heads.blocks)
+        borrowed = 0 if len(self.heads.projections) else weight_bytes(self.parts.head)
+        return share_of_bytes(own + borrowed, target_bytes)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
         """Draft for one request."""
@@ -101,27 +119,32 @@ class HeadsDrafter(Drafter):
         ready = [i for i, is_level in zip(ready, self.level([contexts[i] for i in ready]), strict=True) if is_level]
         if ready:
             chosen = [contexts[i] for i in ready]
-            filled = self.fill(self.states(chosen), chosen, [shapes[i] for i in ready])
+            filled = self.fill(
+                self.read_states(chosen), chosen, [shapes[i] for i in ready], [budgets[i] for i in ready]
+            )
             for i, tokens in zip(ready, filled, strict=True):
-                trees[i] = self._tree(contexts[i].root, shapes[i], tokens)
+                trees[i] = self._tree(contexts[i].root, tokens)
         return trees
 
     def level(self, contexts: Sequence[Context]) -> list[bool]:
         """Which requests' texts have been read, by heads that read them."""
         return [True] * len(contexts)
 
-    def states(self, contexts: Sequence[Context]) -> Tensor:
+    def read_states(self, contexts: Sequence[Context]) -> Tensor:
         """[n, D]: what the heads read of each request, the state of the token before its root."""
         return torch.stack([c.hidden["last"][-1] for c in contexts]).float()
 
     @abstractmethod
-    def fill(self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Tokens of the wanted nodes of every request.
+    def fill(
+        self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]], budgets: Sequence[Budget]
+    ) -> list[dict[int, int]]:
+        """Tokens by node of every request, without those below a node that the budget's stop rule ends a path with.
 
         Args:
             states: [n, D] what the heads read.
             contexts: n requests.
             shapes: per request the nodes of the shape (choice i is node i + 1), parents first.
+            budgets: per request, with its stop rule.
         """
 
     def project(self, head: int, hidden: Tensor) -> Tensor:
@@ -137,7 +160,28 @@ class HeadsDrafter(Drafter):
         size = self.parts.vocab_size
         return fitting_nodes(self.choices, self.parents, budget.max_depth, budget.max_nodes, size)
 
-    def _tree(self, root: int, nodes: Sequence[int], tokens: Sequence[int]) -> TokenTree:
+    def _tree(self, root: int, tokens: Mapping[int, int]) -> TokenTree:
+        nodes = sorted(tokens)
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         parents = (place[self.parents[node - 1]] for node in nodes)
-        return TokenTree((root, *tokens), (-1, *parents))
+        return TokenTree((root, *(tokens[node] for node in nodes)), (-1, *parents))
+
+
+def paying_nodes(accuracies: Sequence[Sequence[float]], target: LanguageModel) -> int:
+    """How many nodes of the best tree give most tokens per time on this machine.
+
+    Args:
+        accuracies: [K][R] chance that the head's candidate of this rank is right.
+        target: what scores them.
+    """
+    choices = medusa_choices(accuracies, MOST_NODES)
+    values = [math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices]
+    return max(1, best_count(values, quick_costs(target).relative)[0])
+
+
+def ends_after(budget: Budget, logits: Tensor, token: int) -> bool:
+    """Whether a budget's stop rule ends a path with ``token``, which was taken from ``logits`` [V]."""
+    if not asks_for_confidence(budget):
+        return False
+    distribution = torch.softmax(logits.float(), -1)
+    return budget.stops_after(distribution, float(distribution[token]))

@@ -12,9 +12,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from foretoken.core import Context, Scores, TokenTree, Verdict
-from foretoken.drafters.drawing import best_ahead
-from foretoken.drafters.heads import HeadsDrafter
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
+from foretoken.drafters.drawing import largest, raced_ahead
+from foretoken.drafters.heads import HeadsDrafter, ends_after
 from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
@@ -24,10 +24,15 @@ from foretoken.models.parts import TargetParts
 
 @dataclass
 class _Filling:
-    """A tree under construction: tokens by node of the shape, and the row of each expanded node's input."""
+    """A tree under construction: tokens by node of the shape, and the row of each expanded node's input.
+
+    ``ended`` are nodes that a stop rule ends their path with.
+    """
 
     nodes: Sequence[int]
     tokens: dict[int, int]
+    budget: Budget
+    ended: set[int] = field(default_factory=set)
     row_of: dict[int, int] = field(default_factory=dict)
 
 
@@ -100,17 +105,20 @@ class HydraDrafter(HeadsDrafter):
                 context.state[self] = rows[id(context)].taps["state"][-1]
         return ready
 
-    def states(self, contexts: Sequence[Context]) -> Tensor:
+    def read_states(self, contexts: Sequence[Context]) -> Tensor:
         """[n, D]: the target's states, or what the prefix layer made of them."""
         if self.reader is None:
-            return super().states(contexts)
+            return super().read_states(contexts)
         return torch.stack([context.state[self] for context in contexts])
 
     # -- the tree ----------------------------------------------------------------------------------------------------
 
-    def fill(self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
+    def fill(
+        self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]], budgets: Sequence[Budget]
+    ) -> list[dict[int, int]]:
         """Level by level: one head for all parents of all requests."""
-        trees = [_Filling(nodes, {0: context.root}) for nodes, context in zip(shapes, contexts, strict=True)]
+        given = zip(shapes, contexts, budgets, strict=True)
+        trees = [_Filling(nodes, {0: context.root}, budget) for nodes, context, budget in given]
         inputs = states
         for level in range(self.max_depth):
             below = [self._children(tree, level) for tree in trees]
@@ -120,19 +128,24 @@ class HydraDrafter(HeadsDrafter):
             logits = self.project(level, self.heads(level, inputs))
             ranks = 1 + max(self.choices[n - 1][-1] for parents in below for nodes in parents.values() for n in nodes)
             rows = [context for context, parents in zip(contexts, below, strict=True) for _ in parents]
-            ranked = best_ahead(logits, rows, [level] * len(rows), ranks)
+            raced = raced_ahead(logits, rows, [level] * len(rows))
+            ranked = largest(raced, ranks)
             for tree, parents in zip(trees, below, strict=True):
                 for parent, nodes in parents.items():
-                    best = ranked[tree.row_of[parent]]
-                    tree.tokens.update((node, best[self.choices[node - 1][-1]]) for node in nodes)
-        return [[tree.tokens[node] for node in tree.nodes] for tree in trees]
+                    row = tree.row_of[parent]
+                    for node in nodes:
+                        token = tree.tokens[node] = ranked[row][self.choices[node - 1][-1]]
+                        if ends_after(tree.budget, raced[row], token):
+                            tree.ended.add(node)
+        return [{node: token for node, token in tree.tokens.items() if node} for tree in trees]
 
     def _children(self, tree: _Filling, level: int) -> dict[int, list[int]]:
         """The nodes one level below ``level``, by parent."""
         found: dict[int, list[int]] = {}
         for node in tree.nodes:
-            if len(self.choices[node - 1]) == level + 1:
-                found.setdefault(self.parents[node - 1], []).append(node)
+            parent = self.parents[node - 1]
+            if len(self.choices[node - 1]) == level + 1 and parent in tree.tokens and parent not in tree.ended:
+                found.setdefault(parent, []).append(node)
         return found
 
     def _inputs(

@@ -81,10 +81,9 @@ class KangarooDrafter(OwnLayersDrafter):
         net, parts = load_net(context, cls.name, path, KangarooConfig, KangarooNet)
         return cls(context.target, FeatureModel(net, parts, context.target), **options)
 
-    @property
-    def relative_cost(self) -> float:
-        """The share of the layers that runs, with the adapter as one more sublayer (for ``router``)."""
-        return super().relative_cost + 0.5 / num_layers_of(self.model)
+    def cost_beside(self, target_bytes: int) -> float:
+        """The share of the layers that runs, with the adapter as one more sublayer."""
+        return super().cost_beside(target_bytes) + 0.5 / num_layers_of(self.model)
 
     # -- a request's life --------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
+from foretoken.drafters.skip_default import default_set
 from foretoken.drafters.skip_sets import SkipSet, load_skips
 from foretoken.models.base import LanguageModel
 
@@ -53,12 +54,14 @@ class LayerSkipDrafter(OwnLayersDrafter):
     Args:
         target: the model that drafts for itself.
         attention: layers whose attention is skipped, ``1+3+6-8`` or ``none``.
-        mlp: layers whose MLP is skipped.  When neither is given, both sublayers of all odd layers but the last are.
+        mlp: layers whose MLP is skipped.  When neither is given, the set is measured on the target's own text with
+            the first request, and remembered (:mod:`foretoken.drafters.skip_default`).
         k: longest draft, when no tree is asked for.
         adaptive: end a draft where its distribution is unsure; the threshold follows the acceptance rate of the
             request.
         tree: children per level, as for the drafter ``model``.
         draw: how siblings are drawn, as for the drafter ``model``.
+        tokenizer: the target's, whose text the default set is measured on.
 
     Raises:
         ValueError: an option outside its range, or a set that leaves nothing to run.
@@ -76,17 +79,21 @@ class LayerSkipDrafter(OwnLayersDrafter):
         adaptive: bool = True,
         tree: str = "",
         draw: str = "",
+        *,
+        tokenizer: Any | None = None,
     ) -> None:
         layers = num_layers_of(target)
-        if attention or mlp:
+        self.is_decided = bool(attention or mlp)
+        if self.is_decided:
             skips = SkipSet.parse(attention, mlp, layers)
+            skips.check(target)
         elif layers > 2:
-            skips = SkipSet.odd(layers)
+            skips = SkipSet.middle(layers)
+            SkipSet.odd(layers).check(target)  # any sublayer may be left out
         else:
             raise ValueError(f"with {layers} layers nothing is skipped by default: say what, for example attention=1")
-        skips.check(target)
         super().__init__(target, skips.plan, k, tree, draw)
-        self.skips, self.adaptive = skips, adaptive
+        self.skips, self.adaptive, self.tokenizer = skips, adaptive, tokenizer
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> LayerSkipDrafter:
@@ -97,16 +104,28 @@ class LayerSkipDrafter(OwnLayersDrafter):
             OSError: no such file.
         """
         if path is None:
-            return cls(context.target, **options)
+            return cls(context.target, tokenizer=context.tokenizer, **options)
         if options.get("attention") or options.get("mlp"):
             raise ValueError("give layer_skip a file or attention=... and mlp=..., not both")
         skips = load_skips(Path(path).expanduser(), context.target)
         return cls(context.target, **{**options, **skips.options})
 
     def start(self, context: Context) -> None:
-        """A request begins with the threshold of its temperature."""
+        """A request begins with the threshold of its temperature; the first one with the choice of a set.
+
+        Warns:
+            NothingToSkipWarning: no set pays.
+        """
+        self.decide()
         super().start(context)
         context.state[self, "threshold"] = Threshold(0.8 if context.maker.greedy else 0.5)
+
+    def decide(self) -> None:
+        """Measure which set promises most, if none was given."""
+        if not self.is_decided:
+            self.is_decided = True
+            self.skips = default_set(self.model, self.tokenizer).skips
+            self.plan = self.skips.plan
 
     def finish(self, context: Context) -> None:
         """Forget the threshold."""

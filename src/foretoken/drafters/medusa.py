@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretoken.core import Context
-from foretoken.drafters.drawing import best_ahead
-from foretoken.drafters.heads import HeadsDrafter
+from foretoken.core import Budget, Context
+from foretoken.drafters.drawing import largest, raced_ahead
+from foretoken.drafters.heads import HeadsDrafter, ends_after
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
 
 
@@ -23,17 +23,28 @@ class MedusaDrafter(HeadsDrafter):
     net_config = MedusaConfig
     net_class = MedusaHeads
 
-    def fill(self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]]) -> list[list[int]]:
+    def fill(
+        self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]], budgets: Sequence[Budget]
+    ) -> list[dict[int, int]]:
         """One call of all heads for all requests."""
         logits, count = self.logits(states), len(contexts)
         top = 1 + max(choice[-1] for choice in self.choices)
-        heads = range(len(logits))
-        rows = [context for _ in heads for context in contexts]
-        found = best_ahead(logits.flatten(0, 1), rows, [head for head in heads for _ in contexts], top)
-        return [
-            [found[(len(choice) - 1) * count + i][choice[-1]] for choice in (self.choices[node - 1] for node in nodes)]
-            for i, nodes in enumerate(shapes)
-        ]
+        rows = [context for _ in logits for context in contexts]
+        raced = raced_ahead(logits.flatten(0, 1), rows, [head for head in range(len(logits)) for _ in contexts])
+        tokens = largest(raced, top)
+        filled: list[dict[int, int]] = []
+        for i, (nodes, budget) in enumerate(zip(shapes, budgets, strict=True)):
+            found, open_nodes = dict[int, int](), {0}
+            for node in nodes:
+                if self.parents[node - 1] not in open_nodes:
+                    continue
+                choice = self.choices[node - 1]
+                row = (len(choice) - 1) * count + i
+                found[node] = tokens[row][choice[-1]]
+                if not ends_after(budget, raced[row], found[node]):
+                    open_nodes.add(node)
+            filled.append(found)
+        return filled
 
     def logits(self, states: Tensor) -> Tensor:
         """[K, n, V] of states [n, D]."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
 from foretoken.drafters.base import BuildContext, Drafter, Traits
 from foretoken.drafters.drawing import best, distribution_of, draw_each, draw_iid, draw_without_replacement, ranked
+from foretoken.drafters.dynamic import MOST_NODES, DynamicTree, is_dynamic
 from foretoken.drafters.growing import Growing, asks_for_confidence, check_growth, ends_path, follow, readable, widened
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
@@ -28,7 +29,7 @@ from foretoken.trees.base import Shape
 from foretoken.trees.counts import Levels, Places, Ranks
 from foretoken.trees.expansion import parse_widths as parse_widths
 from foretoken.trees.shapes import Choice, read_tree
-from foretoken.trees.specs import build_tree, static_trees
+from foretoken.trees.specs import build_tree, dynamic_trees, static_trees
 
 Draw = Literal["iid", "without_replacement", "greedy"]
 
@@ -45,7 +46,9 @@ class ModelDrafter(Drafter):
         k: chain length, when no tree is asked for.
         tree: children per level, ``"3x2x1"`` (SpecInfer's fixed expansion); a file of ``foretoken tune tree``; or the
             spec of a static tree, ``"sequoia,nodes=16"``.  Siblings take the ranks of such a tree in the order in which
-            they are drawn.
+            they are drawn.  ``eagle2``, ``opt_tree`` or ``cost_aware`` grow a tree of at most 60 nodes and k levels by
+            the draft's own confidence, for greedy requests and those with noise, and keep as many nodes as pay on this
+            machine; requests that sample without noise then get a drawn chain.
         draw: how siblings are drawn when the request samples: ``"iid"``, ``"without_replacement"`` or ``"greedy"``
             (the most likely ones, verified as point masses).  The default is ``"without_replacement"`` for trees and
             ``"iid"`` for chains.  A greedy request always gets greedy drafts, and one with noise those that come first
@@ -61,25 +64,39 @@ class ModelDrafter(Drafter):
 
     name = "model"
     traits = Traits(rewinds=True)
+    dynamic: DynamicTree | None = None
 
     def __init__(
         self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "", target: LanguageModel | None = None
     ) -> None:
         if k < 1:
             raise ValueError(f"{self.name} needs k >= 1, not {k}")
-        self.places = places_of(tree, self.name) if tree else Levels((1,) * k)
-        is_tree = self.places.branches
-        draw = draw or ("without_replacement" if is_tree else "iid")
+        dynamic = is_dynamic(tree)
+        self.places = places_of(tree, self.name) if tree and not dynamic else Levels((1,) * k)
+        draw = draw or ("without_replacement" if self.places.branches else "iid")
         if draw not in KINDS:
             raise ValueError(f"draw must be iid, without_replacement or greedy, not {draw!r}")
-        check_growth(model, is_tree)
+        if dynamic and draw == "without_replacement":
+            raise ValueError(f"tree={tree} follows the draft's confidence, and what is drawn must not: leave out draw")
+        check_growth(model, self.places.branches or dynamic)
         self.model = model
+        self.target_bytes = 0 if target is None else target.weight_bytes
         self.vocab_size = model.vocab_size if target is None else target.vocab_size
         self._take(self.places, draw)
+        if dynamic:
+            self._grow_by_confidence(tree, model if target is None else target)
+
+    def _grow_by_confidence(self, tree: str, target: LanguageModel) -> None:
+        """Point proposals that branch, beside the drawn chains."""
+        self.dynamic = DynamicTree.of(tree, target, self.cost_beside(self.target_bytes))
+        self.max_nodes = MOST_NODES
+        sorts = {(Kind.POINT, True)} | ({(Kind.IID, False)} if self.draw == "iid" else set())
+        self.traits = replace(self.traits, draws_trees=True, sorts=frozenset(sorts))
 
     def _take(self, places: Places, draw: str) -> None:
         self.places, self.max_depth, self.draw = places, places.max_depth, draw
-        self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=places.branches)
+        self.dynamic = None
+        self.traits = replace(self.traits, kind=KINDS[draw], draws_trees=places.branches, sorts=frozenset())
         if isinstance(places, Ranks):
             self.max_nodes = len(places.choices)
 
@@ -142,7 +159,11 @@ class ModelDrafter(Drafter):
         trees = [self._begin(contexts[i], budgets[i], texts[i]) for i in ready]
         self._grow(trees)
         for i, tree in zip(ready, trees, strict=True):
-            found[i] = self._finished(tree)
+            if tree.seen is None or self.dynamic is None:
+                found[i] = self._finished(tree)
+            else:  # the size of a tree that is drawn does not depend on who shares the call
+                most, sharing = min(self.max_nodes, budgets[i].max_nodes), len(trees) if tree.maker.fixed else 1
+                found[i] = self.dynamic.finished(tree.seen, most, sharing)
         return found
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
@@ -178,7 +199,7 @@ class ModelDrafter(Drafter):
         alike: dict[tuple[Hashable, bool], list[int]] = {}
         for index, (tree, row) in enumerate(zip(trees, logits, strict=True)):
             recipe = tree.maker.recipe if tree.draws or (tree.races and not asks_for_confidence(tree.budget)) else None
-            if recipe is not None and len(row) == 1 and self._width(tree, tree.frontier[0]) == 1:
+            if recipe is not None and tree.seen is None and len(row) == 1 and self._width(tree, tree.frontier[0]) == 1:
                 alike.setdefault((recipe, tree.races), []).append(index)
         for (_, races), group in alike.items():
             if len(group) > 1:
@@ -225,7 +246,11 @@ class ModelDrafter(Drafter):
         maker, likeliest = context.maker, self.draw == "greedy"
         draws, races = not (maker.fixed or likeliest), maker.noise is not None and not likeliest
         counts = self.places.within(budget.max_depth, budget.max_nodes)
-        return Growing(context, budget, sequence, maker, [context.root], draws, races, text, counts)
+        tree = Growing(context, budget, sequence, maker, [context.root], draws, races, text, counts)
+        if self.dynamic is not None and not draws:
+            tree.seen = self.dynamic.begin(context)
+            tree.tokens, tree.parents = tree.seen.tokens, tree.seen.parents
+        return tree
 
     def _width(self, tree: Growing, node: int) -> int:
         """Children that a node gets (0: none)."""
@@ -237,12 +262,16 @@ class ModelDrafter(Drafter):
 
     def _expand(self, tree: Growing, logits: Tensor) -> Feed | None:
         """Add the children of the frontier; return the feed that scores them, if the tree goes on."""
-        parents, tree.frontier = tree.frontier, []
-        for row, parent in enumerate(parents):
-            width = self._width(tree, parent)
-            if width:
-                self._add_children(tree, logits[row], parent, width)
-        tree.frontier = [node for node in tree.frontier if self._width(tree, node)]
+        if tree.seen is not None and self.dynamic is not None:
+            levels = min(self.max_depth, tree.budget.max_depth, 1 + self.model.context_length - len(tree.text))
+            self.dynamic.grow(tree, tree.seen, logits, levels, min(self.max_nodes, tree.budget.max_nodes))
+        else:
+            parents, tree.frontier = tree.frontier, []
+            for row, parent in enumerate(parents):
+                width = self._width(tree, parent)
+                if width:
+                    self._add_children(tree, logits[row], parent, width)
+            tree.frontier = [node for node in tree.frontier if self._width(tree, node)]
         if not tree.frontier:
             return None
         committed_and_fed = len(tree.sequence.scratch_tokens)
@@ -330,5 +359,5 @@ def places_of(tree: str, name: str) -> Places:
         return Ranks(read_tree(tree, name))
     raise ValueError(
         f"tree={tree!r} must be positive child counts per level, for example 3x2x1, a file of `foretoken tune tree`, "
-        f"or one of {', '.join(static_trees())} with its options"
+        f"or one of {', '.join([*static_trees(), *dynamic_trees()])} with its options"
     )

@@ -39,8 +39,8 @@ class OwnLayersDrafter(ModelDrafter):
 
     def __init__(self, target: LanguageModel, plan: LayerPlan, k: int, tree: str, draw: str) -> None:
         plan.check(num_layers_of(target))
-        super().__init__(target, k, tree, draw)
-        self.plan = plan
+        self.plan = plan  # what it costs is the share of the layers that runs
+        super().__init__(target, k, tree, draw, target)
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, **options: Any) -> OwnLayersDrafter:
@@ -53,9 +53,8 @@ class OwnLayersDrafter(ModelDrafter):
             raise ValueError(f"drafter {cls.name!r} takes no path: it drafts with the target's own layers")
         return cls(context.target, **options)
 
-    @property
-    def relative_cost(self) -> float:
-        """What a draft token costs in target steps: the share of the layers that runs (for ``router``)."""
+    def cost_beside(self, target_bytes: int) -> float:
+        """The share of the layers that runs."""
         layers = num_layers_of(self.model)
         return self.plan.count(layers) / layers
 

@@ -18,6 +18,8 @@ at t + 1, in whose place [LA]_1 stands, is the round's own (bonus or recovered) 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +33,44 @@ from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
+from foretoken.models.call_costs import quick_costs
 from foretoken.models.parts import TargetParts
+
+TYPICAL = (0.5, 0.4, 0.3, 0.25)
+"""Chances that the drafts of look-ahead tokens are right, where training did not measure them."""
+
+
+def paying_shape(
+    accuracies: Sequence[float], cost: Callable[[int], float], k: int = 0, groups: int = 0
+) -> tuple[int, int]:
+    """How many look-ahead tokens and groups of them give most tokens per time.
+
+    A round accepts i drafts or more with chance s_i, the product of the first i accuracies.  It leaves the next round
+    without drafts where it accepts as many as there are groups, so that one round in 1 + s_groups drafts nothing.
+
+    Args:
+        accuracies: chance that the guess of each look-ahead token is right.
+        cost: v(n), what scoring n nodes costs.
+        k: look-ahead tokens where that is decided; 0 where it is not.
+        groups: the same of the groups.
+
+    Returns:
+        ``k`` and ``groups``.
+    """
+    choices = [
+        (tokens, count)
+        for tokens in ([k] if k else range(1, len(accuracies) + 1))
+        for count in ([groups] if groups else range(1, tokens + 2))
+    ]
+
+    def rate(choice: tuple[int, int]) -> float:
+        tokens, count = choice
+        reached = [1.0, *(math.prod(accuracies[:i]) for i in range(1, tokens + 1)), 0.0]
+        without = reached[min(count, tokens + 1)]  # rounds without drafts for every one with some
+        drafting = cost(1 + tokens + min(count, tokens + 1) * tokens)
+        return (sum(reached) + without) / (drafting + without * cost(1 + tokens))
+
+    return max(choices, key=rate)
 
 
 @dataclass
@@ -55,11 +94,12 @@ class PassTokensDrafter(Drafter):
     Args:
         net: the learned rows; they move to the target's device.
         target: the model that embeds them.
-        k: how many of the look-ahead tokens are used; 0: all that were learned.
+        k: how many of the look-ahead tokens are used; 0: all that were learned, and for a spec as many as pay by the
+            acceptance that training measured and by what the target's calls cost on this machine.
         draw: how drafts are made when the request samples: ``"iid"`` (each drawn from what its look-ahead token says)
             or ``"greedy"`` (the most likely ones, verified as point masses).  A greedy request gets greedy drafts.
-        groups: how many nodes of the chain, from the root down, have look-ahead tokens below them; 0: all.  Where the
-            last token that is accepted has none, the next round drafts nothing.
+        groups: how many nodes of the chain, from the root down, have look-ahead tokens below them; 0: all, and for a
+            spec as many as pay.  Where the last token that is accepted has none, the next round drafts nothing.
 
     Raises:
         ValueError: an option outside its range, or rows of another width than the target's embedding.
@@ -96,6 +136,10 @@ class PassTokensDrafter(Drafter):
         folder = context.folder(cls.name, path)
         found = read_description(folder, cls.name, parts.fingerprint())
         net = build_net(folder, PassTokens, PassTokensConfig, found)
+        accuracies = found["measured"].get("accuracies") or TYPICAL
+        costs = quick_costs(context.target)
+        wanted = options.get("k", 0), options.get("groups", 0)
+        options["k"], options["groups"] = paying_shape(accuracies[: len(net.rows)], costs.relative, *wanted)
         return cls(net.to(parts.device), context.target, **options)
 
     def start(self, context: Context) -> None:

@@ -54,7 +54,7 @@ class QuantizedDrafter(ModelDrafter):
         tree: str = "",
         draw: str = "",
     ) -> None:
-        super().__init__(OwnWeightsModel(target, scheme_of(bits, group)), k, tree, draw)
+        super().__init__(OwnWeightsModel(target, scheme_of(bits, group)), k, tree, draw, target)
 
     @classmethod
     def build(

@@ -15,9 +15,6 @@ from foretoken.drafters.base import BuildContext, Drafter
 from foretoken.drafters.group import GroupDrafter, Part, Proposal, ask
 from foretoken.models.base import LanguageModel
 
-UNKNOWN_COST = 0.1
-"""Cost of a draft token of a model whose size is not known, in target steps."""
-
 
 class RouterDrafter(GroupDrafter):
     """Lets the member draft that the controller's budget names, and its alternatives where that one guesses nothing.
@@ -26,7 +23,8 @@ class RouterDrafter(GroupDrafter):
 
     Args:
         drafters: the members.
-        costs: per member what one draft token costs, in target steps; by default :func:`cost_of`.
+        costs: per member what one draft token costs, in target steps; by default what it says itself
+            (:meth:`~foretoken.drafters.base.Drafter.cost_beside`).
         target: the model that is drafted for, whose size the default costs need.
 
     Raises:
@@ -46,7 +44,10 @@ class RouterDrafter(GroupDrafter):
             raise ValueError(f"router has {len(costs)} costs for {len(drafters)} drafters: give one per drafter")
         if not all(math.isfinite(cost) and cost >= 0 for cost in costs):
             raise ValueError("router needs costs >= 0")
-        self.costs = tuple(costs) or tuple(cost_of(member, target) for member in drafters)
+        self.target_bytes = 0 if target is None else target.weight_bytes
+        sizes = [self.target_bytes or member.target_bytes for member in drafters]
+        own = (member.cost_beside(size) for member, size in zip(drafters, sizes, strict=True))
+        self.costs = tuple(costs) or tuple(own)
         self._cheapest_first = sorted(range(len(drafters)), key=self.costs.__getitem__)
         self.max_nodes = max(member.max_nodes for member in drafters)
 
@@ -114,26 +115,6 @@ class RouterDrafter(GroupDrafter):
         if self._looking:
             context.state[self] = Proposal(owned, {index: Part(tree, range(len(tree)))})
         return owned
-
-
-def cost_of(drafter: Drafter, target: LanguageModel | None) -> float:
-    """What one draft token costs, in target steps.
-
-    A drafter may say so itself (``relative_cost``).  A draft model costs its share of the target's bytes, because
-    reading weights is what a step takes; a drafter that runs no model costs nothing, a group as much as its most
-    expensive member.
-    """
-    stated: float | None = getattr(drafter, "relative_cost", None)
-    if stated is not None:
-        return stated
-    if isinstance(drafter, GroupDrafter):
-        return max(cost_of(member, target) for member in drafter.drafters)
-    model = getattr(drafter, "model", None)
-    if not isinstance(model, LanguageModel):
-        return 0.0
-    if target is None or not model.weight_bytes or not target.weight_bytes:
-        return UNKNOWN_COST
-    return model.weight_bytes / target.weight_bytes
 
 
 def parse_costs(text: str) -> tuple[float, ...]:

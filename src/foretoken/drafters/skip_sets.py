@@ -34,6 +34,13 @@ class SkipSet:
         return cls(layers, layers)
 
     @classmethod
+    def middle(cls, num_layers: int) -> SkipSet:
+        """A fifth of the attentions, those in the middle: a guess for targets that were not measured yet."""
+        count = max(1, num_layers // 5)
+        first = max(1, (num_layers - count) // 2)
+        return cls(attention=frozenset(range(first, first + count)))
+
+    @classmethod
     def parse(cls, attention: str, mlp: str, num_layers: int) -> SkipSet:
         """From two lists such as ``1+3+6-8``; ``none`` or an empty text is no layer.
 

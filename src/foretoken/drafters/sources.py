@@ -11,10 +11,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from foretoken.core import Budget, Context, Limits, Scores, TokenTree, Verdict
+from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.texts import reading
 
@@ -110,11 +110,6 @@ class NgramSource(ABC):
 
 class SourceDrafter(Drafter):
     """A drafter with one :class:`NgramSource` per request."""
-
-    @property
-    def limits(self) -> Limits:
-        """It runs no model: a controller may try it at no cost, alone as in a group."""
-        return replace(super().limits, relative_cost=0.0)
 
     @abstractmethod
     def open(self, context: Context) -> NgramSource:

@@ -50,7 +50,7 @@ class SparseKvDrafter(ModelDrafter):
         rebuild: int = 64,
         local: float = 0.5,
     ) -> None:
-        super().__init__(SparseModel(target, budget, chunk, select, rebuild, local), k, tree, draw)
+        super().__init__(SparseModel(target, budget, chunk, select, rebuild, local), k, tree, draw, target)
 
     @classmethod
     def build(

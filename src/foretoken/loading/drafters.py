@@ -55,7 +55,7 @@ class LoadingContext(BuildContext):
         cls, path, options = _read_spec("drafter", spec)
         builder = getattr(cls, "build", None)
         built: Drafter = cls(**options) if builder is None else builder(path, self, **options)
-        built.spec = spec
+        built.spec, built.target_bytes = spec, self.target.weight_bytes
         return built
 
     def members(self, specs: str | None, most: int | None = None) -> list[Drafter]:

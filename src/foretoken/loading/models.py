@@ -184,6 +184,8 @@ def _from_pretrained(
     told = quantisation_of(path)
     check_method(told, path)
     place = f"{path} (quantised with {told['quant_method']})" if told.get("quant_method") else path
+    _check_decoder_alone(path)
+
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -216,6 +218,25 @@ def _from_pretrained(
             f"{place} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
         )
     return moved(model, device, path)
+
+
+def _check_decoder_alone(path: str) -> None:
+    """Refuse an encoder with a decoder: some would load as a decoder that was never told what to decode.
+
+    Raises:
+        LoadError: the configuration says that it is one.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except Exception:  # whatever is wrong with it, loading the model says so
+        return
+    if getattr(config, "is_encoder_decoder", False):
+        raise LoadError(
+            f"{path} is an encoder and a decoder ({config.model_type}), and only decoders alone are run: give a causal "
+            "model"
+        )
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

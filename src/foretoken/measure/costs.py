@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from foretoken.costs import DrafterCost, TargetCost
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
-from foretoken.models.base import Feed, LanguageModel, SequenceState
-from foretoken.models.clock import now
-
-COUNTS = (1, 2, 4, 8, 16, 32, 64)
-"""Node counts that a target is measured at by default."""
+from foretoken.models.base import LanguageModel
+from foretoken.models.call_costs import COUNTS as COUNTS
+from foretoken.models.call_costs import measure_target as measure_target
 
 
 @dataclass(frozen=True)
@@ -37,82 +32,6 @@ class DraftRound:
     nodes: int
     depth: int
     draft_s: float
-
-
-# -- the target ------------------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def measure_target(
-    target: LanguageModel,
-    text_ids: Sequence[int],
-    counts: Sequence[int] = COUNTS,
-    repeats: int = 5,
-    batch: int = 1,
-    on_call: Callable[[], None] = lambda: None,
-) -> TargetCost:
-    """Median seconds of target calls by node count, behind ``text_ids``; the counts take turns.
-
-    Measured is what :class:`~foretoken.engine.stats.SpecStats` calls ``target_s``: the network alone.
-
-    Args:
-        target: the model; one that cannot be rolled back is measured with one node per request only.
-        text_ids: committed text, cut to half of the context where it is longer.
-        counts: node counts, summed over the batch; those below ``batch`` or past the context are left out.
-        repeats: calls per count after one that warms up.
-        batch: requests that share the nodes.
-        on_call: told after every call.
-
-    Raises:
-        ValueError: an empty text, no usable count, or ``repeats`` or ``batch`` below 1.
-    """
-    if not text_ids or repeats < 1 or batch < 1:
-        raise ValueError("measuring a target needs a text, and repeats and batch of at least 1")
-    text = list(text_ids[: max(1, target.context_length // 2)])
-    rollback = target.capabilities.rollback
-    most = batch * (target.context_length - len(text)) if rollback else batch
-    usable = sorted({n for n in (batch, *counts) if batch <= n <= most})
-    if not usable:
-        raise ValueError(f"no room to measure {batch} node(s) behind {len(text)} tokens of text")
-    times: dict[int, list[float]] = {count: [] for count in usable}
-    with _prefilled(target, text, batch) as sequences:
-        for turn in range(repeats + 1):
-            if not rollback and len(sequences[0].tokens) >= target.context_length:
-                break
-            for count in usable:
-                spent = _call_s(target, sequences, text, count)
-                for sequence in sequences:  # without rollback the one token stays
-                    target.commit(sequence, [] if rollback else [0])
-                if turn:
-                    times[count].append(spent)
-                on_call()
-    measured = {count: max(statistics.median(found), 1e-9) for count, found in times.items() if found}
-    return TargetCost(measured)
-
-
-@contextmanager
-def _prefilled(target: LanguageModel, text: Sequence[int], batch: int) -> Iterator[list[SequenceState]]:
-    sequences: list[SequenceState] = []
-    try:
-        for _ in range(batch):
-            sequences.append(target.open())
-            target.prefill(sequences[-1], text)
-        yield sequences
-    finally:
-        for sequence in sequences:
-            target.release(sequence)
-
-
-def _call_s(target: LanguageModel, sequences: Sequence[SequenceState], text: Sequence[int], count: int) -> float:
-    """Seconds of one call with ``count`` nodes, spread evenly over the sequences as chains."""
-    feeds = []
-    for i, sequence in enumerate(sequences):
-        share = count // len(sequences) + (i < count % len(sequences))
-        feeds.append(Feed(sequence, [text[j % len(text)] for j in range(share)]))
-    device = getattr(target, "device", None)
-    before, began = target.run_s, now(device)
-    target.forward(feeds)
-    return (target.run_s - before) or (now(device) - began)
 
 
 # -- the rest of a round ---------------------------------------------------------------------------------------------

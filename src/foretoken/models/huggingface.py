@@ -425,6 +425,12 @@ class HuggingFaceModel(LanguageModel):
                 feed.sequence.exit_states.extend(rows.taps[exit_tap])
         return results
 
+    @torch.inference_mode()
+    def forward_on(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
+        """Run further layers of provisional nodes: feeds name all that are there, with ``states`` at ``plan.start``."""
+        places = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
+        return self._score(feeds, places, taps, plan, [list(feed.states) for feed in feeds if feed.states is not None])
+
     def _finish(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
         """A whole forward of trees whose leading nodes have run the first layers already."""
         exits = {feed.sequence.exit_layer for feed in feeds if feed.sequence.exit_layer}

@@ -16,6 +16,7 @@ from torch import Tensor
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.packing import PackedLinear, Projection, pays_packed
 from foretoken.models.placement import is_offloaded
+from foretoken.models.quantised_linear import QuantisedLinear
 from foretoken.models.taps import decoder_layers, find_decoder, recording
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
@@ -26,9 +27,13 @@ LAYER_ROWS = 4
 """Rows of every weight of the decoder layers that go into it."""
 
 
+class QuantisedTargetWarning(UserWarning):
+    """A trained drafter meets its target with weights that are stored otherwise than they were in training."""
+
+
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a trained drafter must find again in its target.
+    """What a trained drafter must find again in its target: facts of the model, not of how its weights are stored.
 
     Attributes:
         hidden_size: D.
@@ -37,6 +42,9 @@ class Fingerprint:
         weights: a hash over rows of the token embedding, rounded to bfloat16 (so that the dtype does not matter).
         layers: the same over rows of every weight of the decoder layers, which a target finetuned with a frozen
             embedding has of its own; empty where an older file does not tell.
+        kept: the same over what quantisation leaves alone beside the embedding (norm weights); empty where an older
+            file does not tell, or there is nothing of the sort.
+        storage: what the weights are quantised to (``"int8"``, the name of a package); empty for full ones.
     """
 
     hidden_size: int
@@ -44,6 +52,8 @@ class Fingerprint:
     num_layers: int
     weights: str
     layers: str = ""
+    kept: str = ""
+    storage: str = ""
 
     def difference(self, other: Fingerprint) -> str:
         """What is different in words; empty when nothing is."""
@@ -51,9 +61,25 @@ class Fingerprint:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} is {mine} there and {theirs} here"
-        known = bool(self.layers and other.layers)
-        same = self.weights == other.weights and (self.layers == other.layers or not known)
+        same = self._has_weights_of(other) or self._is_stored_otherwise(other)
         return "" if same else "the shapes agree, but the weights are others"
+
+    def doubt(self, other: Fingerprint) -> str:
+        """Where there is no difference: how the same model's weights are stored there and here; empty if alike."""
+        if self._has_weights_of(other):
+            return ""
+        there, here = self.storage or "not quantised", other.storage or "not quantised"
+        return f"its weights were {there} in training and are {here} now"
+
+    def _has_weights_of(self, other: Fingerprint) -> bool:
+        known = bool(self.layers and other.layers)
+        return self.weights == other.weights and (self.layers == other.layers or not known)
+
+    def _is_stored_otherwise(self, other: Fingerprint) -> bool:
+        """Whether quantisation explains that weights differ: what it leaves alone must be the same."""
+        known = bool(self.kept and other.kept)
+        same = self.weights == other.weights and (self.kept == other.kept or not known)
+        return same and self.storage != other.storage
 
 
 def _digest(weights: Iterable[Tensor], count: int) -> str:
@@ -64,6 +90,19 @@ def _digest(weights: Iterable[Tensor], count: int) -> str:
         rows = matrix[:: max(1, len(matrix) // count)][:count].to(torch.bfloat16).contiguous()
         found.update(rows.cpu().view(torch.int16).numpy().tobytes())
     return found.hexdigest()
+
+
+def storage_of(network: Any) -> str:
+    """What a network's weights are quantised to, ``"int8"`` or the name of the package that did it; empty for full
+    ones."""
+    bits = {module.product.bits for module in network.modules() if isinstance(module, QuantisedLinear)}
+    if bits:
+        return f"int{min(bits)}"
+    told = getattr(network.config, "quantization_config", None)
+    if told is None:
+        return ""
+    method = told.get("quant_method") if isinstance(told, dict) else getattr(told, "quant_method", None)
+    return str(getattr(method, "value", method) or "quantised")
 
 
 class TargetParts:
@@ -103,12 +142,15 @@ class TargetParts:
         """Shapes and hashes of the weights."""
         found = (getattr(module, "weight", None) for module in decoder_layers(self.network).modules())
         layers = [weight for weight in found if isinstance(weight, Tensor)]
+        kept = [weight for weight in layers if weight.ndim == 1]
         return Fingerprint(
             self.hidden_size,
             self.vocab_size,
             self.num_layers,
             _digest([self.embed.weight], SAMPLED_ROWS),
             _digest(layers, LAYER_ROWS),
+            _digest(kept, SAMPLED_ROWS) if kept else "",
+            storage_of(self.network),
         )
 
     def embedding(self, tokens: Sequence[int] | Tensor) -> Tensor:

@@ -66,6 +66,7 @@ class Assumptions:
         drafter_grows: whether a draft step grows with the batch as the target's does (c is then the ratio in every
             batch); otherwise it costs the same in every batch.
         nodes_per_depth: draft nodes per level: 1 for a chain that is always as long as asked.
+        guesses: chains that guess the same k tokens in a round, independently of each other (lookahead's G).
         c_hat: operations of the drafter per token over those of the target; ``None``: as c.
     """
 
@@ -76,9 +77,10 @@ class Assumptions:
     drafter_grows: bool = True
     nodes_per_depth: float = 1.0
     c_hat: float | None = None
+    guesses: int = 1
 
     def __post_init__(self) -> None:
-        theory.expected_tokens(self.acceptance, 1)
+        theory.tokens_of_guesses(self.acceptance, 1, self.guesses)
         theory.round_cost(1, self.c, 1.0, self.overhead)
         theory.round_cost(1, self.c if self.c_hat is None else self.c_hat, 1.0)
 
@@ -104,11 +106,11 @@ class Assumptions:
 
     def tokens(self, k: int) -> float:
         """Tokens per round with drafts of k levels."""
-        return theory.expected_tokens(self.acceptance, k)
+        return theory.tokens_of_guesses(self.acceptance, k, self.guesses)
 
     def nodes(self, k: int) -> int:
         """Nodes of a request that the target scores, the root included."""
-        return 1 + round(self.nodes_per_depth * k)
+        return 1 + round(self.nodes_per_depth * k * self.guesses)
 
     def cost(self, steps: int, nodes: int, batch: int = 1) -> float:
         """A round with ``steps`` draft steps and ``nodes`` nodes, in plain rounds of the batch: the tokens it needs."""

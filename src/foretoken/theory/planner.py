@@ -131,6 +131,7 @@ class Plan:
             "survival": None if rate else list(given.acceptance),  # type: ignore[arg-type]
             "c": given.c,
             "overhead": given.overhead,
+            "guesses": given.guesses,
             "batches": list(self.batches),
             "rows": [asdict(row) for row in self.rows],
             "best": asdict(self.best),
@@ -227,7 +228,7 @@ def _limits(given: Assumptions, k: int, batch: int, search: bool = True) -> Limi
         sizes = (2**i for i in range(MAX_BATCH.bit_length()))
         too_many = next((size for size in sizes if size > batch and given.speedup(k, size) < 1.0), None)
     return Limits(
-        theory.alpha_for_tokens(given.cost(k, nodes, batch), k),
+        theory.alpha_for_tokens(given.cost(k, nodes, batch), k, given.guesses),
         c if c >= 0 else None,
         overhead if overhead >= 0 else None,
         too_many,
@@ -277,6 +278,8 @@ def _notes(made: Plan, positions: Sequence[float] | None) -> list[str]:
     known = None if isinstance(given.acceptance, float | int) else len(given.acceptance)
     if known is not None and made.rows[-1].k > known:
         notes.append(f"acceptance is known up to position {known}; further ones are taken to be like the last")
+    if given.guesses > 1:
+        notes.append(f"the {given.guesses} guesses are taken to be independent, an upper estimate")
     if positions is None and any(tree.nodes > tree.depth for tree in made.trees):
         notes.append("siblings are taken to be independent trials, an upper estimate; give measured positions")
     return notes

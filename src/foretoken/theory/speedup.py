@@ -120,12 +120,36 @@ def expected_tokens(acceptance: Acceptance, k: int) -> float:
     return -math.expm1((k + 1) * math.log(alpha)) / (1.0 - alpha)  # expm1: no cancellation near alpha = 1
 
 
-def alpha_for_tokens(tokens: float, k: int) -> float | None:
-    """The alpha whose :func:`expected_tokens` are ``tokens``: 0 when one token is enough, ``None`` above k + 1."""
+def tokens_of_guesses(acceptance: Acceptance, k: int, guesses: int) -> float:
+    """Tokens per round of the best of G chains that guess independently: (k + 1) - sum over i of (1 - alpha^i)^G.
+
+    A round gets i drafts far unless all G chains fail before.  One guess gives :func:`expected_tokens`.  Lookahead
+    decoding, Fu et al. 2024 (https://arxiv.org/abs/2402.02057), equation 4.  Guesses that resemble each other give
+    less: this is an upper estimate.
+
+    Args:
+        acceptance: alpha, or a survival vector, of every chain.
+        k: draft tokens per chain.
+        guesses: G, chains that are verified in a round.
+
+    Raises:
+        ValueError: alpha or an entry outside [0, 1], a negative k, or fewer than one guess.
+    """
+    if guesses != int(guesses) or guesses < 1:
+        raise ValueError(f"the number of guesses must be a whole number >= 1, not {guesses}")
+    if guesses == 1:
+        return expected_tokens(acceptance, k)
+    rate = isinstance(acceptance, float | int)
+    reached = survival(float(acceptance), k) if rate else extended(acceptance, k)  # type: ignore[arg-type]
+    return 1.0 + math.fsum(1.0 - (1.0 - s) ** guesses for s in reached)
+
+
+def alpha_for_tokens(tokens: float, k: int, guesses: int = 1) -> float | None:
+    """The alpha whose :func:`tokens_of_guesses` are ``tokens``: 0 when one token is enough, ``None`` above k + 1."""
     _check_k(k)
     if math.isnan(tokens) or tokens > k + 1:
         return None
-    return 0.0 if tokens <= 1.0 else _root(lambda alpha: expected_tokens(alpha, k) - tokens, 0.0, 1.0)
+    return 0.0 if tokens <= 1.0 else _root(lambda alpha: tokens_of_guesses(alpha, k, guesses) - tokens, 0.0, 1.0)
 
 
 # -- factors ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from foretoken.costs import TargetCost
 from foretoken.trees.base import Candidates, Growth
 
 Cost = Callable[[int], float]
@@ -35,6 +36,20 @@ def best_count(values: Sequence[float], cost: Cost, spent: float = 0.0) -> tuple
         if rate > found:
             best, found = count, rate
     return best, found
+
+
+def paying_count(values: Sequence[float], costs: TargetCost, batch: int) -> int:
+    """How many of the most valuable nodes of each of ``batch`` requests to score, at least one, now that they are
+    drafted.
+
+    Args:
+        values: chances to be accepted, falling.
+        costs: of the target's calls.
+        batch: requests that share a call; 1 for a request whose text depends on the shape of its drafts (it draws, and
+            is not coupled), which must not depend on who else is served.
+    """
+    plain = costs.of(batch)
+    return max(1, best_count(values, lambda nodes: costs.of(nodes * batch) / plain)[0])
 
 
 class CostAware(Growth):

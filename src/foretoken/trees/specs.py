@@ -6,12 +6,17 @@ from typing import Any
 
 from foretoken.names import unknown
 from foretoken.registry import make, parse_spec, rows
-from foretoken.trees.base import Shape
+from foretoken.trees.base import Growth, Shape
 
 
 def static_trees() -> list[str]:
     """Names of the trees of fixed shape."""
     return [row.name for row in rows("tree") if issubclass(row.load(), Shape)]
+
+
+def dynamic_trees() -> list[str]:
+    """Names of the trees that grow by the draft's confidence."""
+    return [row.name for row in rows("tree") if issubclass(row.load(), Growth)]
 
 
 def build_tree(spec: str, sort: type[Any]) -> Any:

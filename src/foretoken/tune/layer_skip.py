@@ -198,7 +198,8 @@ class Search:
 
 
 def first_sets(num_layers: int) -> list[SkipSet]:
-    """What is tried first: the default set, its two halves, and all attention but the first and last layer's."""
+    """What is tried first: both sublayers of every second layer, their attentions and their MLPs alone, and all
+    attention but the first and last layer's."""
     default = SkipSet.odd(num_layers)
     middle = frozenset(range(1, num_layers - 1))
     sets = [default, SkipSet(attention=default.attention), SkipSet(mlp=default.mlp), SkipSet(attention=middle)]
@@ -230,7 +231,8 @@ def _optuna() -> Any:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The last comparison: plain decoding, the default set and the best one, interleaved in one run.
+    """The last comparison: plain decoding, both sublayers of every second layer (``default``) and the best set,
+    interleaved in one run.
 
     Attributes:
         chosen: ``best``, or ``default`` when the best trial was luck.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 
 from foretoken.io.files import save_described
 from foretoken.models.finite import check_finite, check_stored
-from foretoken.models.parts import Fingerprint
+from foretoken.models.parts import Fingerprint, QuantisedTargetWarning
 
 CONFIG = "drafter.json"
 WEIGHTS = "model.safetensors"
@@ -66,12 +67,24 @@ def read_description(folder: Path, method: str, target: Fingerprint) -> dict[str
 
     Raises:
         ValueError: no drafter there, another method, another target, or a damaged file.
+
+    Warns:
+        QuantisedTargetWarning: the target is the right one, but its weights are quantised otherwise than in training.
     """
     found, for_target = read_stored(folder, method)
     difference = for_target.difference(target)
     if difference:
         raise ValueError(f"{folder} was trained for another target: {difference}")
+    warn_of_storage(str(folder), for_target, target)
     return found
+
+
+def warn_of_storage(name: str, trained_for: Fingerprint, target: Fingerprint) -> None:
+    """Say so where a network meets its model with weights that are stored otherwise: verification keeps the text."""
+    doubt = trained_for.doubt(target)
+    if doubt:
+        text = f"{name} was trained for this model, but {doubt}: the text stays the model's, fewer drafts may be right"
+        warnings.warn(text, QuantisedTargetWarning, stacklevel=4)
 
 
 def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[str, Any], Fingerprint]:

@@ -1,0 +1,156 @@
+"""What a call of the target costs by the number of nodes in it, v(n): measured at length, or quickly and remembered.
+
+How many nodes a draft should have depends on the machine: where reading weights is what a call takes, 60 nodes cost
+what one does, and elsewhere every row costs something.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from foretoken.costs import TargetCost
+from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.checks import fingerprint
+from foretoken.models.clock import now
+from foretoken.models.remembered import read, remember
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Node counts that a target is measured at by default."""
+QUICK_TEXT, QUICK_TURNS = 64, 3
+"""Tokens before the call that is timed quickly, and how often it is after one that warms up."""
+MOST_EXPENSIVE = 6.0
+"""A call that costs more than this many of one node ends the quick measurement: no draft of that size pays."""
+
+_KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
+
+
+def quick_costs(target: LanguageModel) -> TargetCost:
+    """v(n) of a target on this machine, by the quickest of a few calls at each count; remembered with the model's
+    fingerprint, the number of threads and the machine.
+
+    A model whose drafts cannot be taken back is measured at one node only.
+    """
+    if target not in _KNOWN:
+        module: Any = getattr(target, "model", None)
+        key = fingerprint(module) if isinstance(module, torch.nn.Module) else None
+        name = f"calls {key} {torch.get_num_threads()} threads"
+        stored = None if key is None else read(name)
+        if stored is None:
+            began = perf_counter()
+            found = _measure_quickly(target)
+            if key is not None:
+                remember(name, {str(count): seconds for count, seconds in found.items()}, perf_counter() - began)
+        else:
+            found = {int(count): float(seconds) for count, seconds in stored.items()}
+        _KNOWN[target] = TargetCost(found)
+    return _KNOWN[target]
+
+
+@torch.inference_mode()
+def _measure_quickly(target: LanguageModel) -> dict[int, float]:
+    """The quickest of a few calls at each count, which take turns: other work on the machine meets all of them."""
+    length = max(1, min(QUICK_TEXT, target.context_length // 2))
+    text = [i % target.vocab_size for i in range(1, length + 1)]
+    counts = [n for n in COUNTS if n <= target.context_length - length] if target.capabilities.rollback else [1]
+    with _prefilled(target, text, 1) as sequences:
+
+        def spent(count: int) -> float:
+            seconds = _call_s(target, sequences, text, count)
+            target.commit(sequences[0], () if target.capabilities.rollback else [0])
+            return seconds
+
+        usable, first = [], 0.0
+        for count in counts:  # the first turn warms up
+            usable.append(count)
+            seconds = spent(count)
+            first = first or seconds
+            if seconds > MOST_EXPENSIVE * first:
+                break
+        quickest = dict.fromkeys(usable, math.inf)
+        for count in usable * QUICK_TURNS:
+            quickest[count] = min(quickest[count], spent(count))
+    found, least = {}, 1e-9
+    for count in sorted(quickest):  # more nodes never take less: what says so is noise
+        found[count] = least = max(least, quickest[count])
+    return found
+
+
+@torch.inference_mode()
+def measure_target(
+    target: LanguageModel,
+    text_ids: Sequence[int],
+    counts: Sequence[int] = COUNTS,
+    repeats: int = 5,
+    batch: int = 1,
+    on_call: Callable[[], None] = lambda: None,
+) -> TargetCost:
+    """Median seconds of target calls by node count, behind ``text_ids``; the counts take turns.
+
+    Measured is what :class:`~foretoken.engine.stats.SpecStats` calls ``target_s``: the network alone.
+
+    Args:
+        target: the model; one that cannot be rolled back is measured with one node per request only.
+        text_ids: committed text, cut to half of the context where it is longer.
+        counts: node counts, summed over the batch; those below ``batch`` or past the context are left out.
+        repeats: calls per count after one that warms up.
+        batch: requests that share the nodes.
+        on_call: told after every call.
+
+    Raises:
+        ValueError: an empty text, no usable count, or ``repeats`` or ``batch`` below 1.
+    """
+    if not text_ids or repeats < 1 or batch < 1:
+        raise ValueError("measuring a target needs a text, and repeats and batch of at least 1")
+    text = list(text_ids[: max(1, target.context_length // 2)])
+    rollback = target.capabilities.rollback
+    most = batch * (target.context_length - len(text)) if rollback else batch
+    usable = sorted({n for n in (batch, *counts) if batch <= n <= most})
+    if not usable:
+        raise ValueError(f"no room to measure {batch} node(s) behind {len(text)} tokens of text")
+    times: dict[int, list[float]] = {count: [] for count in usable}
+    with _prefilled(target, text, batch) as sequences:
+        for turn in range(repeats + 1):
+            if not rollback and len(sequences[0].tokens) >= target.context_length:
+                break
+            for count in usable:
+                spent = _call_s(target, sequences, text, count)
+                for sequence in sequences:  # without rollback the one token stays
+                    target.commit(sequence, [] if rollback else [0])
+                if turn:
+                    times[count].append(spent)
+                on_call()
+    measured = {count: max(statistics.median(found), 1e-9) for count, found in times.items() if found}
+    return TargetCost(measured)
+
+
+@contextmanager
+def _prefilled(target: LanguageModel, text: Sequence[int], batch: int) -> Iterator[list[SequenceState]]:
+    sequences: list[SequenceState] = []
+    try:
+        for _ in range(batch):
+            sequences.append(target.open())
+            target.prefill(sequences[-1], text)
+        yield sequences
+    finally:
+        for sequence in sequences:
+            target.release(sequence)
+
+
+def _call_s(target: LanguageModel, sequences: Sequence[SequenceState], text: Sequence[int], count: int) -> float:
+    """Seconds of one call with ``count`` nodes, spread evenly over the sequences as chains."""
+    feeds = []
+    for i, sequence in enumerate(sequences):
+        share = count // len(sequences) + (i < count % len(sequences))
+        feeds.append(Feed(sequence, [text[j % len(text)] for j in range(share)]))
+    device = getattr(target, "device", None)
+    before, began = target.run_s, now(device)
+    target.forward(feeds)
+    return (target.run_s - before) or (now(device) - began)
