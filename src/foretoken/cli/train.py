@@ -11,7 +11,8 @@ import typer
 from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.train_distill import boost_command, distill_command
 from foretoken.cli.train_drafter import make_command
-from foretoken.cli.train_options import Blocks, Data, Every, Optimizer, Precision, Steps, training_bar
+from foretoken.cli.train_options import Blocks, Data, Every, Optimizer, Precision, Steps
+from foretoken.cli.train_progress import training_bar
 from foretoken.cli.train_specdec_pp import specdec_pp_command
 from foretoken.registry import rows
 
@@ -85,10 +86,10 @@ def train_lm_command(
     )  # fmt: skip
     keep_freed_memory()
     hf_logging.disable_progress_bar()  # ours is the one to look at
-    with training_bar(steps, _describe) as (_, on_step):
+    with training_bar(steps, _describe) as bar:
         report = lm.train_lm(
             data, out, config, tokenizer_from=tokenizer_from, init_from=init_from, teacher=teacher,
-            teacher_weight=teacher_weight, device=device, save_every=save_every, compiled=compile, on_step=on_step,
+            teacher_weight=teacher_weight, device=device, save_every=save_every, compiled=compile, on_step=bar.on_step,
             card=CardInfo(data_note=data_note, licence=licence),
         )  # fmt: skip
     held, per_byte = report["held_loss_nats_per_token"], report["held_bits_per_byte"]

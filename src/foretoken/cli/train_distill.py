@@ -14,7 +14,8 @@ from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.model_argument import Model, Target, one_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
-from foretoken.cli.train_options import Data, Every, Steps, load_target, progress_bars
+from foretoken.cli.train_options import Data, Every, Steps, load_target
+from foretoken.cli.train_progress import progress_bars
 
 if TYPE_CHECKING:
     from foretoken.bench.alignment import Alignment

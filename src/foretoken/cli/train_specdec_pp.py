@@ -25,8 +25,8 @@ from foretoken.cli.train_options import (
     WrittenTemperature,
     key_values,
     load_target,
-    training_bar,
 )
+from foretoken.cli.train_progress import training_bar
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter
@@ -76,10 +76,10 @@ def specdec_pp_command(
             longest = min(judge.context_length, guesser.context_length)
             raise ValueError(f"--context {context} is longer than the models' {longest}: give a smaller one")
         recipe = SpecdecPpRecipe(judge, guesser, settings, seed)
-        with training_bar(steps, describe) as (on_written, on_step):
-            trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=on_written)
+        with training_bar(steps, describe) as bar:
+            trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=bar.on_written)
             tried = _trial(trainer, recipe)
-            report = trainer.run(save_every=save_every, eval_every=eval_every, evaluate=tried, on_step=on_step)
+            report = trainer.run(save_every=save_every, eval_every=eval_every, evaluate=tried, on_step=bar.on_step)
         write_stop_card(out, report, data, chosen, draft)
         screen(stderr=True).print(
             f"{report['parameters']:,} parameters, {describe(report['acceptance'])} -> {out}, for use as "
@@ -110,8 +110,7 @@ def _trial(trainer: Trainer, recipe: SpecdecPpRecipe) -> Callable[[Drafter, Lang
     from foretoken.controllers.constant import ConstantController
     from foretoken.controllers.specdec_pp import SpecdecPpController
 
-    size = min(PROMPT_TOKENS, recipe.judge.context_length // 2)
-    prompts = [tokens[0, :size].tolist() for tokens in trainer.held_tokens[:HELD_PROMPTS]]
+    prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, recipe.judge.context_length // 2))
     if not prompts:
         return None
 

@@ -120,7 +120,10 @@ class TargetParts:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Target logits [..., V] of states behind the final norm [..., D]; gradients flow through."""
-        return self.behind(torch.nn.functional.linear(hidden, self.head.weight.to(hidden.dtype), self.head.bias))
+        weight = self.head.weight
+        if not torch.is_autocast_enabled(hidden.device.type):  # which casts itself, and only what it must
+            weight = weight.to(hidden.dtype)
+        return self.behind(torch.nn.functional.linear(hidden, weight, self.head.bias))
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """The same for [n, D] while drafting, float32 [n, V]: in packed bfloat16 where that is the fastest way."""

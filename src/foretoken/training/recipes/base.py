@@ -29,12 +29,20 @@ class Batch:
         parts: the target's pieces.
         step: the training step that it belongs to.
         steps: how many steps the run has.
+        learned: bool [b, n + 1]: tokens that are to be guessed, an assistant's in a conversation; ``None``: all.
     """
 
     def __init__(
-        self, tokens: Tensor, taps: Mapping[str, Tensor], parts: TargetParts, step: int = 0, steps: int = 1
+        self,
+        tokens: Tensor,
+        taps: Mapping[str, Tensor],
+        parts: TargetParts,
+        step: int = 0,
+        steps: int = 1,
+        learned: Tensor | None = None,
     ) -> None:
         self.tokens, self.taps, self.parts, self.step, self.steps = tokens, taps, parts, step, steps
+        self.learned = learned
 
     @property
     def length(self) -> int:
@@ -45,6 +53,10 @@ class Batch:
     def teacher(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The target's distributions [m, V] after the tokens at (row, column), float32."""
         return torch.softmax(self.parts.logits(self.taps["last"][rows, columns]).float(), -1)
+
+    def counted(self, rows: Tensor, columns: Tensor) -> Tensor | None:
+        """Whether the token behind the one at (row, column) is to be guessed, float32 of their shape; ``None``: all."""
+        return None if self.learned is None else self.learned[rows, columns + 1].float()
 
 
 class Recipe(ABC):
@@ -170,26 +182,45 @@ def check_rank(rank: int, trains_target: bool) -> None:
         raise ValueError(f"rank must be 0, or above 0 in a mode that trains the target, not {rank}")
 
 
-def soft_cross_entropy(logits: Tensor, distribution: Tensor) -> Tensor:
-    """-sum distribution log softmax(logits), mean over rows, float32; logits and distribution [m, V]."""
-    return -(distribution * torch.log_softmax(logits.float(), -1)).sum(-1).mean()
+def soft_cross_entropy(logits: Tensor, distribution: Tensor, counted: Tensor | None = None) -> Tensor:
+    """-sum distribution log softmax(logits), mean over (counted) rows, float32; logits and distribution [m, V],
+    counted [m]."""
+    return mean_of(-(distribution * torch.log_softmax(logits.float(), -1)).sum(-1), counted)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats; logits [m, V], labels [m]."""
-    return F.cross_entropy(logits.float(), labels)
+def cross_entropy(logits: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy in nats over (counted) rows; logits [m, V], labels and counted [m]."""
+    if counted is None:
+        return F.cross_entropy(logits.float(), labels)
+    return mean_of(F.cross_entropy(logits.float(), labels, reduction="none"), counted)
 
 
-def some_places(batch: Batch, count: int, margin: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows and columns [count] of random places with ``margin`` tokens behind them: logits of all would be too many."""
+def mean_of(losses: Tensor, counted: Tensor | None) -> Tensor:
+    """Mean of those that count, all by default; 0 where none does."""
+    return losses.mean() if counted is None else (losses * counted).sum() / counted.sum().clamp_min(1)
+
+
+def some_places(
+    batch: Batch, count: int, margin: int, generator: torch.Generator, ahead: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rows and columns [count] of random places with ``margin`` tokens behind them: logits of all would be too many.
+
+    Where only some tokens are to be guessed, the token ``ahead`` places behind is one of them, if there is any such
+    place.
+    """
     b, n = batch.tokens.shape[0], batch.length - margin
     if n < 1:
         raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
-    picked = torch.randint(b * n, (count,), generator=generator)
+    places = torch.arange(0) if batch.learned is None else batch.learned[:, ahead : ahead + n].cpu().flatten().nonzero()
+    if len(places):
+        picked = places[torch.randint(len(places), (count,), generator=generator), 0]
+    else:
+        picked = torch.randint(b * n, (count,), generator=generator)
     return (picked // n).to(batch.tokens.device), (picked % n).to(batch.tokens.device)
 
 
 def text_loss(batch: Batch, places: int, generator: torch.Generator) -> Tensor:
     """The target's own cross-entropy with the text at ``places`` random places per text."""
     rows, columns = some_places(batch, places * len(batch.tokens), 0, generator)
-    return cross_entropy(batch.parts.logits(batch.taps["last"][rows, columns]), batch.tokens[rows, columns + 1])
+    logits = batch.parts.logits(batch.taps["last"][rows, columns])
+    return cross_entropy(logits, batch.tokens[rows, columns + 1], batch.counted(rows, columns))

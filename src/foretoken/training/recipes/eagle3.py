@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.eagle3 import Eagle3Drafter, draft_logits, target_rows
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, default_layers
-from foretoken.training.recipes.base import Batch
+from foretoken.training.recipes.base import Batch, mean_of
 from foretoken.training.recipes.features import FeatureRecipe, some_rows, texts_of
 
 DRAFT_VOCAB = 4096
 """Tokens of the draft vocabulary, where the target has that many."""
+CHUNK = 512
+"""Places whose logits over the target's whole vocabulary are made at once."""
 COUNTED = 2**22
 """Tokens of the training text that are counted at once."""
 
@@ -106,19 +108,43 @@ class Eagle3Recipe(FeatureRecipe):
         rows = some_rows(batch, config.unroll, generator)
         weights = [config.decay**step for step in range(config.unroll)]
         total = features.new_zeros(())
+        labels = self.labels(batch, torch.cat([rows + step for step in range(1, config.unroll + 1)], 1))
         for step, output in enumerate(self.unrolled(batch, features, rows, config.unroll)):
-            total = total + weights[step] / sum(weights) * self.agreement(batch, output, rows + 1 + step)
+            distance = self.distance(labels, output, rows + 1 + step)
+            total = total + weights[step] / sum(weights) * distance
         return total
 
-    def agreement(self, batch: Batch, output: Tensor, columns: Tensor) -> Tensor:
-        """The same over the draft vocabulary; places whose likeliest token is outside it do not count."""
-        distribution = batch.teacher(texts_of(columns), columns.flatten())
-        counted = self.net.t2d[distribution.argmax(-1)]
-        distribution = distribution[:, self.net.vocabulary]
-        distribution = distribution / distribution.sum(-1, keepdim=True).clamp_min(torch.finfo(distribution.dtype).tiny)
+    @torch.no_grad()
+    def labels(self, batch: Batch, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's distribution over the draft vocabulary after the tokens at ``columns`` [b, m], float32
+        [b, n, V_d], and whether it counts [b, n]: not where its likeliest token is outside.
+
+        Steps from neighbouring places share most columns, and the target's projection costs more than all else.
+        """
+        wanted = torch.zeros(len(columns), batch.length, dtype=torch.bool, device=columns.device)
+        wanted.scatter_(1, columns, True)
+        if batch.learned is not None:
+            wanted &= batch.learned[:, 1:]
+        vocabulary = self.net.vocabulary
+        found = torch.zeros(*wanted.shape, len(vocabulary), device=wanted.device)
+        counted = torch.zeros(wanted.shape, device=wanted.device)
+        for texts, places in zip(*(part.split(CHUNK) for part in wanted.nonzero(as_tuple=True)), strict=True):
+            logits = batch.parts.logits(batch.taps["last"][texts, places])
+            counted[texts, places] = self.net.t2d[logits.argmax(-1)].float()
+            found[texts, places] = torch.softmax(logits[:, vocabulary].float(), -1)
+        return found, counted
+
+    def distance(self, labels: tuple[Tensor, Tensor], output: Tensor, columns: Tensor) -> Tensor:
+        """Mean cross-entropy of the distributions of outputs [b, R, D] with the target's after the tokens at
+        ``columns`` [b, R]."""
+        texts, columns = texts_of(columns), columns.flatten()
+        distribution, counted = (found[texts, columns] for found in labels)
         logits = draft_logits(self.net, self.parts, self.net.head_state(output.flatten(0, 1)))
-        distances = -(distribution * torch.log_softmax(logits.float(), -1)).sum(-1)
-        return (distances * counted).sum() / counted.sum().clamp_min(1)
+        return mean_of(-(distribution * torch.log_softmax(logits.float(), -1)).sum(-1), counted)
+
+    def agreement(self, batch: Batch, output: Tensor, columns: Tensor) -> Tensor:
+        """:meth:`distance` from the target's distribution in a batch."""
+        return self.distance(self.labels(batch, columns), output, columns)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """The network as it is."""

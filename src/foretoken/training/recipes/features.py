@@ -78,11 +78,15 @@ class FeatureRecipe(Recipe):
         """Cross-entropy of the distributions of outputs [b, R, D] with the target's behind the tokens at ``columns``
         [b, R]."""
         logits = self.parts.logits(self.net.head_state(output.flatten(0, 1)))  # type: ignore[operator]
-        return soft_cross_entropy(logits, batch.teacher(texts_of(columns), columns.flatten()))
+        rows, columns = texts_of(columns), columns.flatten()
+        return soft_cross_entropy(logits, batch.teacher(rows, columns), batch.counted(rows, columns))
 
 
 def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int = PLACES) -> Tensor:
     """[b, R] at most ``count`` random places per text, in order, that have ``steps`` places behind them.
+
+    Where only some tokens are to be guessed, places whose first guess is one of them go first, and there are no more
+    places than the text with the most of them has.
 
     Raises:
         ValueError: texts too short for that.
@@ -90,7 +94,11 @@ def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int =
     n = batch.length - steps
     if n < 1:
         raise ValueError(f"blocks of {batch.length} tokens are too short for {steps} steps: use a larger --context")
-    ranks = torch.rand(len(batch.tokens), n, generator=generator).argsort(-1)
+    keys = torch.rand(len(batch.tokens), n, generator=generator)
+    if batch.learned is not None:
+        first = batch.learned[:, 2 : 2 + n].cpu()
+        keys, count = keys + ~first, min(count, max(1, int(first.sum(-1).max())))
+    ranks = keys.argsort(-1)
     return ranks[:, :count].sort(-1).values.to(batch.tokens.device)
 
 

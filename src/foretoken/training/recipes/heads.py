@@ -74,14 +74,14 @@ class HeadsRecipe(Recipe):
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over heads of the cross-entropy."""
         count = self.config.heads
-        rows, columns = some_places(batch, PLACES * len(batch.tokens), count + 1, generator)
+        rows, columns = some_places(batch, PLACES * len(batch.tokens), count + 1, generator, ahead=2)
         total = torch.zeros((), device=rows.device)
         for i, state in enumerate(self.states(batch, rows, columns, generator)):
-            logits = self.project(i, state)
+            logits, counted = self.project(i, state), batch.counted(rows, columns + 1 + i)
             if self.config.labels == "text":
-                part = cross_entropy(logits, batch.tokens[rows, columns + 2 + i])
+                part = cross_entropy(logits, batch.tokens[rows, columns + 2 + i], counted)
             else:
-                part = soft_cross_entropy(logits, batch.teacher(rows, columns + 1 + i))
+                part = soft_cross_entropy(logits, batch.teacher(rows, columns + 1 + i), counted)
             total = total + self.config.decay**i * part
         return total / sum(self.config.decay**i for i in range(count))
 
@@ -100,7 +100,7 @@ class HeadsRecipe(Recipe):
         Heads that read drafted tokens are given those of the text: the chance is conditional on the path above.
         """
         hits = torch.zeros(self.config.heads, RANKS)
-        seen = 0
+        seen = torch.zeros(self.config.heads, 1)
         for batch in batches:
             n = batch.length - self.config.heads - 1
             if n < 1:
@@ -112,6 +112,8 @@ class HeadsRecipe(Recipe):
                 wanted = choices[rows, columns + 1 + i]
                 logits = self.project(i, state)
                 ranked = logits.topk(min(RANKS, logits.shape[-1]), -1).indices
-                hits[i, : ranked.shape[1]] += (ranked == wanted[:, None]).sum(0).cpu()
-            seen += len(rows)
-        return {"accuracies": (hits / max(1, seen)).tolist()}
+                counted = batch.counted(rows, columns + 1 + i)
+                counted = torch.ones(len(rows), device=rows.device) if counted is None else counted
+                hits[i, : ranked.shape[1]] += ((ranked == wanted[:, None]) * counted[:, None]).sum(0).cpu()
+                seen[i] += counted.sum().cpu()
+        return {"accuracies": (hits / seen.clamp_min(1)).tolist()}
