@@ -83,7 +83,7 @@ def make_command(method: str) -> Callable[..., None]:
         device: str | None = None,
         as_json: Report = False,
     ) -> None:
-        how = (answers, {"new_tokens": answer_tokens, "temperature": answer_temperature, "batch": answer_batch})
+        how = (answers, {"tokens": answer_tokens, "temperature": answer_temperature, "batch": answer_batch})
         with json_only(as_json), stop_on_signals() as stop:
             report = train(
                 method, data, out, one_model(model, target), key_values(setting), corpus, features, device,
@@ -137,9 +137,10 @@ def train(
             )
             recipe = kind(model, TargetParts(model), settings, run["seed"])
         bar.say(needs(recipe, config))
+        read = data
         if answers[0] != "data":
-            data = [_answers(answers, data, out, target, recipe, run["seed"], device, bar, stop)]
-        trainer = Trainer(recipe, data, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read)
+            read = [_answers(answers, data, out, target, recipe, run["seed"], device, bar, stop)]
+        trainer = Trainer(recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read)
         bar.say(seen(trainer.corpus))
         prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, model.context_length // 2))
         try:
@@ -154,7 +155,9 @@ def train(
         except Stopped as stopped:
             bar.say(f"{stopped}; its checkpoint is in {out}: the same command goes on from there")
             raise typer.Exit(stop.exit_code) from None
-    write_drafter_card(out, report, data, target)
+    options = {} if answers[0] == "data" else {"answers": answers[0]}
+    options |= {f"answer_{key}": value for key, value in answers[1].items()} if options else {}
+    write_drafter_card(out, report, data, target, answers=options)
     _tell(report, out, recipe)
     return report
 

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 Data = Annotated[
     list[Path],
     typer.Option(
-        help="Text folder or JSONL file (may be given several times): rows with text, or chats: messages "
-        "(role, content) or ShareGPT's conversations (from, value). Chats are written by the target's chat template, and only what the "
-        "assistant says is learned."
+        help="Text folder or JSONL file (may be given several times). Rows have text, or are chats: messages "
+        "(role, content) or ShareGPT's conversations (from, value). The target's template writes chats; only what "
+        "the assistant says is learned."
     ),
 ]
 Steps = Annotated[int, typer.Option(min=1)]

@@ -45,13 +45,19 @@ class Lines:
         return len(self._first) - 1
 
     def update(self, task: int, *, completed: int, total: int, description: str, visible: bool = True) -> None:
-        """Print how far a task is, if its last line is some seconds old or it is finished."""
+        """Print how far a task is, if its last line is some seconds old or it is finished.
+
+        A total of 0 means that nobody knows it.
+        """
         now = self.clock()
         if self._last[task] < 0:
             self._first[task] = (now, completed)
-        if now - self._last[task] < LINE_S and completed < total:
+        if now - self._last[task] < LINE_S and completed != total:
             return
         self._last[task] = now
+        if not total:
+            self.console.print(description, soft_wrap=True)
+            return
         began, before = self._first[task]
         left = (now - began) / (completed - before) * (total - completed) if completed > before else None
         ending = "" if left is None else f"  {duration(left)} left"
@@ -108,7 +114,7 @@ class TrainingBar:
 
     def on_read(self, documents: int) -> None:
         """Documents that were encoded."""
-        self._update("reading", f"{documents:,} documents read", 0, 1)
+        self._update("reading", f"{documents:,} documents read", documents, 0)
 
     def on_written(self, done: int, count: int) -> None:
         """Blocks of text that the target has written."""

@@ -33,18 +33,18 @@ class AnswerConfig:
 
     Attributes:
         temperature: 0 is greedy.
-        new_tokens: most tokens of an answer.
+        tokens: most of an answer.
         batch: conversations that are answered at once.
         seed: the draws of an answer depend on it and on the conversation's number.
     """
 
     temperature: float = 0.7
-    new_tokens: int = 256
+    tokens: int = 256
     batch: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("new_tokens", "batch"):
+        for name in ("tokens", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
@@ -290,7 +290,7 @@ def _ask(llm: Llm, dialogue: Dialogue, config: AnswerConfig, running: dict[int, 
             f"{llm.target.context_length}: leave it out"
         )
     dialogue.tokens = []
-    options: dict[str, Any] = {"max_new_tokens": min(config.new_tokens, room), "temperature": config.temperature}
+    options: dict[str, Any] = {"max_new_tokens": min(config.tokens, room), "temperature": config.temperature}
     seed = (config.seed * 1_000_003 + 1009 * dialogue.number + len(dialogue.messages)) % 2**31
     running[llm.engine.add(llm.request(prompt, **options, seed=seed))] = dialogue
 
