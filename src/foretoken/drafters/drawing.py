@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Context, NonFiniteLogitsError, SamplingPipeline
+from foretoken.models.draft_head import DraftHead
 
 
 def ranked(
@@ -58,7 +59,9 @@ def best(ranking: Tensor, count: int) -> list[int]:
     return [t for v, t in zip(values.tolist(), tokens.tolist(), strict=True) if v > -torch.inf]
 
 
-def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int], count: int) -> list[list[int]]:
+def best_ahead(
+    logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int], count: int, head: DraftHead | None = None
+) -> list[list[int]]:
     """Per row of draft logits [n, V] its ``count`` best tokens (impossible ones too, if nothing else is left).
 
     Args:
@@ -66,19 +69,22 @@ def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int]
         contexts: the request of each row.  One without noise gets the largest logits.
         ahead: draft tokens before the one that is guessed.
         count: tokens per row.
+        head: what the logits are of, if not of the target's vocabulary.
     """
     rows_of: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
         if context.maker.noise is not None:
             rows_of.setdefault(id(context), []).append(row)
     if rows_of:
+        logits, head = (logits if head is None else head.widened(logits)), None
         logits = logits.to(torch.float32, copy=True)  # near-ties of guesses do not matter
     for rows in rows_of.values():
         context = contexts[rows[0]]
         text = context.tokens  # without the drafts before, which are not all known: penalties are nearly right
         lengths = [len(text) + ahead[row] for row in rows]
         logits[rows] = ranked(context.maker, logits[rows], lengths, [text] * len(rows)).to(logits)
-    found: list[list[int]] = logits.topk(min(count, logits.shape[-1]), -1).indices.tolist()
+    tokens = logits.topk(min(count, logits.shape[-1]), -1).indices
+    found: list[list[int]] = (tokens if head is None else head.mapped(tokens)).tolist()
     return found
 
 

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter, Traits
+from foretoken.drafters.features import frequent_ids
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.parts import TargetParts
 from foretoken.trees.medusa_tree import TYPICAL
 from foretoken.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
@@ -30,6 +32,9 @@ class HeadsDrafter(Drafter):
         nodes: draft nodes of the tree.
         accuracies: [K][R] measured chance that the head's candidate of this rank is right.
         tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
+        frequent: the tokens that heads without projections of their own guess, the most frequent one first; all by
+            default.
+        vocab: how many of them; 0: all of them.
 
     Raises:
         ValueError: an option outside its range, or a file that holds no tree for these heads.
@@ -47,10 +52,14 @@ class HeadsDrafter(Drafter):
         nodes: int = 16,
         accuracies: Sequence[Sequence[float]] | None = None,
         tree: str = "",
+        frequent: Sequence[int] = (),
+        vocab: int = 0,
     ) -> None:
         if nodes < 1:
             raise ValueError(f"{self.name} needs nodes >= 1, not {nodes}")
         self.heads, self.parts = heads.to(parts.device).eval(), parts
+        own = len(heads.projections) > 0
+        self.head = DraftHead(parts, None if own else frequent_ids(frequent, vocab, parts.vocab_size))
         count = len(heads.blocks)
         self._take(
             read_tree(tree, self.name, count) if tree else medusa_choices((accuracies or TYPICAL)[:count], nodes)
@@ -81,6 +90,7 @@ class HeadsDrafter(Drafter):
         found = read_description(folder, cls.name, parts.fingerprint())
         heads = build_net(folder, cls.net_class, cls.net_config, found)
         options.setdefault("accuracies", found["measured"].get("accuracies"))
+        options.setdefault("frequent", found["measured"].get("frequent", ()))
         return cls.over(heads.to(parts.device), parts, context.target, **options)
 
     @classmethod
@@ -120,16 +130,16 @@ class HeadsDrafter(Drafter):
         """
 
     def project(self, head: int, hidden: Tensor) -> Tensor:
-        """[n, V] logits of one head's output [n, D]."""
+        """[n, V_d] logits of one head's output [n, D]."""
         if len(self.heads.projections):
             logits: Tensor = self.heads.projections[head](hidden)
             return logits
-        return self.parts.draft_logits(hidden)
+        return self.head(hidden)
 
     def _nodes(self, context: Context, budget: Budget) -> list[int]:
         if not len(context.hidden.get("last", ())):
             return []
-        size = self.parts.vocab_size
+        size = self.head.size
         return fitting_nodes(self.choices, self.parents, budget.max_depth, budget.max_nodes, size)
 
     def _tree(self, root: int, nodes: Sequence[int], tokens: Sequence[int]) -> TokenTree:

@@ -29,14 +29,14 @@ class MedusaDrafter(HeadsDrafter):
         top = 1 + max(choice[-1] for choice in self.choices)
         heads = range(len(logits))
         rows = [context for _ in heads for context in contexts]
-        found = best_ahead(logits.flatten(0, 1), rows, [head for head in heads for _ in contexts], top)
+        found = best_ahead(logits.flatten(0, 1), rows, [head for head in heads for _ in contexts], top, self.head)
         return [
             [found[(len(choice) - 1) * count + i][choice[-1]] for choice in (self.choices[node - 1] for node in nodes)]
             for i, nodes in enumerate(shapes)
         ]
 
     def logits(self, states: Tensor) -> Tensor:
-        """[K, n, V] of states [n, D]."""
+        """[K, n, V_d] of states [n, D]."""
         hidden = self.heads(states)
         if len(self.heads.projections):
             return torch.stack([self.project(i, state) for i, state in enumerate(hidden)])

@@ -15,6 +15,7 @@ from torch import Tensor
 from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.huggingface import SCRATCH_ROOM, SPARED, HuggingFaceModel
 from foretoken.models.layers import WHOLE
 from foretoken.models.lean_heads import HeadRun, LeanHead
@@ -30,13 +31,13 @@ class FeatureModel(HuggingFaceModel):
             float32, which is the fastest for one small layer on CPU, and moves to the target's device.
         parts: the target's embedding and vocabulary projection.
         target: the model that is drafted for (its context length and end-of-text ids).
-        project: logits [m, V] of states [m, D]; the target's projection by default.
+        head: the vocabulary projection; the target's by default.
     """
 
-    def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
+    def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, head: DraftHead | None = None) -> None:
         self.model = net.to(parts.device).eval()
         self.parts = parts
-        self.project = project or parts.draft_logits
+        self.project = DraftHead(parts) if head is None else head
         self.capabilities = Capabilities(layer_windows=False)
         self.vocab_size = target.vocab_size
         self.context_length = target.context_length

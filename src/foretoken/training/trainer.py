@@ -226,6 +226,8 @@ class Trainer:
             if recipe.rank:
                 save_update(self.network, self.dtype, self.out)
             parts = TargetParts(as_served(self.network, self.dtype))
+        if recipe.frequent is not None:
+            measured = {**measured, "frequent": recipe.frequent.tolist()}
         if recipe.has_net:
             save_drafter(self.out, recipe.method, recipe.stored_config(), recipe.net, parts.fingerprint(), measured)
         return parts

@@ -19,6 +19,13 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
 from foretoken.names import unknown
 
+LARGE_VOCABULARY = 16384
+"""From so many tokens on, drafters that use the target's projection guess the frequent ones alone."""
+FREQUENT, COVERED = 4096, 0.995
+"""They are so many at least, and as many as make up this share of the training text."""
+COUNTED = 2**22
+"""Tokens of the training text that are counted at once."""
+
 
 class Batch:
     """Texts and what the target says of them.
@@ -77,6 +84,8 @@ class Recipe(ABC):
     target_lr: ClassVar[float] = 0.1
     fixed: ClassVar[tuple[str, ...]] = ("hidden_size", "vocab_size")
     """Fields that the target decides."""
+    frequent: Tensor | None = None
+    """[V_d] those tokens, the most frequent one first; ``None``: the drafter guesses all."""
 
     def __init__(self, target: LanguageModel, parts: TargetParts, settings: Mapping[str, str], seed: int = 0) -> None:
         self.target, self.parts = target, parts
@@ -94,6 +103,12 @@ class Recipe(ABC):
     @property
     def trains_target(self) -> bool:
         """Whether the target's weights change too: the run's result is then a target and a drafter for it."""
+        return False
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the drafter guesses only tokens that are frequent in its training text, where the vocabulary is
+        large."""
         return False
 
     @property
@@ -117,8 +132,12 @@ class Recipe(ABC):
         found.target, found.parts = target, TargetParts(target)
         return found
 
-    def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:  # noqa: B027
-        """Look at the training text, all token ids of it, before the first step (the same ones on resume)."""
+    def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
+        """Look at the training text, all token ids that are to be guessed, before the first step (the same ones on
+        resume)."""
+        if self.reduces and self.parts.vocab_size >= LARGE_VOCABULARY:
+            found = frequent_tokens(tokens, self.parts.vocab_size)
+            self.frequent = torch.from_numpy(found).to(self.parts.device)
 
     def configure(self, settings: Mapping[str, str]) -> Any:
         """The network's shape from the target and from ``key=value`` settings.
@@ -224,3 +243,20 @@ def text_loss(batch: Batch, places: int, generator: torch.Generator) -> Tensor:
     rows, columns = some_places(batch, places * len(batch.tokens), 0, generator)
     logits = batch.parts.logits(batch.taps["last"][rows, columns])
     return cross_entropy(logits, batch.tokens[rows, columns + 1], batch.counted(rows, columns))
+
+
+def token_counts(tokens: np.ndarray[Any, np.dtype[Any]], vocab_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """How often each of ``vocab_size`` ids is in a text."""
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(tokens), COUNTED):
+        counts += np.bincount(tokens[start : start + COUNTED], minlength=vocab_size)
+    return counts
+
+
+def frequent_tokens(tokens: np.ndarray[Any, np.dtype[Any]], vocab_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The ids that make up nearly all of a text, the most frequent one first; the lower id wins a tie."""
+    counts = token_counts(tokens, vocab_size)
+    order = np.argsort(-counts, kind="stable")
+    needed = int(np.searchsorted(np.cumsum(counts[order]), COVERED * counts.sum())) + 1
+    found: np.ndarray[Any, np.dtype[np.int64]] = order[: max(FREQUENT, min(needed, vocab_size // 4))]
+    return found

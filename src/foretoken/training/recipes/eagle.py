@@ -47,6 +47,11 @@ class EagleRecipe(FeatureRecipe):
     drafter_class = EagleDrafter
     config: EagleSettings
 
+    @property
+    def reduces(self) -> bool:
+        """It uses the target's projection."""
+        return True
+
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted sum of the two distances, mean over steps."""
         truth = batch.taps["last"].float()
@@ -56,8 +61,9 @@ class EagleRecipe(FeatureRecipe):
         judged = some_rows(batch, steps, generator)
         rows = torch.arange(batch.length - steps, device=truth.device).expand(len(truth), -1)
         total = truth.new_zeros(())
+        labels = self.labels(batch, judged, steps)
         for step, output in enumerate(self.unrolled(batch, features, rows, steps)):
-            agreement = self.agreement(batch, at_rows(output, judged), judged + 1 + step)
+            agreement = self.agreement(labels, at_rows(output, judged), judged + 1 + step)
             distance = F.smooth_l1_loss(output.float(), at_rows(truth, rows + 1 + step), reduction="none").mean(-1)
             counted = batch.counted(texts_of(rows).view_as(rows), rows + 1 + step)
             regression = mean_of(distance, counted)

@@ -12,17 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.base import Drafter
-from foretoken.drafters.eagle3 import Eagle3Drafter, draft_logits, target_rows
+from foretoken.drafters.eagle3 import Eagle3Drafter, draft_logits
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, default_layers
-from foretoken.training.recipes.base import Batch, mean_of
-from foretoken.training.recipes.features import FeatureRecipe, some_rows, texts_of
+from foretoken.training.recipes.base import Batch, token_counts
+from foretoken.training.recipes.features import FeatureRecipe, some_rows
 
 DRAFT_VOCAB = 4096
 """Tokens of the draft vocabulary, where the target has that many."""
-CHUNK = 512
-"""Places whose logits over the target's whole vocabulary are made at once."""
-COUNTED = 2**22
-"""Tokens of the training text that are counted at once."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,7 @@ class Eagle3Recipe(FeatureRecipe):
 
     def _start_head(self, net: Any) -> None:
         if net.lm_head is not None:
-            net.lm_head.weight.data.copy_(target_rows(net, self.parts)[0])
+            net.lm_head.weight.data.copy_(self.parts.head.weight.detach()[net.vocabulary])
 
     def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
         """Make the most frequent tokens of the training text the draft vocabulary (ties: the lower id)."""
@@ -108,43 +104,19 @@ class Eagle3Recipe(FeatureRecipe):
         rows = some_rows(batch, config.unroll, generator)
         weights = [config.decay**step for step in range(config.unroll)]
         total = features.new_zeros(())
-        labels = self.labels(batch, torch.cat([rows + step for step in range(1, config.unroll + 1)], 1))
+        labels = self.labels(batch, rows, config.unroll)
         for step, output in enumerate(self.unrolled(batch, features, rows, config.unroll)):
-            distance = self.distance(labels, output, rows + 1 + step)
-            total = total + weights[step] / sum(weights) * distance
+            total = total + weights[step] / sum(weights) * self.agreement(labels, output, rows + 1 + step)
         return total
 
-    @torch.no_grad()
-    def labels(self, batch: Batch, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """The target's distribution over the draft vocabulary after the tokens at ``columns`` [b, m], float32
-        [b, n, V_d], and whether it counts [b, n]: not where its likeliest token is outside.
+    @property
+    def guessed(self) -> Tensor:
+        """[V_d] the draft vocabulary."""
+        return self.net.vocabulary
 
-        Steps from neighbouring places share most columns, and the target's projection costs more than all else.
-        """
-        wanted = torch.zeros(len(columns), batch.length, dtype=torch.bool, device=columns.device)
-        wanted.scatter_(1, columns, True)
-        if batch.learned is not None:
-            wanted &= batch.learned[:, 1:]
-        vocabulary = self.net.vocabulary
-        found = torch.zeros(*wanted.shape, len(vocabulary), device=wanted.device)
-        counted = torch.zeros(wanted.shape, device=wanted.device)
-        for texts, places in zip(*(part.split(CHUNK) for part in wanted.nonzero(as_tuple=True)), strict=True):
-            logits = batch.parts.logits(batch.taps["last"][texts, places])
-            counted[texts, places] = self.net.t2d[logits.argmax(-1)].float()
-            found[texts, places] = torch.softmax(logits[:, vocabulary].float(), -1)
-        return found, counted
-
-    def distance(self, labels: tuple[Tensor, Tensor], output: Tensor, columns: Tensor) -> Tensor:
-        """Mean cross-entropy of the distributions of outputs [b, R, D] with the target's after the tokens at
-        ``columns`` [b, R]."""
-        texts, columns = texts_of(columns), columns.flatten()
-        distribution, counted = (found[texts, columns] for found in labels)
-        logits = draft_logits(self.net, self.parts, self.net.head_state(output.flatten(0, 1)))
-        return mean_of(-(distribution * torch.log_softmax(logits.float(), -1)).sum(-1), counted)
-
-    def agreement(self, batch: Batch, output: Tensor, columns: Tensor) -> Tensor:
-        """:meth:`distance` from the target's distribution in a batch."""
-        return self.distance(self.labels(batch, columns), output, columns)
+    def draft_logits(self, output: Tensor) -> Tensor:
+        """[m, V_d] of outputs [m, D]."""
+        return draft_logits(self.net, self.parts, self.net.head_state(output))
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """The network as it is."""
@@ -155,7 +127,5 @@ def most_frequent(
     tokens: np.ndarray[Any, np.dtype[Any]], vocab_size: int, count: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The ``count`` most frequent of ``vocab_size`` ids in a text, in ascending order; the lower id wins a tie."""
-    counts = np.zeros(vocab_size, np.int64)
-    for start in range(0, len(tokens), COUNTED):
-        counts += np.bincount(tokens[start : start + COUNTED], minlength=vocab_size)
+    counts = token_counts(tokens, vocab_size)
     return np.sort(np.argsort(-counts, kind="stable")[:count])
