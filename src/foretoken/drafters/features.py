@@ -206,11 +206,13 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def mapped(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids."""
-        return self.model.project.mapped(tokens)
+        head = self.model.project
+        return head.mapped(tokens) if isinstance(head, DraftHead) else tokens
 
     def widened(self, logits: Tensor) -> Tensor:
         """Logits [n, V] over the target's ids from the draft's."""
-        return self.model.project.widened(logits)
+        head = self.model.project
+        return head.widened(logits) if isinstance(head, DraftHead) else logits
 
     def _most(self, tree: Growing) -> int:
         return min(self.max_nodes, tree.budget.max_nodes)
