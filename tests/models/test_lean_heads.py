@@ -168,17 +168,20 @@ needs_kernels = pytest.mark.skipif(
 def test_a_head_in_bfloat16_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is faster the layer runs in bfloat16; its trained weights stay as they are."""
     target = HuggingFaceModel(new_model("llama").float())
-    parts, found = TargetParts(target), dict[bool, list[Rows]]()
+    parts, found, net = TargetParts(target), dict[bool, list[Rows]](), net_of(name, shape=WIDE).float()
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.mul_(0.3 if weight.ndim == 2 else 1.0)  # scores of ordinary size
     for narrow in (False, True):
         monkeypatch.setattr(LeanHead, "_gains", lambda self, narrow=narrow: narrow)
-        model = FeatureModel(net_of(name, shape=WIDE).float(), parts, target)
+        model = FeatureModel(net, parts, target)
         found[narrow] = outputs(model)
         assert model.head is not None and model.head.dtype == (torch.bfloat16 if narrow else torch.float32)
         assert all(weight.dtype == torch.float32 for weight in model.model.parameters())
     for one, other in zip(found[False], found[True], strict=True):
         exact, near = one.taps["state"], other.taps["state"]
         assert near.dtype == torch.float32 and not torch.equal(exact, near)
-        assert (exact - near).norm() < 0.03 * exact.norm()
+        assert (exact - near).norm() < 0.01 * exact.norm()
 
 
 def test_small_layers_stay_in_float32() -> None:

@@ -187,6 +187,8 @@ def train_lm(
     tokenizer_from = tokenizer_from or init_from
     tokenizer, text = _text(data, out, config, tokenizer_from)
     corpus = build_corpus(data, tokenizer, text)
+    if corpus.get("chat"):
+        raise ValueError("train lm learns texts, not conversations: give rows with text, or use train distill")
     model = build_model(config, int(tokenizer.eos_token_id)).to(device)
     if init_from is not None and config.hybrid and is_llama(init_from):
         start_from_llama(model, init_from, read_tokens(text / "train.bin", corpus["dtype"]))
