@@ -59,12 +59,8 @@ def test_what_has_no_known_end_is_said_without_one() -> None:
 
 def test_every_line_of_progress_has_the_acceptance_that_was_measured_last() -> None:
     text = io.StringIO()
-    bar = TrainingBar(
-        Lines(Console(file=text, width=200), Clock()),
-        2,
-        lambda m: f"length {m['length']}",
-        lambda m: f"acceptance {m['rate']}",
-    )
+    lines = Lines(Console(file=text, width=200), Clock())
+    bar = TrainingBar(lines, 2, lambda m: f"length {m['length']}", lambda m: f"acceptance {m['rate']}")
     bar.on_step(Progress(0, 2, float("nan"), 0.0, {"length": 1.1, "rate": 0.1}))
     bar.on_step(Progress(1, 2, 3.5, 700.0, None, 60.0))
     bar.on_step(Progress(2, 2, 3.25, 700.0, {"length": 2.2, "rate": 0.6}))
