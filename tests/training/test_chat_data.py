@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import foretoken as ft
 from foretoken.cli.main import main
+from foretoken.cli.train_drafter import seen
 from foretoken.llm import load
 from foretoken.loading import load_model
 from foretoken.models.parts import TargetParts
@@ -188,6 +189,12 @@ def test_several_documents_always_leave_one_held_out(tmp_path: Path) -> None:
     assert corpus["held"]["documents"] == corpus["train"]["documents"] == 1 and "chat" not in corpus
     write_rows(texts, [{"text": "one"}, {"text": "two"}, {"text": "three"}])
     assert build_corpus([texts], tokenizer, tmp_path / "texts")["train"]["documents"] == 2  # the file has grown
+
+
+def test_a_single_document_is_learned_and_what_is_missing_is_said(tmp_path: Path) -> None:
+    corpus = build_corpus([write_rows(tmp_path / "one.jsonl", chats(1))], chat_tokenizer(), tmp_path / "corpus")
+    assert corpus["train"]["documents"] == 1
+    assert seen(corpus).endswith("nothing is held out, because the data is one document: acceptance is not measured")
 
 
 def command(target: Path, data: Path, out: Path, *more: str, method: str = "medusa") -> list[str]:

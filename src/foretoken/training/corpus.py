@@ -47,10 +47,11 @@ def held_below(records: Iterable[Record], fraction: float) -> tuple[int, bool]:
     for record in records:
         hashes.append(_hash(record))
         chat = chat or record.row is not None
-    limit, distinct = round(fraction * 2**64), sorted(set(hashes))
-    least = min(HELD_CONVERSATIONS, len(distinct) // 8) if chat else 0
-    least = max(least, int(len(distinct) > 1))
-    return max(limit, distinct[least - 1] + 1 if least else 0), chat
+    distinct = sorted(set(hashes))
+    if len(distinct) < 2:
+        return 0, chat  # a single document is to be learned
+    least = max(1, min(HELD_CONVERSATIONS, len(distinct) // 8) if chat else 1)
+    return max(round(fraction * 2**64), distinct[least - 1] + 1), chat
 
 
 def _hash(record: Record) -> int:
