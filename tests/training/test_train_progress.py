@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from torch import nn
 
+from foretoken.cli.main import main
 from foretoken.cli.train_progress import Lines, TrainingBar, duration, stop_on_signals
 from foretoken.training.curves import DrafterCurve
 from foretoken.training.loop import Loop, Progress, RunConfig, Saving, Stopped
@@ -118,10 +119,13 @@ def test_checkpoints_come_by_time_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_waits_for_the_end_of_a_step_and_a_second_one_does_not(number: signal.Signals, code: int) -> None:
+def test_a_signal_waits_for_the_end_of_a_step_and_a_second_one_does_not(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
     before = signal.getsignal(number)
     with stop_on_signals() as stop:
-        with stop.between_steps():
+        with stop.in_steps(print, tmp_path):
+            assert not stop.asked()
             os.kill(os.getpid(), number)
             assert stop.asked() and stop.exit_code == code
             with pytest.raises((KeyboardInterrupt, typer.Exit)):
@@ -129,3 +133,28 @@ def test_a_signal_waits_for_the_end_of_a_step_and_a_second_one_does_not(number: 
         with pytest.raises((KeyboardInterrupt, typer.Exit)):  # nothing is done in steps here
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("command", ["medusa", "lm"])
+def test_a_terminated_training_says_where_it_goes_on(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM during the second step: its checkpoint is there, and the same command goes on behind it."""
+    (tmp_path / "text.txt").write_text("one two three four five six seven\n" * 400)
+    step = Loop._step
+
+    def terminated(self: Loop, number: int, loss_of: Any) -> float:
+        if number == 1 and self.start == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, number, loss_of)
+
+    monkeypatch.setattr(Loop, "_step", terminated)
+    shape = ["--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--ffn", "16", "--vocab", "300"]
+    more = shape if command == "lm" else ["--target", "builtin"]
+    out = tmp_path / "out"
+    given = ["train", command, "--data", str(tmp_path / "text.txt"), "--out", str(out), "--steps", "3"]
+    given += ["--context", "32", "--batch-size", "2", *more]
+    assert main(given) == 143
+    assert f"stopped after step 2 of 3; its checkpoint is in {out}: the same command" in capsys.readouterr().err
+    assert saved(out) == [2] and not (out / "model.safetensors").exists()
+    assert main(given) == 0 and (out / "model.safetensors").exists()

@@ -119,7 +119,7 @@ def train(
     from foretoken.models.parts import TargetParts
     from foretoken.training.cards.drafter import write_drafter_card
     from foretoken.training.joint import load_trainable
-    from foretoken.training.loop import Saving, Stopped
+    from foretoken.training.loop import Saving
     from foretoken.training.recipes import find_recipe
     from foretoken.training.trainer import TrainConfig, Trainer
 
@@ -143,18 +143,14 @@ def train(
         trainer = Trainer(recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read)
         bar.say(seen(trainer.corpus))
         prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, model.context_length // 2))
-        try:
-            with stop.between_steps():
-                report = trainer.run(
-                    save_every=save_every,
-                    eval_every=eval_every,
-                    evaluate=(lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None,
-                    on_step=bar.on_step,
-                    saving=Saving(save_minutes, stop.asked),
-                )
-        except Stopped as stopped:
-            bar.say(f"{stopped}; its checkpoint is in {out}: the same command goes on from there")
-            raise typer.Exit(stop.exit_code) from None
+        with stop.in_steps(bar.say, out):
+            report = trainer.run(
+                save_every=save_every,
+                eval_every=eval_every,
+                evaluate=(lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None,
+                on_step=bar.on_step,
+                saving=Saving(save_minutes, stop.asked),
+            )
     options = {} if answers[0] == "data" else {"answers": answers[0]}
     options |= {f"answer_{key}": value for key, value in answers[1].items()} if options else {}
     write_drafter_card(out, report, data, target, answers=options)
@@ -191,7 +187,7 @@ def _answers(
     if len(answers.kept()) < len(dialogues):
         bar.say(f"{len(dialogues):,} conversations for the target to answer -> {answers.file}")
     llm = load(target, drafter=None, device=device)
-    with stop.between_steps():
+    with stop.in_steps(bar.say, out):
         file = answers.write(llm, config, bar.on_answers, stop.asked)
     if file is None:
         bar.say(f"stopped; what was answered is in {answers.part}: the same command goes on from there")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -156,16 +157,17 @@ def training_bar(
 class Stop:
     """Whether a run was asked to end by SIGTERM or Ctrl-C.
 
-    What is done in steps asks :meth:`asked` between two of them, inside :meth:`between_steps`; elsewhere a signal ends
-    the process at once, as a second one does.
+    What is done in steps asks :meth:`asked` between two of them, inside :meth:`in_steps`, and from then on signals wait;
+    elsewhere one ends the process at once, as a second one does.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self._waits = False
+        self._in_steps = self._waits = False
 
     def asked(self) -> bool:
         """Whether a signal has come."""
+        self._waits = self._in_steps
         return self.number != 0
 
     @property
@@ -174,13 +176,18 @@ class Stop:
         return 128 + self.number
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """Signals wait for the end of a step."""
-        self._waits = True
+    def in_steps(self, say: Callable[[str], None], out: Path) -> Iterator[None]:
+        """Inside the block signals wait for the end of a step; a run that they ended says so, and the process exits."""
+        from foretoken.training.loop import Stopped
+
+        self._in_steps = True
         try:
             yield
+        except Stopped as stopped:
+            say(f"{stopped}; its checkpoint is in {out}: the same command goes on from there")
+            raise typer.Exit(self.exit_code) from None
         finally:
-            self._waits = False
+            self._in_steps = self._waits = False
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self._waits and not self.number:

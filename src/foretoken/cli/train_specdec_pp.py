@@ -19,6 +19,7 @@ from foretoken.cli.train_options import (
     Data,
     Every,
     Report,
+    SaveMinutes,
     Steps,
     Text,
     WrittenBlocks,
@@ -26,7 +27,7 @@ from foretoken.cli.train_options import (
     key_values,
     load_target,
 )
-from foretoken.cli.train_progress import training_bar
+from foretoken.cli.train_progress import stop_on_signals, training_bar
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter
@@ -55,12 +56,14 @@ def specdec_pp_command(
     written_blocks: WrittenBlocks = 256,
     written_temperature: WrittenTemperature = 1.0,
     save_every: Every = 100,
+    save_minutes: SaveMinutes = 5.0,
     eval_every: Every = 100,
     device: str | None = None,
     as_json: Report = False,
 ) -> None:
     """Train a head that stops drafts before a rejection (SpecDec++); resumes by itself from OUT/checkpoints."""
     from foretoken.training.cards.stop_head import write_stop_card
+    from foretoken.training.loop import Saving
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
     from foretoken.training.trainer import TrainConfig, Trainer
 
@@ -76,10 +79,13 @@ def specdec_pp_command(
             longest = min(judge.context_length, guesser.context_length)
             raise ValueError(f"--context {context} is longer than the models' {longest}: give a smaller one")
         recipe = SpecdecPpRecipe(judge, guesser, settings, seed)
-        with training_bar(steps, describe) as bar:
+        with stop_on_signals() as stop, training_bar(steps, describe) as bar, stop.in_steps(bar.say, out):
             trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=bar.on_written)
             tried = _trial(trainer, recipe)
-            report = trainer.run(save_every=save_every, eval_every=eval_every, evaluate=tried, on_step=bar.on_step)
+            saving = Saving(save_minutes, stop.asked)
+            report = trainer.run(
+                save_every=save_every, eval_every=eval_every, evaluate=tried, on_step=bar.on_step, saving=saving
+            )
         write_stop_card(out, report, data, chosen, draft)
         screen(stderr=True).print(
             f"{report['parameters']:,} parameters, {describe(report['acceptance'])} -> {out}, for use as "
