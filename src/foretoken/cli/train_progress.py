@@ -157,8 +157,8 @@ def training_bar(
 class Stop:
     """Whether a run was asked to end by SIGTERM or Ctrl-C.
 
-    What is done in steps asks :meth:`asked` between two of them, inside :meth:`in_steps`, and from then on signals wait;
-    elsewhere one ends the process at once, as a second one does.
+    What is done in steps asks :meth:`asked` between two of them, inside :meth:`in_steps`, and from then on signals
+    wait; elsewhere one ends the process at once, as a second one does.
     """
 
     def __init__(self) -> None:

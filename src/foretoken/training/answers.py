@@ -254,7 +254,7 @@ def answered(
         while (waiting or running) and not stop():
             while waiting and len(running) < config.batch:
                 _ask(llm, waiting.popleft(), config, running)
-            finished: list[dict[str, Any]] = []
+            finished: list[dict[str, Any] | None] = []
             for run, emission in llm.engine.step():
                 dialogue = running.get(run.id)
                 if dialogue is None:
@@ -299,5 +299,6 @@ def _take(llm: Llm, dialogue: Dialogue, reason: str) -> None:
     """The answer becomes a message."""
     if reason == "length":
         dialogue.unfinished.append(len(dialogue.messages))
-    text = llm.tokenizer.decode(dialogue.tokens, skip_special_tokens=True)
+    tokenizer: Any = llm.tokenizer
+    text = tokenizer.decode(dialogue.tokens, skip_special_tokens=True)
     dialogue.messages.append({"role": "assistant", "content": text})

@@ -12,7 +12,7 @@ and ``train.starts.bin`` where documents begin (int64); the same for ``held``.  
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +158,7 @@ class _Split:
     """The files of one split while they are written."""
 
     dtype: np.dtype[Any]
-    files: dict[str, IO[bytes]]
+    files: Mapping[str, IO[bytes]]
     counts: dict[str, int]
 
     @classmethod
