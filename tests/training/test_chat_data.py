@@ -210,8 +210,8 @@ BAD = {
     "no messages": ({"messages": []}, "the conversation is empty"),
     "both": ({"messages": CHAT, "conversations": []}, "messages or conversations, not both"),
     "broken": ('{"messages": [{"role"', "is not JSON"),
-    "no text": ({"title": "x"}, "has no text: a row is an object with 'text', 'prompt', 'messages' or"),
-    "no object": ("[1, 2]", "has no text: a row is an object"),
+    "no text": ({"title": "x"}, "has no conversation: a row is an object with 'messages', 'conv"),
+    "no object": ("[1, 2]", "has no conversation: a row is an object"),
 }
 
 

@@ -52,7 +52,8 @@ def iter_records(paths: Sequence[str | Path]) -> Iterator[Record]:
     rows carry ``text`` or ``prompt``, or ``messages`` or ``conversations``.  Undecodable files are skipped.
 
     Raises:
-        ValueError: a path does not exist, or a row of a JSONL file is something else; the message names the line.
+        ValueError: a path does not exist, a row of a JSONL file is no JSON, or one among conversations is no
+            conversation; the message names the line.
     """
     for root in map(Path, paths):
         if not root.exists():
@@ -73,16 +74,19 @@ def _records_of(file: Path) -> Iterator[Record]:
 
 
 def _rows_of(file: Path) -> Iterator[Record]:
+    """Texts and conversations; rows that are neither are passed over among texts, and refused behind a conversation."""
+    chats = False
     for place, line, row in iter_rows(file):
         if isinstance(row, dict) and any(key in row for key in CONVERSATIONS):
+            chats = True
             yield Record(line, place, row)
             continue
         text = (row.get("text") or row.get("prompt")) if isinstance(row, dict) else None
         if isinstance(text, str) and text:
             yield Record(text, place)
-        elif not isinstance(row, dict) or not isinstance(row.get("text", row.get("prompt")), str):
-            known = "'text', 'prompt', 'messages' or 'conversations'"
-            raise ValueError(f"{place} has no text: a row is an object with {known}")
+        elif chats:
+            known = "'messages', 'conversations', 'text' or 'prompt'"
+            raise ValueError(f"{place} has no conversation: a row is an object with {known}")
 
 
 def iter_rows(file: Path) -> Iterator[tuple[str, str, Any]]:
