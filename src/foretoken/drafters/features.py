@@ -206,12 +206,12 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def mapped(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids."""
-        head = self.model.project
+        head = getattr(self.model, "project", None)
         return head.mapped(tokens) if isinstance(head, DraftHead) else tokens
 
     def widened(self, logits: Tensor) -> Tensor:
         """Logits [n, V] over the target's ids from the draft's."""
-        head = self.model.project
+        head = getattr(self.model, "project", None)
         return head.widened(logits) if isinstance(head, DraftHead) else logits
 
     def _most(self, tree: Growing) -> int:
