@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hub": {*AXES, "engine", "loading", "llm", "hub_inputs", "hub_params"},
     "hub_inputs": {"hub_params"},
     "hub_params": {"sampling"},
-    "training": {*BASE, "trees", "models", "drafters", "loading", "registry", "io"},
+    "training": {*BASE, "conversation", "trees", "models", "drafters", "loading", "registry", "io"},
     "theory": {"costs", "io"},
     "measure": {*AXES, "engine", "loading", "options", "conversation", "prompts"},
     "tune": LIBRARY - {"hub", "bench", "parity"},

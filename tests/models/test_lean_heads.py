@@ -23,22 +23,26 @@ from foretoken.models.call import Call
 from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import SPARED, HuggingFaceModel
 from foretoken.models.lean_heads import LeanHead
+from foretoken.models.native import attention as native
 from foretoken.models.native_mtp import NativeModule
+from foretoken.models.packing import has_bfloat16
 from foretoken.models.parts import TargetParts
 
 SHAPE = {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 64, "rope_theta": 500.0}
-NETS: dict[str, Callable[[], nn.Module]] = {
-    "eagle": lambda: EagleNet(EagleConfig(**SHAPE)),
-    "mtp": lambda: MtpNet(MtpConfig(**SHAPE)),
-    "eagle3": lambda: Eagle3Net(Eagle3Config(**SHAPE, vocab_size=97, layers="1,2,3", share_head=True)),
-    "kangaroo": lambda: KangarooNet(KangarooConfig(**{**SHAPE, "ffn": 0})),
-    "hydra": lambda: PrefixLayer(LayerConfig(**SHAPE)),
+WIDE = {**SHAPE, "heads": 2, "kv_heads": 1, "head_dim": 32}
+"""Heads that the native attention takes."""
+NETS: dict[str, Callable[[Any], nn.Module]] = {
+    "eagle": lambda shape: EagleNet(EagleConfig(**shape)),
+    "mtp": lambda shape: MtpNet(MtpConfig(**shape)),
+    "eagle3": lambda shape: Eagle3Net(Eagle3Config(**shape, vocab_size=97, layers="1,2,3", share_head=True)),
+    "kangaroo": lambda shape: KangarooNet(KangarooConfig(**{**shape, "ffn": 0})),
+    "hydra": lambda shape: PrefixLayer(LayerConfig(**shape)),
 }
 
 
-def net_of(name: str, seed: int = 0) -> nn.Module:
+def net_of(name: str, seed: int = 0, shape: Any = SHAPE) -> nn.Module:
     """A network with random weights, in float64."""
-    net, generator = NETS[name]().double(), torch.Generator().manual_seed(seed)
+    net, generator = NETS[name](shape).double(), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in net.parameters():
             weight.add_(torch.randn(weight.shape, generator=generator).double() * 0.3)
@@ -80,14 +84,14 @@ def outputs(model: FeatureModel) -> list[Rows]:
     rng = random.Random(0)
 
     def feed(sequence: Any, count: int, old: int = 0, wanted: int | None = None) -> Feed:
-        states = torch.randn(count, 48, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+        states = torch.randn(count, 48, generator=torch.Generator().manual_seed(count), dtype=model.dtype)
         parents = [rng.randrange(-1, old + i) for i in range(count)]
         return Feed(sequence, prompt_of(count, seed=count), parents, wanted=wanted, states=states)
 
     a, b = model.open(), model.open()
     rows = []
     for sequence, length in ((a, 9), (b, 3)):
-        states = torch.randn(length, 48, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+        states = torch.randn(length, 48, generator=torch.Generator().manual_seed(length), dtype=model.dtype)
         rows += model.forward([Feed(sequence, prompt_of(length), states=states, wanted=1)])
         model.commit(sequence, range(length))
     rows += model.forward([feed(a, 5), feed(b, 2)])
@@ -152,6 +156,37 @@ def test_fused_weights_are_made_once() -> None:
         layer = model.head.layer
         outputs(model)
         assert model.head.layer is layer
+
+
+needs_kernels = pytest.mark.skipif(
+    not (has_bfloat16() and native.fits(torch.bfloat16, 64)), reason="this CPU has no native bfloat16 kernels"
+)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", NETS)
+def test_a_head_in_bfloat16_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is faster the layer runs in bfloat16; its trained weights stay as they are."""
+    target = HuggingFaceModel(new_model("llama").float())
+    parts, found, net = TargetParts(target), dict[bool, list[Rows]](), net_of(name, shape=WIDE).float()
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.mul_(0.3 if weight.ndim == 2 else 1.0)  # scores of ordinary size
+    for narrow in (False, True):
+        monkeypatch.setattr(LeanHead, "_gains", lambda self, narrow=narrow: narrow)
+        model = FeatureModel(net, parts, target)
+        found[narrow] = outputs(model)
+        assert model.head is not None and model.head.dtype == (torch.bfloat16 if narrow else torch.float32)
+        assert all(weight.dtype == torch.float32 for weight in model.model.parameters())
+    for one, other in zip(found[False], found[True], strict=True):
+        exact, near = one.taps["state"], other.taps["state"]
+        assert near.dtype == torch.float32 and not torch.equal(exact, near)
+        assert (exact - near).norm() < 0.01 * exact.norm()
+
+
+def test_small_layers_stay_in_float32() -> None:
+    """What bfloat16 saves there is less than the casts cost."""
+    assert LeanHead.of(net_of("eagle").float()).dtype == torch.float32  # type: ignore[union-attr]
 
 
 def test_a_layer_of_the_targets_runs_through_its_own_module() -> None:

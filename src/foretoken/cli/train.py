@@ -11,7 +11,8 @@ import typer
 from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.train_distill import boost_command, distill_command
 from foretoken.cli.train_drafter import make_command
-from foretoken.cli.train_options import Blocks, Data, Every, Optimizer, Precision, Steps, training_bar
+from foretoken.cli.train_options import Blocks, Data, Every, Optimizer, Precision, SaveMinutes, Steps
+from foretoken.cli.train_progress import stop_on_signals, training_bar
 from foretoken.cli.train_specdec_pp import specdec_pp_command
 from foretoken.registry import rows
 
@@ -68,6 +69,7 @@ def train_lm_command(
     precision: Precision = "bfloat16",
     compile: Annotated[bool, typer.Option(help="torch.compile the loss (needs a C++ compiler on CPU).")] = False,
     save_every: Every = 100,
+    save_minutes: SaveMinutes = 5.0,
     device: str = "cpu",
     data_note: Annotated[str, typer.Option(help="Where the text comes from, for the model card.")] = "",
     licence: Annotated[str, typer.Option(help="SPDX name of the weights' licence, for the model card.")] = "",
@@ -77,6 +79,7 @@ def train_lm_command(
 
     from foretoken.training import lm
     from foretoken.training.cards.language_model import CardInfo
+    from foretoken.training.loop import Saving
 
     config = lm.LmConfig(
         hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn, context=context, vocab=vocab,
@@ -85,10 +88,11 @@ def train_lm_command(
     )  # fmt: skip
     keep_freed_memory()
     hf_logging.disable_progress_bar()  # ours is the one to look at
-    with training_bar(steps, _describe) as (_, on_step):
+    with stop_on_signals() as stop, training_bar(steps, _describe) as bar, stop.in_steps(bar.say, out):
         report = lm.train_lm(
             data, out, config, tokenizer_from=tokenizer_from, init_from=init_from, teacher=teacher,
-            teacher_weight=teacher_weight, device=device, save_every=save_every, compiled=compile, on_step=on_step,
+            teacher_weight=teacher_weight, device=device, save_every=save_every, compiled=compile, on_step=bar.on_step,
+            saving=Saving(save_minutes, stop.asked),
             card=CardInfo(data_note=data_note, licence=licence),
         )  # fmt: skip
     held, per_byte = report["held_loss_nats_per_token"], report["held_bits_per_byte"]

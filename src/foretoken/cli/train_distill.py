@@ -14,7 +14,8 @@ from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
-from foretoken.cli.train_options import Data, Every, Steps, load_target, progress_bars
+from foretoken.cli.train_options import Data, Every, SaveMinutes, Steps, load_target
+from foretoken.cli.train_progress import progress_bars, stop_on_signals
 
 if TYPE_CHECKING:
     from foretoken.bench.alignment import Alignment
@@ -55,6 +56,7 @@ def distill_command(
     seed: int = 0,
     corpus: Corpus = None,
     save_every: Every = 100,
+    save_minutes: SaveMinutes = 5.0,
     eval_every: Every = 100,
     device: str | None = None,
     as_json: Json = False,
@@ -62,18 +64,22 @@ def distill_command(
     """Align a draft model with its target (DistillSpec); resumes by itself from OUT/checkpoints."""
     chosen = existing_model(model, target)
     from foretoken.training.distill import Distiller
+    from foretoken.training.loop import Saving
     from foretoken.training.workshop import DistillConfig, load_student
 
     config = DistillConfig(
         loss=loss, text=text, mix=mix, beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
         context=context, prompt=prompt, written=written, refresh=refresh, lr=lr, seed=seed,
     )  # fmt: skip
-    with json_only(as_json), _bars() as bars:
+    with json_only(as_json), stop_on_signals() as stop, _bars() as bars, stop.in_steps(bars.say, out):
         shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bars.rows)
         student = load_student(draft, shop.target, shop.tokenizer, device)
         worker = Distiller(shop, student, out, name=draft)
         measure = measure_of(shop)
-        report = worker.run(save_every=save_every, eval_every=eval_every, evaluate=measure, on_step=bars.step)
+        report = worker.run(
+            save_every=save_every, eval_every=eval_every, evaluate=measure, on_step=bars.step,
+            saving=Saving(save_minutes, stop.asked),
+        )  # fmt: skip
         _write_card(out, report, data, chosen, config)
         bars.say(f"before: {_describe(report['before'])}")
         bars.say(f"after:  {_describe(report['after'])}")
@@ -103,6 +109,7 @@ def boost_command(
     seed: int = 0,
     corpus: Corpus = None,
     save_every: Every = 100,
+    save_minutes: SaveMinutes = 5.0,
     eval_every: Every = 100,
     device: str | None = None,
     as_json: Json = False,
@@ -110,13 +117,14 @@ def boost_command(
     """Train draft models one after another, each on what the earlier ones miss (SpecInfer's boost-tuning)."""
     chosen = existing_model(model, target)
     from foretoken.training.boost import Boost, Stage, ready_spec
+    from foretoken.training.loop import Saving
     from foretoken.training.workshop import DistillConfig
 
     config = DistillConfig(
         loss=loss, text="teacher", beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
         context=context, prompt=prompt, written=written, lr=lr, seed=seed,
     )  # fmt: skip
-    with json_only(as_json), _bars() as bars:
+    with json_only(as_json), stop_on_signals() as stop, _bars() as bars, stop.in_steps(bars.say, out):
         shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bars.rows)
         measure = measure_of(shop)
         held = None if measure is None else (measure.text, measure.prompts.shape[1])
@@ -134,6 +142,7 @@ def boost_command(
             count, save_every=save_every, eval_every=eval_every, evaluate=measure,
             together=measure.together if measure is not None else None,
             on_step=lambda number, step: bars.step(step, f"model {number}  "), on_stage=on_stage,
+            saving=Saving(save_minutes, stop.asked),
         )  # fmt: skip
         if len(stages) < count:
             bars.say(f"nothing is left that {len(stages)} draft models miss: no more were trained")

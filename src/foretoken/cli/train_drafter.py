@@ -10,8 +10,12 @@ import typer
 
 from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.model_argument import Model, Target, existing_model
-from foretoken.cli.output import print_json, screen
+from foretoken.cli.output import json_only, print_json, screen
 from foretoken.cli.train_options import (
+    AnswerBatch,
+    Answers,
+    AnswerTemperature,
+    AnswerTokens,
     Blocks,
     Context,
     Corpus,
@@ -20,23 +24,27 @@ from foretoken.cli.train_options import (
     Optimizer,
     Precision,
     Report,
+    SaveMinutes,
     Steps,
     Text,
     WrittenBlocks,
     WrittenTemperature,
     key_values,
     load_target,
-    training_bar,
 )
+from foretoken.cli.train_progress import Stop, TrainingBar, stop_on_signals, training_bar
 
 if TYPE_CHECKING:
     from foretoken.controllers.base import Controller
     from foretoken.drafters.base import Drafter
     from foretoken.models.base import LanguageModel
     from foretoken.training.recipes.base import Recipe
+    from foretoken.training.trainer import TrainConfig
 
 HELD_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 6, 48, 40
 """Held-out texts that a drafter is run on while it trains."""
+PLACES = 256
+"""Places of a block whose logits are computed at once."""
 
 
 def make_command(method: str) -> Callable[..., None]:
@@ -63,20 +71,27 @@ def make_command(method: str) -> Callable[..., None]:
         text: Text = "fixed",
         written_blocks: WrittenBlocks = 256,
         written_temperature: WrittenTemperature = 1.0,
+        answers: Answers = "data",
+        answer_tokens: AnswerTokens = 256,
+        answer_temperature: AnswerTemperature = 0.7,
+        answer_batch: AnswerBatch = 64,
         optimizer: Optimizer = "muon",
         precision: Precision = "bfloat16",
         save_every: Every = 100,
+        save_minutes: SaveMinutes = 5.0,
         eval_every: Every = 100,
         device: str | None = None,
         as_json: Report = False,
     ) -> None:
-        report = train(
-            method, data, out, existing_model(model, target), key_values(setting), corpus, features, device,
-            save_every, eval_every,
-            steps=steps, batch_size=batch_size, context=context, seed=seed, **({} if lr is None else {"lr": lr}),
-            text=text, written_blocks=written_blocks, written_temperature=written_temperature,
-            optimizer=optimizer, precision=precision,
-        )  # fmt: skip
+        how = (answers, {"tokens": answer_tokens, "temperature": answer_temperature, "batch": answer_batch})
+        with json_only(as_json), stop_on_signals() as stop:
+            report = train(
+                method, data, out, existing_model(model, target), key_values(setting), corpus, features, device,
+                save_every, eval_every, save_minutes, how, stop,
+                steps=steps, batch_size=batch_size, context=context, seed=seed, **({} if lr is None else {"lr": lr}),
+                text=text, written_blocks=written_blocks, written_temperature=written_temperature,
+                optimizer=optimizer, precision=precision,
+            )  # fmt: skip
         if as_json:
             print_json(report)
 
@@ -95,41 +110,127 @@ def train(
     device: str | None,
     save_every: int,
     eval_every: int,
+    save_minutes: float,
+    answers: tuple[str, Mapping[str, Any]],
+    stop: Stop,
     **run: Any,
 ) -> dict[str, Any]:
-    """Load the target, train, show it, write the card; returns the report."""
+    """Load the target, let it answer where that is asked for, train, show it, write the card; returns the report."""
     from foretoken.models.parts import TargetParts
     from foretoken.training.cards.drafter import write_drafter_card
     from foretoken.training.joint import load_trainable
+    from foretoken.training.loop import Saving
     from foretoken.training.recipes import find_recipe
     from foretoken.training.trainer import TrainConfig, Trainer
 
     keep_freed_memory()
-    model, tokenizer = load_target(target, device)
     kind = find_recipe(method)
-    dtype = TargetParts(model).head.weight.dtype
-    recipe = kind(model, TargetParts(model), settings, run["seed"])
     config = TrainConfig(**{"lr": kind.lr, **run})
-    if recipe.trains_target or config.precision == "float32":
-        model = load_trainable(target, device) if recipe.trains_target else load_target(target, device, "float32")[0]
+    with training_bar(config.steps, describe, brief) as bar:
+        bar.say(f"loading {target}")
+        model, tokenizer = load_target(target, device)
+        dtype = TargetParts(model).head.weight.dtype
         recipe = kind(model, TargetParts(model), settings, run["seed"])
-    with training_bar(config.steps, describe) as (on_written, on_step):
-        trainer = Trainer(recipe, data, out, config, tokenizer, corpus, features, dtype, on_written)
-        size = min(PROMPT_TOKENS, model.context_length // 2)
-        prompts = [tokens[0, :size].tolist() for tokens in trainer.held_tokens[:HELD_PROMPTS]]
-        report = trainer.run(
-            save_every=save_every,
-            eval_every=eval_every,
-            evaluate=(lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None,
-            on_step=on_step,
-        )
-    write_drafter_card(out, report, data, target)
+        if recipe.trains_target or config.precision == "float32":
+            model = (
+                load_trainable(target, device) if recipe.trains_target else load_target(target, device, "float32")[0]
+            )
+            recipe = kind(model, TargetParts(model), settings, run["seed"])
+        bar.say(needs(recipe, config))
+        read = data
+        if answers[0] != "data":
+            read = [_answers(answers, data, out, target, recipe, run["seed"], device, bar, stop)]
+        trainer = Trainer(recipe, read, out, config, tokenizer, corpus, features, dtype, bar.on_written, bar.on_read)
+        bar.say(seen(trainer.corpus))
+        prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, model.context_length // 2))
+        with stop.in_steps(bar.say, out):
+            report = trainer.run(
+                save_every=save_every,
+                eval_every=eval_every,
+                evaluate=(lambda drafter, served: held_out(served, drafter, prompts)) if prompts else None,
+                on_step=bar.on_step,
+                saving=Saving(save_minutes, stop.asked),
+            )
+    options = {} if answers[0] == "data" else {"answers": answers[0]}
+    options |= {f"answer_{key}": value for key, value in answers[1].items()} if options else {}
+    write_drafter_card(out, report, data, target, answers=options)
     _tell(report, out, recipe)
     return report
 
 
+def _answers(
+    asked: tuple[str, Mapping[str, Any]],
+    data: Sequence[Path],
+    out: Path,
+    target: str,
+    recipe: Recipe,
+    seed: int,
+    device: str | None,
+    bar: TrainingBar,
+    stop: Stop,
+) -> Path:
+    """The file of conversations that the target answered, written or gone on with.
+
+    Raises:
+        ValueError: an unknown way, or as :class:`foretoken.training.answers.AnswerFile`.
+    """
+    from dataclasses import asdict
+
+    from foretoken.llm import load
+    from foretoken.training.answers import AnswerConfig, AnswerFile, read_questions
+
+    if asked[0] != "target":
+        raise ValueError(f"--answers must be data or target, not {asked[0]!r}")
+    config = AnswerConfig(**asked[1], seed=seed)
+    dialogues = read_questions(data)
+    answers = AnswerFile(out, asdict(recipe.parts.fingerprint()), config, dialogues)
+    if len(answers.kept()) < len(dialogues):
+        bar.say(f"{len(dialogues):,} conversations for the target to answer -> {answers.file}")
+    llm = load(target, drafter=None, device=device)
+    with stop.in_steps(bar.say, out):
+        file = answers.write(llm, config, bar.on_answers, stop.asked)
+    if file is None:
+        bar.say(f"stopped; what was answered is in {answers.part}: the same command goes on from there")
+        raise typer.Exit(stop.exit_code)
+    return file
+
+
+def needs(recipe: Recipe, config: TrainConfig) -> str:
+    """One line: how many parameters are trained, and what memory that takes at least."""
+    trained = [p for p in recipe.net.parameters() if p.requires_grad]
+    if recipe.trains_target:
+        trained += list(recipe.parts.network.parameters())
+    count, frozen = sum(p.numel() for p in trained), sum(p.numel() for p in recipe.parts.network.parameters())
+    # Weights, gradients and optimizer states, all float32: Muon keeps one number per weight, AdamW two.
+    numbers = sum(p.numel() * (3 if p.ndim == 2 and config.optimizer == "muon" else 4) for p in trained)
+    states = 4 * numbers / 2**20
+    target = sum(p.nbytes for p in recipe.parts.network.parameters()) / 2**20
+    logits = 3 * 4 * PLACES * config.batch_size * recipe.parts.vocab_size / 2**20
+    kind = "trained" if recipe.trains_target else "frozen"
+    return (
+        f"{recipe.method}: {count:,} parameters to train, the target has {frozen:,} ({kind}); memory: "
+        f"{target:,.0f} MiB for the target, {states:,.0f} for weights, gradients and optimizer states, about "
+        f"{logits:,.0f} for a step's logits"
+    )
+
+
+def seen(corpus: Mapping[str, Any]) -> str:
+    """One line: what is learned from, and what is held out."""
+    train, held = corpus["train"], corpus["held"]
+    learned = f", {train['learned']:,} of them learned" if "learned" in train else ""
+    text = f"{train['documents']:,} documents, {train['tokens']:,} tokens{learned}"
+    if not held["documents"]:
+        return f"{text}; nothing is held out, because the data is one document: acceptance is not measured"
+    return f"{text}; {held['documents']:,} documents of {held['tokens']:,} tokens are held out"
+
+
+def brief(acceptance: Mapping[str, Any]) -> str:
+    """A few words for every line of progress."""
+    return f"acceptance {acceptance['acceptance_rate']:.0%}, {acceptance['mean_acceptance_length']:.2f} tokens a round"
+
+
 def _tell(report: Mapping[str, Any], out: Path, recipe: Recipe) -> None:
-    """Say on stderr what was made."""
+    """Say on stderr what was trained."""
     from foretoken.training.joint import FOLDER
 
     length = describe(report["acceptance"]) if report["acceptance"] else "nothing held out"

@@ -1,23 +1,38 @@
-"""What the commands below ``foretoken train`` share: options, the target with its tokenizer, the progress bar."""
+"""What the commands below ``foretoken train`` share: options, and the target with its tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.output import screen
-
 if TYPE_CHECKING:
     from foretoken.models.base import LanguageModel
-    from foretoken.training.loop import Progress
 
-Data = Annotated[list[Path], typer.Option(help="Text folder or JSONL file; may be given several times.")]
+Data = Annotated[
+    list[Path],
+    typer.Option(
+        help="Text folder or JSONL file (may be given several times). Rows have text, or are chats: messages "
+        "(role, content) or ShareGPT's conversations (from, value). The target's template writes chats; only what "
+        "the assistant says is learned."
+    ),
+]
 Steps = Annotated[int, typer.Option(min=1)]
 Every = Annotated[int, typer.Option(min=1)]
+SaveMinutes = Annotated[
+    float, typer.Option(min=0.0, help="A checkpoint after so many minutes, too; and on SIGTERM and Ctrl-C.")
+]
+Answers = Annotated[
+    str,
+    typer.Option(
+        help="data (the chats as they are) or target (the target first answers their questions, kept in "
+        "OUT/answers.jsonl; rows may then have turns, prompt or question instead)."
+    ),
+]
+AnswerTokens = Annotated[int, typer.Option(min=1, help="Most tokens of such an answer.")]
+AnswerTemperature = Annotated[float, typer.Option(min=0.0, help="Temperature of such answers; 0 is greedy.")]
+AnswerBatch = Annotated[int, typer.Option(min=1, help="Chats that are answered at once.")]
 Blocks = Annotated[int, typer.Option(min=1, help="Blocks per step.")]
 Context = Annotated[int, typer.Option(min=16, help="Tokens per block.")]
 Corpus = Annotated[Path | None, typer.Option(help="Where the encoded text is kept; share it by runs.")]
@@ -56,38 +71,3 @@ def load_target(target: str, device: str | None = None, dtype: str | None = None
     if tokenizer is None:
         raise ValueError(f"{target} has no tokenizer beside it: training text must be encoded with the target's own")
     return model, tokenizer
-
-
-@contextmanager
-def progress_bars() -> Iterator[Any]:
-    """The progress bars of a training on stderr: rich's object, without tasks."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=screen(stderr=True)) as bar:
-        yield bar
-
-
-@contextmanager
-def training_bar(
-    steps: int, describe: Callable[[Mapping[str, Any]], str]
-) -> Iterator[tuple[Callable[[int, int], None], Callable[[Progress], None]]]:
-    """A progress bar of a :class:`foretoken.training.loop.Loop`: what to call with written blocks and with steps.
-
-    ``describe`` makes the line that is printed when something was just measured.
-    """
-    with progress_bars() as bar:
-        task = bar.add_task("reading text", total=steps, visible=False)
-
-        def on_written(done: int, count: int) -> None:
-            bar.update(task, completed=done, total=count, description="the target writes text", visible=True)
-
-        def on_step(step: Progress) -> None:
-            text = f"loss {step.loss:.3f}  {step.tokens_per_s:,.0f} tokens/s"
-            bar.update(task, completed=step.step, total=step.steps, description=text, visible=True)
-            if step.measured is not None:
-                said = f"step {step.step}: loss {step.loss:.4f}, {describe(step.measured)}"
-                bar.console.print(said, soft_wrap=True)
-
-        yield on_written, on_step

@@ -19,14 +19,15 @@ from foretoken.cli.train_options import (
     Data,
     Every,
     Report,
+    SaveMinutes,
     Steps,
     Text,
     WrittenBlocks,
     WrittenTemperature,
     key_values,
     load_target,
-    training_bar,
 )
+from foretoken.cli.train_progress import stop_on_signals, training_bar
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter
@@ -55,6 +56,7 @@ def specdec_pp_command(
     written_blocks: WrittenBlocks = 256,
     written_temperature: WrittenTemperature = 1.0,
     save_every: Every = 100,
+    save_minutes: SaveMinutes = 5.0,
     eval_every: Every = 100,
     device: str | None = None,
     as_json: Report = False,
@@ -62,6 +64,7 @@ def specdec_pp_command(
     """Train a head that stops drafts before a rejection (SpecDec++); resumes by itself from OUT/checkpoints."""
     chosen, settings = existing_model(model, target), key_values(setting)
     from foretoken.training.cards.stop_head import write_stop_card
+    from foretoken.training.loop import Saving
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
     from foretoken.training.trainer import TrainConfig, Trainer
 
@@ -76,10 +79,13 @@ def specdec_pp_command(
             longest = min(judge.context_length, guesser.context_length)
             raise ValueError(f"--context {context} is longer than the models' {longest}: give a smaller one")
         recipe = SpecdecPpRecipe(judge, guesser, settings, seed)
-        with training_bar(steps, describe) as (on_written, on_step):
-            trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=on_written)
+        with stop_on_signals() as stop, training_bar(steps, describe) as bar, stop.in_steps(bar.say, out):
+            trainer = Trainer(recipe, data, out, config, tokenizer, corpus, on_written=bar.on_written)
             tried = _trial(trainer, recipe)
-            report = trainer.run(save_every=save_every, eval_every=eval_every, evaluate=tried, on_step=on_step)
+            saving = Saving(save_minutes, stop.asked)
+            report = trainer.run(
+                save_every=save_every, eval_every=eval_every, evaluate=tried, on_step=bar.on_step, saving=saving
+            )
         write_stop_card(out, report, data, chosen, draft)
         screen(stderr=True).print(
             f"{report['parameters']:,} parameters, {describe(report['acceptance'])} -> {out}, for use as "
@@ -110,8 +116,7 @@ def _trial(trainer: Trainer, recipe: SpecdecPpRecipe) -> Callable[[Drafter, Lang
     from foretoken.controllers.constant import ConstantController
     from foretoken.controllers.specdec_pp import SpecdecPpController
 
-    size = min(PROMPT_TOKENS, recipe.judge.context_length // 2)
-    prompts = [tokens[0, :size].tolist() for tokens in trainer.held_tokens[:HELD_PROMPTS]]
+    prompts = trainer.held_prompts(HELD_PROMPTS, min(PROMPT_TOKENS, recipe.judge.context_length // 2))
     if not prompts:
         return None
 

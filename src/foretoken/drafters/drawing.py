@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Context, NonFiniteLogitsError, SamplingPipeline
+from foretoken.models.draft_head import DraftHead
 
 
 def ranked(
@@ -63,37 +64,43 @@ def best(ranking: Tensor, count: int) -> list[int]:
     return [t for v, t in zip(values.tolist(), tokens.tolist(), strict=True) if v > -torch.inf]
 
 
-def raced_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int]) -> Tensor:
-    """Draft logits [n, V] as their tokens are ranked: those of requests with noise by the race.
+def raced_ahead(
+    logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int], head: DraftHead | None = None
+) -> tuple[Tensor, DraftHead | None]:
+    """Draft logits [n, V] as their tokens are ranked, those of requests with noise by the race, and what they are of.
 
     Args:
         logits: row i is about the token behind the text of ``contexts[i]`` and ``ahead[i]`` more.
         contexts: the request of each row.
         ahead: draft tokens before the one that is guessed.
+        head: what the logits are of, if not of the target's vocabulary.  A race needs all of that.
     """
     rows_of: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
         if context.maker.noise is not None:
             rows_of.setdefault(id(context), []).append(row)
     if rows_of:
+        logits, head = (logits if head is None else head.widened(logits)), None
         logits = logits.to(torch.float32, copy=True)  # near-ties of guesses do not matter
     for rows in rows_of.values():
         context = contexts[rows[0]]
         text = context.tokens  # without the drafts before, which are not all known: penalties are nearly right
         lengths = [len(text) + ahead[row] for row in rows]
         logits[rows] = ranked(context.maker, logits[rows], lengths, [text] * len(rows)).to(logits)
-    return logits
+    return logits, head
 
 
 def best_ahead(logits: Tensor, contexts: Sequence[Context], ahead: Sequence[int], count: int) -> list[list[int]]:
     """Per row of draft logits [n, V] its ``count`` best tokens (impossible ones too, if nothing else is left); the
     arguments are those of :func:`raced_ahead`."""
-    return largest(raced_ahead(logits, contexts, ahead), count)
+    return largest(raced_ahead(logits, contexts, ahead)[0], count)
 
 
-def largest(logits: Tensor, count: int) -> list[list[int]]:
-    """Per row of logits [n, V] the tokens of its ``count`` largest entries, largest first."""
-    found: list[list[int]] = logits.topk(min(count, logits.shape[-1]), -1).indices.tolist()
+def largest(logits: Tensor, count: int, head: DraftHead | None = None) -> list[list[int]]:
+    """Per row of logits [n, V] of a head (of the target's vocabulary by default) the tokens of its ``count`` largest
+    entries, largest first."""
+    tokens = logits.topk(min(count, logits.shape[-1]), -1).indices
+    found: list[list[int]] = (tokens if head is None else head.mapped(tokens)).tolist()
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from foretoken.drafters.base import BuildContext
-from foretoken.drafters.features import FeatureDrafter, load_net
+from foretoken.drafters.features import FeatureDrafter, load_frequent, load_net
 from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.models.features import FeatureModel
 
@@ -19,11 +19,12 @@ class EagleDrafter(FeatureDrafter):
     name = "eagle"
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, **options: Any) -> EagleDrafter:
-        """From a spec ``eagle[:FOLDER]``.
+    def build(cls, path: str | None, context: BuildContext, *, vocab: int = 0, **options: Any) -> EagleDrafter:
+        """From a spec ``eagle[:FOLDER]``; ``vocab`` is how many tokens can be guessed, as trained by default.
 
         Raises:
             ValueError: no folder, one trained for another target, or damaged files.
         """
         net, parts = load_net(context, cls.name, path, EagleConfig, EagleNet)
-        return cls.sized(FeatureModel(net, parts, context.target), context.target, options)
+        head = load_frequent(context, cls.name, path, parts, vocab)
+        return cls.sized(FeatureModel(net, parts, context.target, head), context.target, options)

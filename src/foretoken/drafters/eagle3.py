@@ -5,7 +5,7 @@ EAGLE-3, Li et al. 2025 (arXiv 2503.01840).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from foretoken.drafters.base import BuildContext
 from foretoken.drafters.features import FeatureDrafter, load_net
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.models.base import LanguageModel
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.features import FeatureModel
-from foretoken.models.packing import Projection, pays_packed
 from foretoken.models.parts import TargetParts
 
 
@@ -39,7 +39,6 @@ class Eagle3Drafter(FeatureDrafter):
     ) -> None:
         super().__init__(model, nodes, depth, width, grow, draw)
         self.net: Eagle3Net = model.model
-        self._ids: Tensor | None = None
         self.taps = tuple(dict.fromkeys(self.net.config.taps))
 
     @classmethod
@@ -50,34 +49,23 @@ class Eagle3Drafter(FeatureDrafter):
             ValueError: no folder, one trained for another target, or damaged files.
         """
         net, parts = load_net(context, cls.name, path, Eagle3Config, Eagle3Net)
-        ids = net.vocabulary
-        if bool(((ids < 0) | (ids >= parts.vocab_size)).any()):
-            raise ValueError(f"d2t names tokens outside the target's vocabulary of {parts.vocab_size}: copy it again")
-        model = FeatureModel(net.to(parts.device), parts, context.target, draft_projection(net, parts))
-        return cls.sized(model, context.target, options)
+        return cls.sized(_model(net, parts, context.target), context.target, options)
 
     @classmethod
     def of(cls, net: Eagle3Net, parts: TargetParts, target: LanguageModel, **options: Any) -> Eagle3Drafter:
         """A drafter over a network as it is now: the projection is a copy."""
-        net = net.to(parts.device)
-        return cls(FeatureModel(net, parts, target, draft_projection(net, parts)), **options)
+        return cls(_model(net, parts, target), **options)
 
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
         """Fused features [n, D]."""
         return self.net.fuse([hidden[tap].float() for tap in self.net.config.taps])
 
-    def mapped(self, tokens: Tensor) -> Tensor:
-        """Target ids of draft ids."""
-        return self.net.target_ids(tokens)
 
-    def widened(self, logits: Tensor) -> Tensor:
-        """Logits [n, V] over the target's ids: what the draft vocabulary lacks is impossible."""
-        if self._ids is None:
-            self._ids = self.net.target_ids(torch.arange(logits.shape[-1], device=logits.device))
-        wide = logits.new_full((len(logits), self.vocab_size), -torch.inf)
-        wide[:, self._ids] = logits
-        return wide
+def _model(net: Eagle3Net, parts: TargetParts, target: LanguageModel) -> FeatureModel:
+    net = net.to(parts.device)
+    weight = None if net.lm_head is None else net.lm_head.weight.detach()
+    return FeatureModel(net, parts, target, DraftHead(parts, net.vocabulary, weight))
 
 
 def draft_logits(net: Eagle3Net, parts: TargetParts, states: Tensor) -> Tensor:
@@ -85,22 +73,4 @@ def draft_logits(net: Eagle3Net, parts: TargetParts, states: Tensor) -> Tensor:
     if net.lm_head is not None:
         own: Tensor = net.lm_head(states)
         return own
-    weight, bias = target_rows(net, parts)
-    bias = None if bias is None else bias.to(states.dtype)
-    return parts.behind(torch.nn.functional.linear(states, weight.to(states.dtype), bias))
-
-
-def target_rows(net: Eagle3Net, parts: TargetParts) -> tuple[Tensor, Tensor | None]:
-    """Rows [V_d, D] of the target's projection that belong to the draft vocabulary, and their biases."""
-    bias = parts.head.bias
-    return parts.head.weight.detach()[net.vocabulary], None if bias is None else bias.detach()[net.vocabulary]
-
-
-def draft_projection(net: Eagle3Net, parts: TargetParts) -> Callable[[Tensor], Tensor]:
-    """The same for drafting, float32: in packed bfloat16 where that is the fastest way."""
-    weight, bias = target_rows(net, parts) if net.lm_head is None else (net.lm_head.weight.detach(), None)
-    half = weight.to(torch.bfloat16)
-    weight = half if pays_packed(half) else weight
-    packed = Projection(weight, bias)
-    behind = parts.behind if net.lm_head is None else lambda logits: logits
-    return lambda states: behind(packed(states).float())
+    return parts.logits(states, net.vocabulary)

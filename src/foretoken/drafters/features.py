@@ -20,12 +20,12 @@ from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_byte
 from foretoken.drafters.drawing import distribution_of, draw_iid, log_beliefs, ranked
 from foretoken.drafters.dynamic import MOST_NODES
 from foretoken.drafters.growing import asks_for_confidence
-from foretoken.drafters.nets.store import build_net, read_description
+from foretoken.drafters.nets.store import build_net, read_description, read_stored
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.call_costs import quick_costs
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.features import FeatureModel
-from foretoken.models.packing import weight_bytes
 from foretoken.models.parts import TargetParts
 from foretoken.trees.base import Candidates, Growth
 from foretoken.trees.cost_aware import paying_count
@@ -105,7 +105,7 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def cost_beside(self, target_bytes: int) -> float:
         """The network, and the vocabulary projection that it borrows from the target."""
-        return share_of_bytes(self.model.weight_bytes + weight_bytes(self.model.parts.head), target_bytes)
+        return share_of_bytes(self.model.weight_bytes + self.model.project.weight_bytes, target_bytes)
 
     @classmethod
     def sized(cls, model: FeatureModel, target: LanguageModel, options: dict[str, Any]) -> Self:
@@ -240,11 +240,13 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def mapped(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids."""
-        return tokens
+        head = getattr(self.model, "project", None)
+        return head.mapped(tokens) if isinstance(head, DraftHead) else tokens
 
     def widened(self, logits: Tensor) -> Tensor:
         """Logits [n, V] over the target's ids from the draft's."""
-        return logits
+        head = getattr(self.model, "project", None)
+        return head.widened(logits) if isinstance(head, DraftHead) else logits
 
     def _most(self, tree: Growing) -> int:
         return min(self.max_nodes, tree.budget.max_nodes)
@@ -271,6 +273,39 @@ def growth_of(spec: str) -> Growth:
         return Eagle2()
     found: Growth = build_tree(spec, Growth)
     return found
+
+
+def load_frequent(context: BuildContext, name: str, path: str | None, parts: TargetParts, vocab: int) -> DraftHead:
+    """The vocabulary projection of a trained drafter without one of its own: the target's, of the tokens that were
+    frequent in its training text.
+
+    Args:
+        context: the target.
+        name: the method.
+        path: the drafter's folder.
+        parts: the target's pieces.
+        vocab: how many tokens, the most frequent ones first; 0: as it was trained.
+
+    Raises:
+        ValueError: a negative number, or ids that the target does not have.
+    """
+    measured = read_stored(context.folder(name, path), name)[0]["measured"]
+    return DraftHead(parts, frequent_ids(measured.get("frequent", ()), vocab, parts.vocab_size))
+
+
+def frequent_ids(stored: Sequence[int], vocab: int, size: int) -> Tensor | None:
+    """The first ``vocab`` of the stored ids, all of them for 0; ``None`` (every token) without any, or for as many as
+    there are tokens.
+
+    Raises:
+        ValueError: a negative number, or more than are stored.
+    """
+    if vocab < 0 or len(stored) < vocab < size:
+        known = f"up to the {len(stored)} that were stored, or {size} for all" if stored else f"{size} for all"
+        raise ValueError(f"vocab is how many tokens can be guessed: 0 (as trained), {known}; not {vocab}")
+    if not stored or vocab >= size:
+        return None
+    return torch.tensor(stored[: vocab or None])
 
 
 def load_net(context: BuildContext, name: str, path: str | None, config: type[Any], net: type[Any]) -> Any:

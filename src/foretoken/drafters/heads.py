@@ -14,10 +14,12 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.drafters.features import frequent_ids
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.packing import weight_bytes
 from foretoken.models.parts import TargetParts
 from foretoken.trees.cost_aware import best_count
@@ -39,6 +41,9 @@ class HeadsDrafter(Drafter):
             on this machine, at most 64.
         accuracies: [K][R] measured chance that the head's candidate of this rank is right.
         tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
+        frequent: the tokens that heads without projections of their own guess, the most frequent one first; all by
+            default.
+        vocab: how many of them; 0: all of them.
 
     Raises:
         ValueError: an option outside its range, or a file that holds no tree for these heads.
@@ -56,10 +61,14 @@ class HeadsDrafter(Drafter):
         nodes: int = 16,
         accuracies: Sequence[Sequence[float]] | None = None,
         tree: str = "",
+        frequent: Sequence[int] = (),
+        vocab: int = 0,
     ) -> None:
         if nodes < 1:
             raise ValueError(f"{self.name} needs nodes >= 1, not {nodes}")
         self.heads, self.parts = heads.to(parts.device).eval(), parts
+        own = len(heads.projections) > 0
+        self.head = DraftHead(parts, None if own else frequent_ids(frequent, vocab, parts.vocab_size))
         count = len(heads.blocks)
         self._take(
             read_tree(tree, self.name, count) if tree else medusa_choices((accuracies or TYPICAL)[:count], nodes)
@@ -93,6 +102,7 @@ class HeadsDrafter(Drafter):
         options.setdefault("accuracies", accuracies)
         if "nodes" not in options and not options.get("tree"):
             options["nodes"] = paying_nodes((accuracies or TYPICAL)[: len(heads.blocks)], context.target)
+        options.setdefault("frequent", found["measured"].get("frequent", ()))
         return cls.over(heads.to(parts.device), parts, context.target, **options)
 
     @classmethod
@@ -103,7 +113,7 @@ class HeadsDrafter(Drafter):
     def cost_beside(self, target_bytes: int) -> float:
         """A head of so many, and the vocabulary projection where it borrows the target's."""
         own = weight_bytes(self.heads) // len(self.heads.blocks)
-        borrowed = 0 if len(self.heads.projections) else weight_bytes(self.parts.head)
+        borrowed = 0 if len(self.heads.projections) else self.head.weight_bytes
         return share_of_bytes(own + borrowed, target_bytes)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
@@ -148,16 +158,16 @@ class HeadsDrafter(Drafter):
         """
 
     def project(self, head: int, hidden: Tensor) -> Tensor:
-        """[n, V] logits of one head's output [n, D]."""
+        """[n, V_d] logits of one head's output [n, D]."""
         if len(self.heads.projections):
             logits: Tensor = self.heads.projections[head](hidden)
             return logits
-        return self.parts.draft_logits(hidden)
+        return self.head(hidden)
 
     def _nodes(self, context: Context, budget: Budget) -> list[int]:
         if not len(context.hidden.get("last", ())):
             return []
-        size = self.parts.vocab_size
+        size = self.head.size
         return fitting_nodes(self.choices, self.parents, budget.max_depth, budget.max_nodes, size)
 
     def _tree(self, root: int, tokens: Mapping[int, int]) -> TokenTree:
@@ -179,9 +189,9 @@ def paying_nodes(accuracies: Sequence[Sequence[float]], target: LanguageModel) -
     return max(1, best_count(values, quick_costs(target).relative)[0])
 
 
-def ends_after(budget: Budget, logits: Tensor, token: int) -> bool:
-    """Whether a budget's stop rule ends a path with ``token``, which was taken from ``logits`` [V]."""
+def ends_after(budget: Budget, logits: Tensor, rank: int) -> bool:
+    """Whether a budget's stop rule ends a path with the token of this rank (0: the best) of ``logits`` [V]."""
     if not asks_for_confidence(budget):
         return False
     distribution = torch.softmax(logits.float(), -1)
-    return budget.stops_after(distribution, float(distribution[token]))
+    return budget.stops_after(distribution, float(distribution.topk(rank + 1).values[-1]))

@@ -45,6 +45,8 @@ class HydraDrafter(HeadsDrafter):
         nodes: draft nodes of the tree.
         accuracies: [K][R] measured chance that the head's candidate of this rank is right, below a right path.
         tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
+        frequent: the tokens that can be guessed, the most frequent one first; all by default.
+        vocab: how many of them; 0: all of them.
         target: the model that is drafted for; needed by a prefix layer, which reads the whole text.
 
     Raises:
@@ -62,10 +64,12 @@ class HydraDrafter(HeadsDrafter):
         nodes: int = 16,
         accuracies: Sequence[Sequence[float]] | None = None,
         tree: str = "",
+        frequent: Sequence[int] = (),
+        vocab: int = 0,
         *,
         target: LanguageModel | None = None,
     ) -> None:
-        super().__init__(heads, parts, nodes, accuracies, tree)
+        super().__init__(heads, parts, nodes, accuracies, tree, frequent, vocab)
         self.reader: FeatureReader | None = None
         if heads.prefix is not None:
             if target is None:
@@ -128,14 +132,15 @@ class HydraDrafter(HeadsDrafter):
             logits = self.project(level, self.heads(level, inputs))
             ranks = 1 + max(self.choices[n - 1][-1] for parents in below for nodes in parents.values() for n in nodes)
             rows = [context for context, parents in zip(contexts, below, strict=True) for _ in parents]
-            raced = raced_ahead(logits, rows, [level] * len(rows))
-            ranked = largest(raced, ranks)
+            raced, head = raced_ahead(logits, rows, [level] * len(rows), self.head)
+            ranked = largest(raced, ranks, head)
             for tree, parents in zip(trees, below, strict=True):
                 for parent, nodes in parents.items():
                     row = tree.row_of[parent]
                     for node in nodes:
-                        token = tree.tokens[node] = ranked[row][self.choices[node - 1][-1]]
-                        if ends_after(tree.budget, raced[row], token):
+                        rank = self.choices[node - 1][-1]
+                        tree.tokens[node] = ranked[row][rank]
+                        if ends_after(tree.budget, raced[row], rank):
                             tree.ended.add(node)
         return [{node: token for node, token in tree.tokens.items() if node} for tree in trees]
 

@@ -30,8 +30,9 @@ class MedusaDrafter(HeadsDrafter):
         logits, count = self.logits(states), len(contexts)
         top = 1 + max(choice[-1] for choice in self.choices)
         rows = [context for _ in logits for context in contexts]
-        raced = raced_ahead(logits.flatten(0, 1), rows, [head for head in range(len(logits)) for _ in contexts])
-        tokens = largest(raced, top)
+        ahead = [head for head in range(len(logits)) for _ in contexts]
+        raced, head = raced_ahead(logits.flatten(0, 1), rows, ahead, self.head)
+        tokens = largest(raced, top, head)
         filled: list[dict[int, int]] = []
         for i, (nodes, budget) in enumerate(zip(shapes, budgets, strict=True)):
             found, open_nodes = dict[int, int](), {0}
@@ -41,13 +42,13 @@ class MedusaDrafter(HeadsDrafter):
                 choice = self.choices[node - 1]
                 row = (len(choice) - 1) * count + i
                 found[node] = tokens[row][choice[-1]]
-                if not ends_after(budget, raced[row], found[node]):
+                if not ends_after(budget, raced[row], choice[-1]):
                     open_nodes.add(node)
             filled.append(found)
         return filled
 
     def logits(self, states: Tensor) -> Tensor:
-        """[K, n, V] of states [n, D]."""
+        """[K, n, V_d] of states [n, D]."""
         hidden = self.heads(states)
         if len(self.heads.projections):
             return torch.stack([self.project(i, state) for i, state in enumerate(hidden)])

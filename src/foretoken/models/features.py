@@ -15,6 +15,7 @@ from torch import Tensor
 from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.huggingface import SCRATCH_ROOM, SPARED, HuggingFaceModel
 from foretoken.models.layers import WHOLE
 from foretoken.models.lean_heads import HeadRun, LeanHead
@@ -27,16 +28,16 @@ class FeatureModel(HuggingFaceModel):
 
     Args:
         net: one of :mod:`foretoken.drafters.nets` over embeddings and features, with ``head_state``; it is run in
-            float32, which is the fastest for one small layer on CPU, and moves to the target's device.
+            float32, its layer in bfloat16 where that is faster, and moves to the target's device.
         parts: the target's embedding and vocabulary projection.
         target: the model that is drafted for (its context length and end-of-text ids).
-        project: logits [m, V] of states [m, D]; the target's projection by default.
+        project: logits [m, V_d] of states [m, D]; over the target's vocabulary by default.
     """
 
     def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
         self.model = net.to(parts.device).eval()
         self.parts = parts
-        self.project = project or parts.draft_logits
+        self.project = DraftHead(parts) if project is None else project
         self.capabilities = Capabilities(layer_windows=False)
         self.vocab_size = target.vocab_size
         self.context_length = target.context_length

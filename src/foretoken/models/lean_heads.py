@@ -2,10 +2,14 @@
 
 A head's network is called as ever, with flat rows [n, D] instead of [b, n, D] and a :class:`HeadRun` in place of its
 cache, which its decoder layer then hands its work to.  Training goes through the module itself.
+
+Weights are float32, because a head may be learning.  Where a copy in bfloat16 is multiplied faster, the layer is run in
+that: a draft need not be exact.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -14,12 +18,16 @@ from torch import Tensor, nn
 from foretoken.models.call import Call
 from foretoken.models.lean_families import Family
 from foretoken.models.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary
-from foretoken.models.packing import Packing
+from foretoken.models.native import attention as native
+from foretoken.models.packing import Packing, has_bfloat16
+from foretoken.models.product_costs import step_s
 
 LAYER = Family(attention="", mlp="", activation=None)
 """A decoder layer that is its own attention and its own MLP (:mod:`foretoken.drafters.nets.decoder`)."""
 ATTENTION = Family(attention="", mlp=None, norm_attention=None, norm_mlp=None)
 """An attention alone, whose norm and residual are its caller's."""
+CASTS_S = 4e-5
+"""What bfloat16 must save a row at least: states are cast to it and back, and small layers stay in the cache anyway."""
 
 
 class LeanHead:
@@ -35,11 +43,21 @@ class LeanHead:
         self.size = Heads(config.heads, config.kv_heads, config.head_dim)
         self.family = LAYER if hasattr(module, "down_proj") else ATTENTION
         self.weights = list(module.parameters())
-        device, dtype = self.weights[0].device, self.weights[0].dtype
+        device = self.weights[0].device
+        self.dtype = torch.bfloat16 if self._gains() else self.weights[0].dtype
         exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
-        self.rotary = Rotary(config.rope_theta**-exponents, 1.0, dtype)
+        self.rotary = Rotary(config.rope_theta**-exponents, 1.0, self.dtype)
         self._layer: LeanLayer | None = None
         self._state: tuple[int, ...] = ()
+
+    def _gains(self) -> bool:
+        """Whether bfloat16 is the faster way on this machine, as its products were timed."""
+        weight = self.weights[0]
+        narrows = weight.dtype == torch.float32 and weight.device.type == "cpu" and has_bfloat16()
+        if not narrows or not native.fits(torch.bfloat16, self.size.dim):
+            return False
+        shapes = [tuple(w.shape) for w in self.weights if w.ndim == 2]
+        return step_s(torch.bfloat16, shapes) + CASTS_S < step_s(torch.float32, shapes)
 
     @classmethod
     def of(cls, net: nn.Module) -> LeanHead | None:
@@ -52,7 +70,17 @@ class LeanHead:
         """Fused weights, made anew when the module's have changed: it may be learning."""
         state = (self.weights[0].untyped_storage()._cdata, *map(_version, self.weights))
         if self._layer is None or state != self._state:
-            self._layer = LeanLayer(self.module, self.family, self.size, kind="", rope="", packing=Packing())
+            narrow = self.dtype != self.weights[0].dtype
+            module = copy.deepcopy(self.module).to(self.dtype) if narrow else self.module
+            self._layer = LeanLayer(
+                module,
+                self.family,
+                self.size,
+                kind="",
+                rope="",
+                packing=Packing(),
+                dtype=self.dtype if narrow else None,
+            )
             self._state = state
         return self._layer
 
@@ -76,7 +104,10 @@ class HeadRun:
         self.places = Places(b, width, call.counts, call.ids.device)
         self.positions = self.places.taken(call.positions)
         groups = head.size.heads // head.size.kv_heads
-        folded = mask if mask is None or width == 1 else mask.repeat(1, 1, groups, 1)
+        self.dtype = head.dtype
+        if mask is not None and self.dtype == torch.bfloat16:
+            mask = mask.to(self.dtype)
+        folded = mask if mask is None or width == 1 or self.layer.native else mask.repeat(1, 1, groups, 1)
         rows = slice(0, len(self.positions))
         self.cache = call.cache
         self.run = Pass([Group(rows, self.places, {"": folded}, call.cache)], {"": head.rotary(self.positions)})
@@ -87,9 +118,13 @@ class HeadRun:
 
     def mixed(self, inputs: Tensor) -> Tensor:
         """The attention's output [n, D] of normalised inputs [n, width]."""
-        return self.layer.mixed(0, inputs, None, self.run)
+        return self.layer.mixed(0, inputs.to(self.dtype), None, self.run).to(inputs.dtype)
 
     def decoded(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
         """The whole layer, x [n, D] -> [n, D]; ``beside`` [n, 2 D] is what a wide layer's attention reads."""
-        x = self.layer.attend(0, x, self.run) if beside is None else self.layer.mixed(0, beside, x, self.run)
-        return self.layer.feed(x, x)
+        given, x = x.dtype, x.to(self.dtype)
+        if beside is None:
+            x = self.layer.attend(0, x, self.run)
+        else:
+            x = self.layer.mixed(0, beside.to(self.dtype), x, self.run)
+        return self.layer.feed(x, x).to(given)

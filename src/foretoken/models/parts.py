@@ -160,9 +160,15 @@ class TargetParts:
             found: Tensor = self.embed(ids)
         return found
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Target logits [..., V] of states behind the final norm [..., D]; gradients flow through."""
-        return self.behind(torch.nn.functional.linear(hidden, self.head.weight.to(hidden.dtype), self.head.bias))
+    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Target logits [..., V] of states behind the final norm [..., D], or those of ``ids`` alone; gradients flow
+        through."""
+        weight, bias = self.head.weight, self.head.bias
+        if ids is not None:
+            weight, bias = weight.detach()[ids], None if bias is None else bias.detach()[ids]
+        if not torch.is_autocast_enabled(hidden.device.type):  # which casts itself, and only what it must
+            weight = weight.to(hidden.dtype)
+        return self.behind(torch.nn.functional.linear(hidden, weight, bias))
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """The same for [n, D] while drafting, float32 [n, V]: in packed bfloat16 where that is the fastest way."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import LanguageModel
+from foretoken.training.chat import ChatBlocks
 from foretoken.training.corpus import BlockSampler
 from foretoken.training.text_sources import TeacherText
 from foretoken.training.written import stored_continuations
@@ -37,12 +38,17 @@ class WrittenBlocks:
         found: np.ndarray[Any, np.dtype[np.int64]] = self._source(step).tokens.numpy()
         return found
 
+    @property
+    def guessed(self) -> np.ndarray[Any, np.dtype[Any]]:
+        """All tokens, which are all to be guessed."""
+        return self.tokens
+
 
 def write_blocks(
     folder: Path,
     target: LanguageModel,
     fingerprint: dict[str, Any],
-    corpus: BlockSampler,
+    corpus: BlockSampler | ChatBlocks,
     count: int,
     temperature: float,
     on_rows: Callable[[int, int], None] | None = None,
@@ -50,8 +56,10 @@ def write_blocks(
     """``count`` blocks: the beginnings of corpus blocks, which ``target`` continues; kept below ``folder``.
 
     Raises:
-        ValueError: blocks that the target's context does not hold, or fewer than a batch.
+        ValueError: blocks that the target's context does not hold, fewer than a batch, or conversations.
     """
+    if isinstance(corpus, ChatBlocks):
+        raise ValueError("--text target goes on with texts; for conversations use --answers target")
     if count < corpus.batch:
         raise ValueError(f"{count} written blocks do not fill a batch of {corpus.batch}: ask for more")
     prompt = max(1, corpus.block // PROMPT_SHARE)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.training.distill import Distiller, Evaluate
-from foretoken.training.loop import Progress
+from foretoken.training.loop import Progress, Saving
 from foretoken.training.text_sources import TeacherText
 from foretoken.training.workshop import Workshop, load_student
 
@@ -112,6 +112,7 @@ class Boost:
         together: Evaluate | None = None,
         on_step: Callable[[int, Progress], None] | None = None,
         on_stage: Callable[[Stage], None] | None = None,
+        saving: Saving | None = None,
     ) -> list[Stage]:
         """Train ``count`` draft models; those that are whole already are loaded, a broken off one goes on.
 
@@ -122,6 +123,7 @@ class Boost:
             together: measures a list of networks as one ensemble.
             on_step: told (number, progress) after every step.
             on_stage: told after every model.
+            saving: when there are more checkpoints.
             count, save_every, eval_every: as in :meth:`foretoken.training.distill.Distiller.run`.
 
         Raises:
@@ -138,7 +140,7 @@ class Boost:
                 if on_step is not None:
                     on_step(number, progress)
 
-            network, report = self._one(number, left, save_every, eval_every, evaluate, tell)
+            network, report = self._one(number, left, save_every, eval_every, evaluate, tell, saving)
             self.networks.append(network)
             if number < count:
                 self._cross_off(network)
@@ -156,6 +158,7 @@ class Boost:
         eval_every: int,
         evaluate: Evaluate | None,
         tell: Callable[[Progress], None],
+        saving: Saving | None,
     ) -> tuple[Any, dict[str, Any]]:
         """The network of one stage and its report."""
         config, folder = self.shop.config, self.out / str(number)
@@ -167,7 +170,9 @@ class Boost:
         if done.exists() and worker.is_done():
             report: dict[str, Any] = json.loads(done.read_text(encoding="utf-8"))
             return load_student(folder, self.shop.target, self.shop.tokenizer, str(self._target.device)), report
-        report = worker.run(save_every=save_every, eval_every=eval_every, evaluate=evaluate, on_step=tell)
+        report = worker.run(
+            save_every=save_every, eval_every=eval_every, evaluate=evaluate, on_step=tell, saving=saving
+        )
         return student, report
 
     def _cross_off(self, network: Any) -> None:

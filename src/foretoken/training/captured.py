@@ -1,7 +1,8 @@
 """Hidden states of a target on disk: safetensors shards that are memory-mapped, so that many runs read them once made.
 
 A run's blocks are a pure function of (seed, step), so a shard is known by its number; every tap has its own shards, and
-a run that needs one tap more adds only that one's.
+a run that needs one tap more adds only that one's.  Conversations are packed into rows once: of them the rows are kept,
+so that every pass but the first reads what is there.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch import Tensor
 from foretoken.io.files import replacing, write_json
 from foretoken.models.parts import TargetParts
 from foretoken.training.blocks import WrittenBlocks
+from foretoken.training.chat import ChatBlocks
 from foretoken.training.corpus import BlockSampler
 
 STEPS = 16
-"""Steps per shard."""
+"""Steps (of conversations: rows) per shard."""
 
 
 class FeatureStore:
@@ -44,7 +46,7 @@ class FeatureStore:
         self,
         folder: Path,
         parts: TargetParts,
-        sampler: BlockSampler | WrittenBlocks,
+        sampler: BlockSampler | WrittenBlocks | ChatBlocks,
         corpus: Mapping[str, Any],
         written: Sequence[Any] = (),
     ) -> None:
@@ -71,7 +73,13 @@ class FeatureStore:
             ValueError: a damaged shard.
             OSError: the folder cannot be written, or the disk is full.
         """
-        number, place = divmod(step, STEPS)
+        if not isinstance(self.sampler, ChatBlocks):
+            return self._entry(step, taps)
+        rows = [self._entry(row, taps) for row in self.sampler.chosen(step)]
+        return {tap: torch.cat([row[tap] for row in rows]) for tap in taps}
+
+    def _entry(self, index: int, taps: Sequence[str]) -> dict[str, Tensor]:
+        number, place = divmod(index, STEPS)
         missing = [tap for tap in taps if not self._file(tap, number).exists()]
         if missing:
             self._capture(number, missing)
@@ -85,14 +93,20 @@ class FeatureStore:
                 raise ValueError(f"{file} is damaged: delete it, and it is made again") from None
         return found
 
+    def _tokens(self, index: int) -> Tensor:
+        """The inputs [b, n] of one entry."""
+        sampler = self.sampler
+        found = sampler.rows[index][None] if isinstance(sampler, ChatBlocks) else sampler(index)
+        return torch.from_numpy(found[:, :-1]).to(self.parts.device)
+
     def _file(self, tap: str, number: int) -> Path:
         return self.folder / tap.replace(":", "-") / f"{number:06d}.safetensors"
 
     def _capture(self, number: int, taps: Sequence[str]) -> None:
-        steps = [
-            self.parts.features(torch.from_numpy(self.sampler(step)[:, :-1]).to(self.parts.device), taps)
-            for step in range(number * STEPS, (number + 1) * STEPS)
-        ]
+        end = (number + 1) * STEPS
+        if isinstance(self.sampler, ChatBlocks):
+            end = min(end, self.sampler.num_blocks)
+        steps = [self.parts.features(self._tokens(index), taps) for index in range(number * STEPS, end)]
         for tap in taps:
             file = self._file(tap, number)
             file.parent.mkdir(exist_ok=True)

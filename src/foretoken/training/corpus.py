@@ -2,28 +2,60 @@
 
 A corpus on disk is one flat ``uint16``/``uint32`` array per split (``train.bin``, ``held.bin``), every document
 followed by the tokenizer's end-of-text id, plus ``corpus.json`` that says what it was made from.  Documents are
-split by a hash of their content, so a document never changes side when others are added.
+split by a hash of their content, so a document never changes side when others are added; where that holds out too
+little, the documents with the smallest hashes are held out, so that of several there is always one.
+
+Where conversations are among the documents, ``train.learned.bin`` says for every token whether it is learned (a byte)
+and ``train.starts.bin`` where documents begin (int64); the same for ``held``.  A template ends a conversation itself.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from foretoken.io.documents import iter_documents
+from foretoken.io.documents import Record, iter_records
 from foretoken.io.files import checksum, replacing, write_json
+from foretoken.training.chat import ChatBlocks, Piece, chat_pieces
 
 END_OF_TEXT = "<|endoftext|>"
+SPLITS = ("train", "held")
+PARTS = ("tokens", "learned", "starts")
+HELD_CONVERSATIONS = 16
+"""Conversations that are held out at least, though no more than an eighth of them."""
 
 
 def is_held_out(document: str, fraction: float) -> bool:
     """Whether a document belongs to the held-out split: a property of its content alone."""
     return int(checksum(document), 16) < fraction * 2**64
+
+
+def held_below(records: Iterable[Record], fraction: float) -> tuple[int, bool]:
+    """The hash below which documents are held out, and whether conversations are among them.
+
+    It is ``fraction`` of all hashes, or more where that would hold out nothing of several documents, or few
+    conversations.
+    """
+    hashes, chat = list[int](), False
+    for record in records:
+        hashes.append(_hash(record))
+        chat = chat or record.row is not None
+    distinct = sorted(set(hashes))
+    if len(distinct) < 2:
+        return 0, chat  # a single document is to be learned
+    least = max(1, min(HELD_CONVERSATIONS, len(distinct) // 8) if chat else 1)
+    return max(round(fraction * 2**64), distinct[least - 1] + 1), chat
+
+
+def _hash(record: Record) -> int:
+    return int(checksum(record.content), 16)
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, out: Path) -> None:
@@ -58,47 +90,120 @@ def stored_corpus(
         return None
     found: dict[str, Any] = json.loads(card.read_text())
     wanted = _identity(paths, tokenizer, held_fraction)
+    if found.get("chat"):
+        wanted["template"] = _template(tokenizer)
     return found if all(found.get(k) == v for k, v in wanted.items()) else None
+
+
+def _template(tokenizer: Any) -> str:
+    return checksum(json.dumps(getattr(tokenizer, "chat_template", None)))
 
 
 def _identity(paths: Sequence[str | Path], tokenizer: Any, held_fraction: float) -> dict[str, Any]:
     return {
         "paths": [str(p) for p in paths],
+        "files": _listed(paths),
         "held_fraction": held_fraction,
         "vocab": checksum(json.dumps(sorted(tokenizer.get_vocab().items()))),
     }
 
 
-def build_corpus(paths: Sequence[str | Path], tokenizer: Any, out: Path, held_fraction: float = 0.01) -> dict[str, Any]:
+def _listed(paths: Sequence[str | Path]) -> str:
+    """Tells files from other or longer ones: their names and sizes."""
+    files = (file for root in map(Path, paths) for file in (sorted(root.rglob("*")) if root.is_dir() else [root]))
+    return checksum(json.dumps([(str(file), file.stat().st_size) for file in files if file.is_file()]))
+
+
+def build_corpus(
+    paths: Sequence[str | Path],
+    tokenizer: Any,
+    out: Path,
+    held_fraction: float = 0.01,
+    on_read: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
     """Encode every document below ``paths`` to ``out/train.bin`` and ``out/held.bin``; reuse them when they match.
 
-    Returns the description that is stored in ``out/corpus.json``: tokens, bytes and documents of each split.
+    Returns the description that is stored in ``out/corpus.json``: tokens, bytes and documents of each split, and of
+    conversations their number and how many of the tokens are learned.  ``on_read`` is told how many documents were
+    read, every now and then.
+
+    Raises:
+        ValueError: a path that does not exist, or a row that is no text and no conversation (names file and line).
     """
     found = stored_corpus(paths, tokenizer, out, held_fraction)
     if found is not None:
         return found
     card, wanted = out / "corpus.json", _identity(paths, tokenizer, held_fraction)
+    limit, chat = held_below(iter_records(paths), held_fraction)
     out.mkdir(parents=True, exist_ok=True)
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
-    splits: dict[str, dict[str, int]] = {s: {"documents": 0, "bytes": 0, "tokens": 0} for s in ("train", "held")}
     with ExitStack() as stack:
-        drafts = {split: stack.enter_context(replacing(out / f"{split}.bin")) for split in splits}
-        handles = {split: stack.enter_context(draft.open("wb")) for split, draft in drafts.items()}
-        for batch in _batched(iter_documents(paths), 64):
-            for text, ids in zip(batch, tokenizer(batch, add_special_tokens=False)["input_ids"], strict=True):
-                split = "held" if is_held_out(text, held_fraction) else "train"
-                np.asarray([*ids, tokenizer.eos_token_id], dtype=dtype).tofile(handles[split])
-                row = splits[split]
-                row["documents"] += 1
-                row["bytes"] += len(text.encode())
-                row["tokens"] += len(ids) + 1
-    description = {**wanted, "dtype": np.dtype(dtype).name, **splits}
+        splits = {name: _Split.open(out, name, np.dtype(dtype), chat, stack) for name in SPLITS}
+        read = 0
+        for batch in _batched(iter_records(paths), 64):
+            for record, pieces in zip(batch, _encoded(batch, tokenizer), strict=True):
+                splits["held" if _hash(record) < limit else "train"].add(record, pieces)
+            read += len(batch)
+            if on_read is not None:
+                on_read(read)
+    rows = {name: split.counts for name, split in splits.items()}
+    more = {"chat": True, "template": _template(tokenizer)} if chat else {}
+    description = {**wanted, "dtype": np.dtype(dtype).name, **more, **rows}
     write_json(card, description)
     return description
 
 
-def _batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
-    batch: list[str] = []
+@dataclass
+class _Split:
+    """The files of one split while they are written."""
+
+    dtype: np.dtype[Any]
+    files: Mapping[str, IO[bytes]]
+    counts: dict[str, int]
+
+    @classmethod
+    def open(cls, out: Path, name: str, dtype: np.dtype[Any], chat: bool, stack: ExitStack) -> _Split:
+        files = {}
+        for part in PARTS if chat else PARTS[:1]:
+            draft = stack.enter_context(replacing(part_file(out, name, part)))
+            files[part] = stack.enter_context(draft.open("wb"))
+        counts = {"documents": 0, "bytes": 0, "tokens": 0, **({"conversations": 0, "learned": 0} if chat else {})}
+        return cls(dtype, files, counts)
+
+    def add(self, record: Record, pieces: Sequence[Piece]) -> None:
+        counts = self.counts
+        counts["documents"] += 1
+        counts["bytes"] += len(record.content.encode())
+        for ids, learned in pieces:
+            if "starts" in self.files:
+                np.asarray([counts["tokens"]], np.int64).tofile(self.files["starts"])
+                np.asarray(learned, np.uint8).tofile(self.files["learned"])
+                counts["learned"] += sum(learned)
+            np.asarray(ids, self.dtype).tofile(self.files["tokens"])
+            counts["tokens"] += len(ids)
+        if record.row is not None:
+            counts["conversations"] += 1
+
+
+def _encoded(records: Sequence[Record], tokenizer: Any) -> list[list[Piece]]:
+    """The tokens of documents; of a text all are learned."""
+    texts = [record.content for record in records if record.row is None]
+    ids = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else ())
+    found: list[list[Piece]] = []
+    for record in records:
+        if record.row is None:
+            text = [*next(ids), tokenizer.eos_token_id]
+            found.append([(text, [True] * len(text))])
+            continue
+        try:
+            found.append(chat_pieces(record.row, tokenizer))
+        except ValueError as error:
+            raise ValueError(f"{record.place}: {error}") from None
+    return found
+
+
+def _batched(items: Iterable[Record], size: int) -> Iterator[list[Record]]:
+    batch: list[Record] = []
     for item in items:
         batch.append(item)
         if len(batch) == size:
@@ -106,6 +211,31 @@ def _batched(items: Iterable[str], size: int) -> Iterator[list[str]]:
             batch = []
     if batch:
         yield batch
+
+
+def part_file(folder: Path, split: str, part: str) -> Path:
+    """Where a corpus keeps ``tokens``, ``learned`` or ``starts`` of a split."""
+    return folder / (f"{split}.bin" if part == "tokens" else f"{split}.{part}.bin")
+
+
+def read_chat(folder: Path, split: str, dtype: str) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Tokens, which of them are learned, and where documents begin, of a corpus with conversations."""
+    kinds = zip(PARTS, (dtype, "bool", "int64"), strict=True)
+    tokens, learned, starts = (read_tokens(part_file(folder, split, part), kind) for part, kind in kinds)
+    return tokens, learned, starts
+
+
+def corpus_blocks(
+    folder: Path, corpus: dict[str, Any], tokenizer: Any, block: int, batch: int, seed: int
+) -> BlockSampler | ChatBlocks:
+    """Training blocks of a corpus: packed conversations where it has any, else pieces of the text.
+
+    Raises:
+        ValueError: it is too short.
+    """
+    if corpus.get("chat"):
+        return ChatBlocks(*read_chat(folder, "train", corpus["dtype"]), block, batch, seed, tokenizer.eos_token_id)
+    return BlockSampler(folder / "train.bin", corpus["dtype"], block, batch, seed)
 
 
 def read_tokens(file: Path, dtype: str) -> np.ndarray[Any, np.dtype[Any]]:
@@ -130,6 +260,11 @@ class BlockSampler:
                 f"the data is too short: {len(self.tokens)} tokens give {max(self.num_blocks, 0)} blocks of {block}, "
                 f"and one step needs {batch}; give more text or a smaller --context or --batch-size"
             )
+
+    @property
+    def guessed(self) -> NDArray[Any]:
+        """All tokens, which are all to be guessed."""
+        return self.tokens
 
     def __call__(self, step: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The blocks of one step, int64 [batch, block + 1] (inputs are [:, :-1], labels [:, 1:])."""

@@ -19,7 +19,7 @@ from foretoken.io.files import save_model
 from foretoken.loading import BUILTIN
 from foretoken.training.checkpoint import check_same, latest_checkpoint, read_meta
 from foretoken.training.curves import AlignmentCurve
-from foretoken.training.loop import Loop, Progress, identity_of
+from foretoken.training.loop import Loop, Progress, Saving, identity_of
 from foretoken.training.optimizers import build_optimizers, vocabulary_of
 from foretoken.training.text_sources import TextSource
 from foretoken.training.workshop import Workshop
@@ -66,6 +66,7 @@ class Distiller:
         eval_every: int = 100,
         evaluate: Evaluate | None = None,
         on_step: Callable[[Progress], None] | None = None,
+        saving: Saving | None = None,
     ) -> dict[str, Any]:
         """Train to the end, resuming from ``out/checkpoints``; write the model; return the report.
 
@@ -87,6 +88,7 @@ class Distiller:
             measure=None if evaluate is None else lambda: evaluate(self.student),
             keep=lambda step: {"before": self.before, "text": self.source.state(step)},
             on_step=on_step,
+            saving=saving,
         )
         _cast_parameters(self.student, torch.bfloat16)
         save_model(self.student, self.shop.tokenizer, self.out)

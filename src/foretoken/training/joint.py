@@ -93,12 +93,17 @@ def save_target(network: nn.Module, dtype: torch.dtype, tokenizer: Any, out: Pat
 
 
 @torch.no_grad()
-def held_loss(parts: TargetParts, blocks: Sequence[Tensor], chunk: int = 1024) -> float | None:
-    """The target's own loss on held-out blocks [1, n + 1], in nats per token; ``None`` without any."""
+def held_loss(
+    parts: TargetParts, blocks: Sequence[Tensor], learned: Sequence[Tensor | None], chunk: int = 1024
+) -> float | None:
+    """The target's own loss on (learned tokens of) held-out blocks [1, n + 1], in nats per token; ``None`` without
+    any."""
     total, count = 0.0, 0
-    for tokens in blocks:
+    for tokens, guessed in zip(blocks, learned, strict=True):
         hidden = parts.features(tokens[:, :-1], ("last",))["last"].flatten(0, 1)
         labels = tokens[:, 1:].flatten()
+        if guessed is not None:
+            hidden, labels = hidden[guessed[0, 1:]], labels[guessed[0, 1:]]
         for rows, wanted in zip(hidden.split(chunk), labels.split(chunk), strict=True):
             total += float(F.cross_entropy(parts.logits(rows).float(), wanted, reduction="sum"))
         count += len(labels)

@@ -31,7 +31,7 @@ from foretoken.training.corpus import (
 )
 from foretoken.training.curves import LossCurve
 from foretoken.training.hybrid import build_hybrid, is_llama, start_from_llama
-from foretoken.training.loop import Loop, Progress, RunConfig
+from foretoken.training.loop import Loop, Progress, RunConfig, Saving
 from foretoken.training.optimizers import autocast, build_optimizers, check_choices, vocabulary_of
 
 
@@ -170,6 +170,7 @@ def train_lm(
     save_every: int = 100,
     compiled: bool = False,
     on_step: Callable[[Progress], None] | None = None,
+    saving: Saving | None = None,
     card: CardInfo | None = None,
 ) -> dict[str, Any]:
     """Train, resuming from ``out/checkpoints`` when there is something to resume; return the final report.
@@ -187,6 +188,8 @@ def train_lm(
     tokenizer_from = tokenizer_from or init_from
     tokenizer, text = _text(data, out, config, tokenizer_from)
     corpus = build_corpus(data, tokenizer, text)
+    if corpus.get("chat"):
+        raise ValueError("train lm learns texts, not conversations: give rows with text, or use train distill")
     model = build_model(config, int(tokenizer.eos_token_id)).to(device)
     if init_from is not None and config.hybrid and is_llama(init_from):
         start_from_llama(model, init_from, read_tokens(text / "train.bin", corpus["dtype"]))
@@ -204,8 +207,9 @@ def train_lm(
             return block_loss(blocks)
 
     loop.run(
-        loss_of, save_every=save_every, eval_every=eval_every, measure=lambda: _measured(held_loss()), on_step=on_step
-    )
+        loss_of, save_every=save_every, eval_every=eval_every, measure=lambda: _measured(held_loss()),
+        on_step=on_step, saving=saving,
+    )  # fmt: skip
     held = held_loss(max_blocks=128)
     loop.curve.add(config.steps, None, _measured(held))
     report = _report(model, config, corpus, held, loop.spent_s)

@@ -6,6 +6,7 @@ then a run that was killed goes on as if it had not been.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -58,13 +59,44 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a caller is told after every step; ``measured`` when something just was."""
+    """What a caller is told after every step; ``measured`` when something just was.
+
+    Attributes:
+        left_s: seconds until the last step at the mean pace of this run so far, measurements included.
+    """
 
     step: int
     steps: int
     loss: float
     tokens_per_s: float
     measured: Mapping[str, Any] | None = None
+    left_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Saving:
+    """When checkpoints are written beside every so many steps.
+
+    Attributes:
+        minutes: since the last one, at most.
+        stop: asked after every step; true ends the run with a checkpoint.
+    """
+
+    minutes: float = math.inf
+    stop: Callable[[], bool] = lambda: False
+
+
+class Stopped(Exception):
+    """A run ended before its last step, as it was asked to.
+
+    Attributes:
+        step: steps done, all of them in the checkpoint.
+        steps: of the whole run.
+    """
+
+    def __init__(self, step: int, steps: int) -> None:
+        super().__init__(f"stopped after step {step} of {steps}")
+        self.step, self.steps = step, steps
 
 
 class Loop:
@@ -120,6 +152,7 @@ class Loop:
         measure: Callable[[], Mapping[str, Any] | None] | None = None,
         keep: Callable[[int], Mapping[str, Any]] | None = None,
         on_step: Callable[[Progress], None] | None = None,
+        saving: Saving | None = None,
     ) -> None:
         """All steps that are left; what is measured behind the last one is the front end's.
 
@@ -130,11 +163,14 @@ class Loop:
             measure: what the curve shows beside the loss.
             keep: what a checkpoint before a step must hold beside weights, as JSON can.
             on_step: told after every step.
+            saving: when there are more checkpoints.
 
         Raises:
             FloatingPointError: the loss or its gradient is NaN or infinite; the last checkpoint is intact.
+            Stopped: ``saving.stop`` was true; everything up to then is in a checkpoint.
         """
-        config = self.config
+        config, saving = self.config, saving or Saving()
+        began = saved = time.perf_counter()
         for step in range(self.start, config.steps):
             tick = time.perf_counter()
             loss = self._step(step, loss_of)
@@ -142,12 +178,18 @@ class Loop:
             done, last = step + 1, step + 1 == config.steps
             measured = measure() if measure is not None and done % eval_every == 0 and not last else None
             self.curve.add(done, loss, measured)
-            if done % save_every == 0 or last:
+            stopped = not last and saving.stop()
+            due = time.perf_counter() - saved >= 60 * saving.minutes
+            if done % save_every == 0 or last or stopped or due:
                 self.curve.write()
                 meta = {"identity": self.identity, "spent_s": self.spent_s, **(keep(done) if keep else {})}
                 save_checkpoint(self.out / "checkpoints", done, self.trained, self.optimizers, meta)
+                saved = time.perf_counter()
+            left_s = (time.perf_counter() - began) / (done - self.start) * (config.steps - done)
             if on_step is not None:
-                on_step(Progress(done, config.steps, loss, rate, measured))
+                on_step(Progress(done, config.steps, loss, rate, measured, left_s))
+            if stopped:
+                raise Stopped(done, config.steps)
 
     def _step(self, step: int, loss_of: Callable[[int], Tensor]) -> float:
         """One update against the gradient, which is clipped to norm 1; returns the loss."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.training.chat import ChatBlocks
 from foretoken.training.corpus import BlockSampler
 
 TEXTS = ("fixed", "teacher", "policy", "mixed")
@@ -52,14 +53,17 @@ class TextSource(ABC):
 
 
 class FixedText(TextSource):
-    """Blocks of the corpus; every position counts."""
+    """Blocks of the corpus; every position counts, of conversations those before an assistant's tokens."""
 
-    def __init__(self, blocks: BlockSampler) -> None:
+    def __init__(self, blocks: BlockSampler | ChatBlocks) -> None:
         self.blocks = blocks
 
     def __call__(self, step: int) -> Text:
         """Blocks as they are."""
         tokens = torch.from_numpy(self.blocks(step))
+        if isinstance(self.blocks, ChatBlocks):
+            learned = torch.from_numpy(self.blocks.learned[self.blocks.chosen(step)])
+            return Text(tokens, learned[:, 1:].float())
         return Text(tokens, torch.ones(tokens.shape[0], tokens.shape[1] - 1))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,15 +17,14 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
 from foretoken.training.blocks import TEXTS, WrittenBlocks, write_blocks
 from foretoken.training.captured import FeatureStore
-from foretoken.training.corpus import BlockSampler, build_corpus, read_tokens
+from foretoken.training.chat import ChatBlocks
+from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks
 from foretoken.training.curves import DrafterCurve
+from foretoken.training.held import held_blocks, held_prompts
 from foretoken.training.joint import as_served, held_loss, save_target, save_update, start_update
-from foretoken.training.loop import Loop, Progress, RunConfig
+from foretoken.training.loop import Loop, Progress, RunConfig, Saving
 from foretoken.training.optimizers import autocast, build_optimizers, check_choices
 from foretoken.training.recipes.base import Batch, Recipe
-
-HELD_BLOCKS = 8
-"""Held-out blocks that accuracies are measured on."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,11 @@ class Trainer:
         features: where the target's hidden states are kept (none are by default; share it between runs).
         dtype: that a target is stored in, where the recipe trains it.
         on_written: told (blocks written, blocks in all) while the target writes.
+        on_read: told how many documents were read while text is encoded.
+
+    Attributes:
+        held_tokens: held-out blocks, int64 [1, n + 1] each.
+        held_learned: which of their tokens are to be guessed, bool [1, n + 1] each; ``None``: all.
 
     Raises:
         ValueError: empty or too short data, or features of other blocks.
@@ -86,15 +90,16 @@ class Trainer:
         features: Path | None = None,
         dtype: torch.dtype = torch.bfloat16,
         on_written: Callable[[int, int], None] | None = None,
+        on_read: Callable[[int], None] | None = None,
     ) -> None:
         self.recipe, self.out, self.config, self.tokenizer, self.dtype = recipe, out, config, tokenizer, dtype
         folder = corpus or out / "corpus"
-        self.corpus = build_corpus(data, tokenizer, folder)
+        self.folder = folder
+        self.corpus = build_corpus(data, tokenizer, folder, on_read=on_read)
         if self.corpus["train"]["tokens"] == 0:
             raise ValueError(f"no text found below {', '.join(map(str, data))}: give .py, .txt, .md or .jsonl")
-        stored = self.corpus["dtype"]
-        self.sampler: BlockSampler | WrittenBlocks
-        self.sampler = BlockSampler(folder / "train.bin", stored, config.context, config.batch_size, config.seed)
+        self.sampler: BlockSampler | WrittenBlocks | ChatBlocks
+        self.sampler = corpus_blocks(folder, self.corpus, tokenizer, config.context, config.batch_size, config.seed)
         if config.text == "target":
             self.sampler = write_blocks(
                 folder,
@@ -105,10 +110,14 @@ class Trainer:
                 config.written_temperature,
                 on_written,
             )
-        self.held_tokens = self._held_tokens(folder / "held.bin", stored)
-        recipe.prepare(self.sampler.tokens)
+        held = held_blocks(folder, self.corpus, tokenizer, config.context)
+        device = recipe.parts.device
+        self.held_tokens = [tokens.to(device) for tokens, _ in held]
+        self.held_learned = [None if learned is None else learned.to(device) for _, learned in held]
+        recipe.prepare(self.sampler.guessed)
+        self.fingerprint = asdict(recipe.parts.fingerprint())
         self.network = recipe.parts.network.requires_grad_(recipe.trains_target)
-        self.before = held_loss(recipe.parts, self.held_tokens) if recipe.trains_target else None
+        self.before = held_loss(recipe.parts, self.held_tokens, self.held_learned) if recipe.trains_target else None
         if recipe.trains_target and recipe.rank:
             start_update(self.network, recipe.rank, config.seed)
         recipe.net.to(recipe.parts.device)
@@ -129,20 +138,19 @@ class Trainer:
         config = self.config
         return [] if config.text == "fixed" else [config.written_blocks, config.written_temperature]
 
-    def _held_tokens(self, file: Path, dtype: str) -> list[Tensor]:
-        """A few blocks [1, n + 1], spread over what was held out."""
-        tokens = read_tokens(file, dtype)
-        length = min(self.config.context, max(len(tokens) - 1, 0))
-        if length < 2:
-            return []
-        starts = np.unique(np.linspace(0, len(tokens) - length - 1, HELD_BLOCKS).astype(int))
-        device = self.recipe.parts.device
-        return [torch.from_numpy(tokens[s : s + length + 1].astype(np.int64))[None].to(device) for s in starts]
+    def held_prompts(self, count: int, length: int) -> list[list[int]]:
+        """Held-out prompts for a drafter: the beginnings of blocks, or all that an assistant answers.
+
+        Args:
+            count: prompts at most.
+            length: tokens of each that is no conversation.
+        """
+        return held_prompts(self.held_tokens, self.held_learned, count, length)
 
     def _held_batches(self, recipe: Recipe) -> list[Batch]:
         return [
-            Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts)
-            for tokens in self.held_tokens
+            Batch(tokens, recipe.parts.features(tokens[:, :-1], recipe.taps), recipe.parts, learned=learned)
+            for tokens, learned in zip(self.held_tokens, self.held_learned, strict=True)
         ]
 
     def _batch(self, step: int) -> Batch:
@@ -154,7 +162,10 @@ class Trainer:
             precision = self.config.precision if recipe.trains_target else "float32"
             with autocast(tokens.device.type, precision):
                 taps = recipe.parts.features(tokens[:, :-1], recipe.taps, grad=recipe.trains_target)
-        return Batch(tokens, taps, recipe.parts, step, self.config.steps)
+        learned = None
+        if isinstance(self.sampler, ChatBlocks):
+            learned = torch.from_numpy(self.sampler.learned[self.sampler.chosen(step)]).to(tokens.device)
+        return Batch(tokens, taps, recipe.parts, step, self.config.steps, learned)
 
     def run(
         self,
@@ -163,22 +174,30 @@ class Trainer:
         eval_every: int = 100,
         evaluate: Evaluate | None = None,
         on_step: Callable[[Progress], None] | None = None,
+        saving: Saving | None = None,
     ) -> dict[str, Any]:
         """Train to the end, resuming from ``out/checkpoints``; write the drafter; return the report.
 
         Raises:
-            ValueError: a checkpoint of other settings in ``out``.
+            ValueError: a checkpoint of other settings or of another target in ``out``.
             FloatingPointError: the loss or its gradient is NaN or infinite; the last checkpoint is intact.
+            Stopped: ``saving.stop`` asked for an end; a checkpoint of the last step is in ``out``.
         """
         recipe = self.recipe
-        identity = {"method": recipe.method, "net": asdict(recipe.config)}
+        identity = {"method": recipe.method, "net": asdict(recipe.config), "target": self.fingerprint}
         loop = Loop(self.out, self.config, self.trained, self.optimizers, DrafterCurve, identity)
+        if evaluate is not None and not loop.start and self.config.steps:
+            fresh = self._evaluated(evaluate)[1]
+            loop.curve.add(0, None, fresh)
+            if on_step is not None:
+                on_step(Progress(0, self.config.steps, math.nan, 0.0, fresh))
         loop.run(
             self._loss,
             save_every=save_every,
             eval_every=eval_every,
             measure=None if evaluate is None else lambda: self._evaluated(evaluate)[1],
             on_step=on_step,
+            saving=saving,
         )
         measured, acceptance = self._evaluated(evaluate)
         loop.curve.add(self.config.steps, None, acceptance)
@@ -207,13 +226,19 @@ class Trainer:
             if recipe.rank:
                 save_update(self.network, self.dtype, self.out)
             parts = TargetParts(as_served(self.network, self.dtype))
+        if recipe.frequent is not None:
+            measured = {**measured, "frequent": recipe.frequent.tolist()}
         if recipe.has_net:
             save_drafter(self.out, recipe.method, recipe.stored_config(), recipe.net, parts.fingerprint(), measured)
         return parts
 
     def _report(self, parts: TargetParts, acceptance: Mapping[str, Any], spent_s: float) -> dict[str, Any]:
         recipe = self.recipe
-        losses = {"before": self.before, "after": held_loss(parts, self.held_tokens)} if recipe.trains_target else None
+        losses = (
+            {"before": self.before, "after": held_loss(parts, self.held_tokens, self.held_learned)}
+            if recipe.trains_target
+            else None
+        )
         return {
             "method": recipe.method,
             "parameters": sum(p.numel() for p in self.trained.parameters() if p.requires_grad),

@@ -15,7 +15,8 @@ from foretoken.loading import check_same_tokenizer, check_vocabularies, load_mod
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
-from foretoken.training.corpus import BlockSampler, build_corpus, read_tokens
+from foretoken.training.chat import ChatBlocks
+from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, read_tokens
 from foretoken.training.loop import RunConfig
 from foretoken.training.text_sources import TEXTS, FixedText, PolicyText, TeacherText, TextSource
 from foretoken.training.written import stored_continuations, write_continuations
@@ -115,6 +116,12 @@ class Workshop:
         self.corpus = build_corpus(data, tokenizer, folder)
         if self.corpus["train"]["tokens"] == 0:
             raise ValueError(f"no text found below {', '.join(map(str, data))}: give .py, .txt, .md or .jsonl")
+        self.chats: ChatBlocks | None = None
+        if self.corpus.get("chat"):
+            if config.text != "fixed":
+                raise ValueError(f"--text {config.text} goes on with texts, not with conversations: use --text fixed")
+            found = corpus_blocks(folder, self.corpus, tokenizer, config.context, config.batch_size, config.seed)
+            self.chats = found if isinstance(found, ChatBlocks) else None
         self.blocks = self._blocks(config.batch_size)
 
     def _blocks(self, batch: int) -> BlockSampler:
@@ -150,7 +157,7 @@ class Workshop:
         """The text that ``config.text`` names."""
         config = self.config
         if config.text == "fixed":
-            return FixedText(self.blocks)
+            return FixedText(self.chats or self.blocks)
         if config.text == "teacher":
             rows = self.written()
             return TeacherText(rows, self.written_weights(rows), config.batch_size, config.seed)

@@ -19,8 +19,12 @@ def write_drafter_card(
     target: str,
     data_note: str = "",
     licence: str = "",
+    answers: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write ``out/README.md`` from a training report (see :class:`foretoken.training.trainer.Trainer`)."""
+    """Write ``out/README.md`` from a training report (see :class:`foretoken.training.trainer.Trainer`).
+
+    ``answers`` are the options with which the target answered the questions in ``data``.
+    """
     run, net, acceptance = report["run"], report["net"], report["acceptance"]
     method = report["method"]
     name = Path(target).name
@@ -28,7 +32,8 @@ def write_drafter_card(
     if run.get("text", "fixed") != "fixed":
         names += WRITTEN_OPTIONS
     names += [k for k, usual in (("optimizer", "muon"), ("precision", "bfloat16")) if run.get(k, usual) != usual]
-    told = command(method, data, out, {name: run[name] for name in names}, {"target": target}, report["settings"])
+    options = {**{name: run[name] for name in names}, **(answers or {})}
+    told = command(method, data, out, options, {"target": target}, report["settings"])
     shape = {key.replace("_", " "): str(value) for key, value in net.items()}
     shape["parameters"] = f"{report['parameters']:,}"
     seen = {

@@ -19,6 +19,13 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.parts import TargetParts
 from foretoken.names import unknown
 
+LARGE_VOCABULARY = 16384
+"""From so many tokens on, drafters that use the target's projection guess the frequent ones alone."""
+FREQUENT, COVERED = 4096, 0.995
+"""They are so many at least, and as many as make up this share of the training text."""
+COUNTED = 2**22
+"""Tokens of the training text that are counted at once."""
+
 
 class Batch:
     """Texts and what the target says of them.
@@ -29,12 +36,20 @@ class Batch:
         parts: the target's pieces.
         step: the training step that it belongs to.
         steps: how many steps the run has.
+        learned: bool [b, n + 1]: tokens that are to be guessed, an assistant's in a conversation; ``None``: all.
     """
 
     def __init__(
-        self, tokens: Tensor, taps: Mapping[str, Tensor], parts: TargetParts, step: int = 0, steps: int = 1
+        self,
+        tokens: Tensor,
+        taps: Mapping[str, Tensor],
+        parts: TargetParts,
+        step: int = 0,
+        steps: int = 1,
+        learned: Tensor | None = None,
     ) -> None:
         self.tokens, self.taps, self.parts, self.step, self.steps = tokens, taps, parts, step, steps
+        self.learned = learned
 
     @property
     def length(self) -> int:
@@ -45,6 +60,10 @@ class Batch:
     def teacher(self, rows: Tensor, columns: Tensor) -> Tensor:
         """The target's distributions [m, V] after the tokens at (row, column), float32."""
         return torch.softmax(self.parts.logits(self.taps["last"][rows, columns]).float(), -1)
+
+    def counted(self, rows: Tensor, columns: Tensor) -> Tensor | None:
+        """Whether the token behind the one at (row, column) is to be guessed, float32 of their shape; ``None``: all."""
+        return None if self.learned is None else self.learned[rows, columns + 1].float()
 
 
 class Recipe(ABC):
@@ -65,6 +84,8 @@ class Recipe(ABC):
     target_lr: ClassVar[float] = 0.1
     fixed: ClassVar[tuple[str, ...]] = ("hidden_size", "vocab_size")
     """Fields that the target decides."""
+    frequent: Tensor | None = None
+    """[V_d] those tokens, the most frequent one first; ``None``: the drafter guesses all."""
 
     def __init__(self, target: LanguageModel, parts: TargetParts, settings: Mapping[str, str], seed: int = 0) -> None:
         self.target, self.parts = target, parts
@@ -82,6 +103,12 @@ class Recipe(ABC):
     @property
     def trains_target(self) -> bool:
         """Whether the target's weights change too: the run's result is then a target and a drafter for it."""
+        return False
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the drafter guesses only tokens that are frequent in its training text, where the vocabulary is
+        large."""
         return False
 
     @property
@@ -105,8 +132,12 @@ class Recipe(ABC):
         found.target, found.parts = target, TargetParts(target)
         return found
 
-    def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:  # noqa: B027
-        """Look at the training text, all token ids of it, before the first step (the same ones on resume)."""
+    def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
+        """Look at the training text, all token ids that are to be guessed, before the first step (the same ones on
+        resume)."""
+        if self.reduces and self.parts.vocab_size >= LARGE_VOCABULARY:
+            found = frequent_tokens(tokens, self.parts.vocab_size)
+            self.frequent = torch.from_numpy(found).to(self.parts.device)
 
     def configure(self, settings: Mapping[str, str]) -> Any:
         """The network's shape from the target and from ``key=value`` settings.
@@ -170,26 +201,62 @@ def check_rank(rank: int, trains_target: bool) -> None:
         raise ValueError(f"rank must be 0, or above 0 in a mode that trains the target, not {rank}")
 
 
-def soft_cross_entropy(logits: Tensor, distribution: Tensor) -> Tensor:
-    """-sum distribution log softmax(logits), mean over rows, float32; logits and distribution [m, V]."""
-    return -(distribution * torch.log_softmax(logits.float(), -1)).sum(-1).mean()
+def soft_cross_entropy(logits: Tensor, distribution: Tensor, counted: Tensor | None = None) -> Tensor:
+    """-sum distribution log softmax(logits), mean over (counted) rows, float32; logits and distribution [m, V],
+    counted [m]."""
+    return mean_of(-(distribution * torch.log_softmax(logits.float(), -1)).sum(-1), counted)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats; logits [m, V], labels [m]."""
-    return F.cross_entropy(logits.float(), labels)
+def cross_entropy(logits: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy in nats over (counted) rows; logits [m, V], labels and counted [m]."""
+    if counted is None:
+        return F.cross_entropy(logits.float(), labels)
+    return mean_of(F.cross_entropy(logits.float(), labels, reduction="none"), counted)
 
 
-def some_places(batch: Batch, count: int, margin: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Rows and columns [count] of random places with ``margin`` tokens behind them: logits of all would be too many."""
+def mean_of(losses: Tensor, counted: Tensor | None) -> Tensor:
+    """Mean of those that count, all by default; 0 where none does."""
+    return losses.mean() if counted is None else (losses * counted).sum() / counted.sum().clamp_min(1)
+
+
+def some_places(
+    batch: Batch, count: int, margin: int, generator: torch.Generator, ahead: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Rows and columns [count] of random places with ``margin`` tokens behind them: logits of all would be too many.
+
+    Where only some tokens are to be guessed, the token ``ahead`` places behind is one of them, if there is any such
+    place.
+    """
     b, n = batch.tokens.shape[0], batch.length - margin
     if n < 1:
         raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
-    picked = torch.randint(b * n, (count,), generator=generator)
+    places = torch.arange(0) if batch.learned is None else batch.learned[:, ahead : ahead + n].cpu().flatten().nonzero()
+    if len(places):
+        picked = places[torch.randint(len(places), (count,), generator=generator), 0]
+    else:
+        picked = torch.randint(b * n, (count,), generator=generator)
     return (picked // n).to(batch.tokens.device), (picked % n).to(batch.tokens.device)
 
 
 def text_loss(batch: Batch, places: int, generator: torch.Generator) -> Tensor:
     """The target's own cross-entropy with the text at ``places`` random places per text."""
     rows, columns = some_places(batch, places * len(batch.tokens), 0, generator)
-    return cross_entropy(batch.parts.logits(batch.taps["last"][rows, columns]), batch.tokens[rows, columns + 1])
+    logits = batch.parts.logits(batch.taps["last"][rows, columns])
+    return cross_entropy(logits, batch.tokens[rows, columns + 1], batch.counted(rows, columns))
+
+
+def token_counts(tokens: np.ndarray[Any, np.dtype[Any]], vocab_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """How often each of ``vocab_size`` ids is in a text."""
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(tokens), COUNTED):
+        counts += np.bincount(tokens[start : start + COUNTED], minlength=vocab_size)
+    return counts
+
+
+def frequent_tokens(tokens: np.ndarray[Any, np.dtype[Any]], vocab_size: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The ids that make up nearly all of a text, the most frequent one first; the lower id wins a tie."""
+    counts = token_counts(tokens, vocab_size)
+    order = np.argsort(-counts, kind="stable")
+    needed = int(np.searchsorted(np.cumsum(counts[order]), COVERED * counts.sum())) + 1
+    found: np.ndarray[Any, np.dtype[np.int64]] = order[: max(FREQUENT, min(needed, vocab_size // 4))]
+    return found

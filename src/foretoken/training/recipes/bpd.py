@@ -92,11 +92,12 @@ class BpdRecipe(Recipe):
             raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
         states = batch.taps["last"][:, :places].flatten(0, 1).float()
         logits = self.parts.logits(states if head == 1 else self.net(states, [head])[0])
+        counted = None if batch.learned is None else batch.learned[:, head:].flatten().float()
         if head == 1 or self.config.labels == "text":
-            return cross_entropy(logits, batch.tokens[:, head:].flatten())
+            return cross_entropy(logits, batch.tokens[:, head:].flatten(), counted)
         blocks = torch.arange(len(batch.tokens), device=states.device).repeat_interleave(places)
         columns = torch.arange(head - 1, batch.length, device=states.device).repeat(len(batch.tokens))
-        return soft_cross_entropy(logits, batch.teacher(blocks, columns))
+        return soft_cross_entropy(logits, batch.teacher(blocks, columns), counted)
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """Heads as they are."""

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from foretoken.drafters.eagle import EagleDrafter
 from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
-from foretoken.training.recipes.base import Batch
-from foretoken.training.recipes.features import FeatureRecipe, at_rows, some_rows
+from foretoken.training.recipes.base import Batch, mean_of
+from foretoken.training.recipes.features import FeatureRecipe, at_rows, some_rows, texts_of
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class EagleSettings(EagleConfig):
         regression: weight of the smooth L1 distance between features.
         agreement: weight of the cross-entropy with the target's distribution.
         noise: width of the uniform noise on input features, for texts of 512 tokens.
-        unroll: steps on the head's own features (1: the paper's; more as in HASS, arXiv 2408.15766).
+        unroll: steps on the head's own features (more than the paper's 1 is HASS, arXiv 2408.15766).
     """
 
     regression: float = 1.0
     agreement: float = 0.1
     noise: float = 0.2
-    unroll: int = 1
+    unroll: int = 3
 
     def __post_init__(self) -> None:
         if self.unroll < 1:
@@ -47,17 +47,25 @@ class EagleRecipe(FeatureRecipe):
     drafter_class = EagleDrafter
     config: EagleSettings
 
+    @property
+    def reduces(self) -> bool:
+        """It uses the target's projection."""
+        return True
+
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted sum of the two distances, mean over steps."""
         truth = batch.taps["last"].float()
         noise = torch.rand(truth.shape, generator=generator).to(truth.device) - 0.5
         features = truth + noise * (self.config.noise * 512 / batch.length)
         steps = self.config.unroll
-        rows = some_rows(batch, steps, generator, batch.length)
         judged = some_rows(batch, steps, generator)
+        rows = torch.arange(batch.length - steps, device=truth.device).expand(len(truth), -1)
         total = truth.new_zeros(())
+        labels = self.labels(batch, judged, steps)
         for step, output in enumerate(self.unrolled(batch, features, rows, steps)):
-            agreement = self.agreement(batch, at_rows(output, judged), judged + 1 + step)
-            regression = F.smooth_l1_loss(output.float(), at_rows(truth, rows + 1 + step))
+            agreement = self.agreement(labels, at_rows(output, judged), judged + 1 + step)
+            distance = F.smooth_l1_loss(output.float(), at_rows(truth, rows + 1 + step), reduction="none").mean(-1)
+            counted = batch.counted(texts_of(rows).view_as(rows), rows + 1 + step)
+            regression = mean_of(distance, counted)
             total = total + self.config.agreement * agreement + self.config.regression * regression
         return total / steps

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.base import Drafter
-from foretoken.drafters.eagle3 import Eagle3Drafter, draft_logits, target_rows
+from foretoken.drafters.eagle3 import Eagle3Drafter, draft_logits
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, default_layers
-from foretoken.training.recipes.base import Batch
-from foretoken.training.recipes.features import FeatureRecipe, some_rows, texts_of
+from foretoken.training.recipes.base import Batch, token_counts
+from foretoken.training.recipes.features import FeatureRecipe, some_rows
 
 DRAFT_VOCAB = 4096
 """Tokens of the draft vocabulary, where the target has that many."""
-COUNTED = 2**22
-"""Tokens of the training text that are counted at once."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Eagle3Recipe(FeatureRecipe):
 
     def _start_head(self, net: Any) -> None:
         if net.lm_head is not None:
-            net.lm_head.weight.data.copy_(target_rows(net, self.parts)[0])
+            net.lm_head.weight.data.copy_(self.parts.head.weight.detach()[net.vocabulary])
 
     def prepare(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> None:
         """Make the most frequent tokens of the training text the draft vocabulary (ties: the lower id)."""
@@ -106,19 +104,19 @@ class Eagle3Recipe(FeatureRecipe):
         rows = some_rows(batch, config.unroll, generator)
         weights = [config.decay**step for step in range(config.unroll)]
         total = features.new_zeros(())
+        labels = self.labels(batch, rows, config.unroll)
         for step, output in enumerate(self.unrolled(batch, features, rows, config.unroll)):
-            total = total + weights[step] / sum(weights) * self.agreement(batch, output, rows + 1 + step)
+            total = total + weights[step] / sum(weights) * self.agreement(labels, output, rows + 1 + step)
         return total
 
-    def agreement(self, batch: Batch, output: Tensor, columns: Tensor) -> Tensor:
-        """The same over the draft vocabulary; places whose likeliest token is outside it do not count."""
-        distribution = batch.teacher(texts_of(columns), columns.flatten())
-        counted = self.net.t2d[distribution.argmax(-1)]
-        distribution = distribution[:, self.net.vocabulary]
-        distribution = distribution / distribution.sum(-1, keepdim=True).clamp_min(torch.finfo(distribution.dtype).tiny)
-        logits = draft_logits(self.net, self.parts, self.net.head_state(output.flatten(0, 1)))
-        distances = -(distribution * torch.log_softmax(logits.float(), -1)).sum(-1)
-        return (distances * counted).sum() / counted.sum().clamp_min(1)
+    @property
+    def guessed(self) -> Tensor:
+        """[V_d] the draft vocabulary."""
+        return self.net.vocabulary
+
+    def draft_logits(self, output: Tensor) -> Tensor:
+        """[m, V_d] of outputs [m, D]."""
+        return draft_logits(self.net, self.parts, self.net.head_state(output))
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """The network as it is."""
@@ -129,7 +127,5 @@ def most_frequent(
     tokens: np.ndarray[Any, np.dtype[Any]], vocab_size: int, count: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The ``count`` most frequent of ``vocab_size`` ids in a text, in ascending order; the lower id wins a tie."""
-    counts = np.zeros(vocab_size, np.int64)
-    for start in range(0, len(tokens), COUNTED):
-        counts += np.bincount(tokens[start : start + COUNTED], minlength=vocab_size)
+    counts = token_counts(tokens, vocab_size)
     return np.sort(np.argsort(-counts, kind="stable")[:count])

@@ -121,16 +121,16 @@ class EarlyExitRecipe(Recipe):
             states = self.parts.features(batch.tokens[:, :-1], names, grad=True)
         rows, columns = some_places(batch, PLACES * len(batch.tokens), 0, generator)
         logits = self.parts.logits(states["last"][rows, columns])
-        labels = batch.tokens[rows, columns + 1]
+        labels, counted = batch.tokens[rows, columns + 1], batch.counted(rows, columns)
         weights = self.weights(exits)
-        total = weights[last] * cross_entropy(logits, labels)
+        total = weights[last] * cross_entropy(logits, labels, counted)
         distribution = torch.softmax(logits.detach().float(), -1)
         for layer in exits:
             early = self.parts.logits(self.parts.normed(states[f"layer:{layer}"][rows, columns]))
             part = (
-                cross_entropy(early, labels)
+                cross_entropy(early, labels, counted)
                 if self.config.labels == "text"
-                else soft_cross_entropy(early, distribution)
+                else soft_cross_entropy(early, distribution, counted)
             )
             total = total + weights[layer] * part
         return total

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.features import FeatureDrafter
 from foretoken.drafters.nets.decoder import LayerConfig
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.features import FeatureModel
-from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy
+from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.recipes.labels import Labels, places_of
 
 PLACES = 256
 """Places per text that are drafted from, and whose distributions are compared with the target's."""
@@ -43,7 +45,8 @@ class FeatureRecipe(Recipe):
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """The network as it is."""
-        return self.drafter_class(FeatureModel(self.net, self.parts, self.target))
+        head = DraftHead(self.parts, self.guessed)
+        return self.drafter_class(FeatureModel(self.net, self.parts, self.target, head))
 
     def unrolled(self, batch: Batch, features: Tensor, rows: Tensor, steps: int) -> Iterator[Tensor]:
         """Outputs [b, R, D] of drafting ``steps`` steps from every one of ``rows`` [b, R], one per step.
@@ -74,15 +77,31 @@ class FeatureRecipe(Recipe):
             output = self.net(embeddings, output, rows + step, mask, keep)
             yield output
 
-    def agreement(self, batch: Batch, output: Tensor, columns: Tensor) -> Tensor:
+    def labels(self, batch: Batch, rows: Tensor, steps: int) -> Labels:
+        """What ``steps`` steps from ``rows`` [b, R] are judged by."""
+        columns = torch.cat([rows + step for step in range(1, steps + 1)], 1)
+        return Labels(batch, places_of(batch, texts_of(columns), columns.flatten()), self.guessed)
+
+    def agreement(self, labels: Labels, output: Tensor, columns: Tensor) -> Tensor:
         """Cross-entropy of the distributions of outputs [b, R, D] with the target's behind the tokens at ``columns``
         [b, R]."""
-        logits = self.parts.logits(self.net.head_state(output.flatten(0, 1)))  # type: ignore[operator]
-        return soft_cross_entropy(logits, batch.teacher(texts_of(columns), columns.flatten()))
+        return labels.distance(self.draft_logits(output.flatten(0, 1)), texts_of(columns), columns.flatten())
+
+    @property
+    def guessed(self) -> Tensor | None:
+        """[V_d] the tokens that can be guessed; ``None``: all."""
+        return self.frequent
+
+    def draft_logits(self, output: Tensor) -> Tensor:
+        """[m, V_d] of outputs [m, D]."""
+        return self.parts.logits(self.net.head_state(output), self.guessed)  # type: ignore[operator]
 
 
 def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int = PLACES) -> Tensor:
     """[b, R] at most ``count`` random places per text, in order, that have ``steps`` places behind them.
+
+    Where only some tokens are to be guessed, places whose first guess is one of them go first, and there are no more
+    places than the text with the most of them has.
 
     Raises:
         ValueError: texts too short for that.
@@ -90,7 +109,11 @@ def some_rows(batch: Batch, steps: int, generator: torch.Generator, count: int =
     n = batch.length - steps
     if n < 1:
         raise ValueError(f"blocks of {batch.length} tokens are too short for {steps} steps: use a larger --context")
-    ranks = torch.rand(len(batch.tokens), n, generator=generator).argsort(-1)
+    keys = torch.rand(len(batch.tokens), n, generator=generator)
+    if batch.learned is not None:
+        first = batch.learned[:, 2 : 2 + n].cpu()
+        keys, count = keys + ~first, min(count, max(1, int(first.sum(-1).max())))
+    ranks = keys.argsort(-1)
     return ranks[:, :count].sort(-1).values.to(batch.tokens.device)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.heads import HeadsDrafter
-from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_cross_entropy, some_places
+from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, some_places
+from foretoken.training.recipes.labels import Labels, places_of
 
 PLACES = 256
 """Places per step and block whose heads are trained."""
@@ -56,7 +57,9 @@ class HeadsRecipe(Recipe):
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """Heads as they are."""
-        return self.drafter_class.over(self.net, self.parts, self.target, accuracies=measured.get("accuracies"))
+        frequent = () if self.frequent is None else self.frequent.tolist()
+        options = {"accuracies": measured.get("accuracies"), "frequent": frequent}
+        return self.drafter_class.over(self.net, self.parts, self.target, **options)
 
     @abstractmethod
     def states(
@@ -74,24 +77,32 @@ class HeadsRecipe(Recipe):
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over heads of the cross-entropy."""
         count = self.config.heads
-        rows, columns = some_places(batch, PLACES * len(batch.tokens), count + 1, generator)
+        rows, columns = some_places(batch, PLACES * len(batch.tokens), count + 1, generator, ahead=2)
+        wanted = [places_of(batch, rows, columns + 1 + i) for i in range(count)]
+        labels = Labels(batch, torch.stack(wanted).any(0), self.frequent)
         total = torch.zeros((), device=rows.device)
         for i, state in enumerate(self.states(batch, rows, columns, generator)):
             logits = self.project(i, state)
             if self.config.labels == "text":
-                part = cross_entropy(logits, batch.tokens[rows, columns + 2 + i])
+                counted = batch.counted(rows, columns + 1 + i)
+                part = cross_entropy(logits, batch.tokens[rows, columns + 2 + i], counted)
             else:
-                part = soft_cross_entropy(logits, batch.teacher(rows, columns + 1 + i))
+                part = labels.distance(logits, rows, columns + 1 + i)
             total = total + self.config.decay**i * part
         return total / sum(self.config.decay**i for i in range(count))
 
+    @property
+    def reduces(self) -> bool:
+        """Heads that use the target's projection, and learn its distribution."""
+        return self.config.labels == "target" and not len(self.net.projections)  # type: ignore[arg-type]
+
     def project(self, head: int, state: Tensor) -> Tensor:
-        """[m, V] logits of one head's output [m, D]."""
+        """[m, V_d] logits of one head's output [m, D]."""
         projections: Any = self.net.projections
         if len(projections):
             logits: Tensor = projections[head](state)
             return logits
-        return self.parts.logits(state)
+        return self.parts.logits(state, self.frequent)
 
     @torch.no_grad()
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
@@ -100,7 +111,7 @@ class HeadsRecipe(Recipe):
         Heads that read drafted tokens are given those of the text: the chance is conditional on the path above.
         """
         hits = torch.zeros(self.config.heads, RANKS)
-        seen = 0
+        seen = torch.zeros(self.config.heads, 1)
         for batch in batches:
             n = batch.length - self.config.heads - 1
             if n < 1:
@@ -112,6 +123,9 @@ class HeadsRecipe(Recipe):
                 wanted = choices[rows, columns + 1 + i]
                 logits = self.project(i, state)
                 ranked = logits.topk(min(RANKS, logits.shape[-1]), -1).indices
-                hits[i, : ranked.shape[1]] += (ranked == wanted[:, None]).sum(0).cpu()
-            seen += len(rows)
-        return {"accuracies": (hits / max(1, seen)).tolist()}
+                ranked = ranked if self.frequent is None else self.frequent[ranked]
+                counted = batch.counted(rows, columns + 1 + i)
+                counted = torch.ones(len(rows), device=rows.device) if counted is None else counted
+                hits[i, : ranked.shape[1]] += ((ranked == wanted[:, None]) * counted[:, None]).sum(0).cpu()
+                seen[i] += counted.sum().cpu()
+        return {"accuracies": (hits / seen.clamp_min(1)).tolist()}

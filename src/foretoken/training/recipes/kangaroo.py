@@ -69,7 +69,7 @@ class KangarooRecipe(Recipe):
         output = self.net(None, states, torch.arange(batch.length, device=states.device).expand(len(states), -1))
         rows, columns = some_places(batch, PLACES * len(states), 0, generator)
         logits = self.parts.logits(self.net.head_state(output[rows, columns]))
-        return soft_cross_entropy(logits, batch.teacher(rows, columns))
+        return soft_cross_entropy(logits, batch.teacher(rows, columns), batch.counted(rows, columns))
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """The adapter as it is."""

@@ -62,6 +62,7 @@ class MtpRecipe(FeatureRecipe):
         weights = [self.config.beta**step for step in range(self.config.unroll)]
         rows = some_rows(batch, self.config.unroll, generator)
         total = features.new_zeros(())
+        labels = self.labels(batch, rows, self.config.unroll)
         for step, output in enumerate(self.unrolled(batch, features, rows, self.config.unroll)):
-            total = total + weights[step] / sum(weights) * self.agreement(batch, output, rows + 1 + step)
+            total = total + weights[step] / sum(weights) * self.agreement(labels, output, rows + 1 + step)
         return total

@@ -16,6 +16,7 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.extra import branch_states, check_rows
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_cross_entropy
+from foretoken.training.recipes.features import some_rows, texts_of
 from foretoken.training.recipes.heads import check_labels
 
 LOOK_AHEAD = 512
@@ -93,15 +94,18 @@ class PassTokensRecipe(Recipe):
             raise ValueError(f"blocks of {batch.length} tokens are too short: use a larger --context")
         groups = max(1, min(batch.length, LOOK_AHEAD) // k)
         columns = torch.randint(last, (b, groups), generator=generator).to(batch.tokens.device)
+        if batch.learned is not None:
+            columns = some_rows(batch, k, generator, groups)
         states = self.states(batch, columns)
-        rows, columns = torch.arange(b, device=columns.device).repeat_interleave(groups), columns.flatten()
+        rows, columns = texts_of(columns), columns.flatten()
         total = torch.zeros((), device=columns.device)
         for i in range(k):
             logits = self.parts.logits(states[:, :, i].flatten(0, 1))
+            counted = batch.counted(rows, columns + 1 + i)
             if self.config.labels == "text":
-                part = cross_entropy(logits, batch.tokens[rows, columns + 2 + i])
+                part = cross_entropy(logits, batch.tokens[rows, columns + 2 + i], counted)
             else:
-                part = soft_cross_entropy(logits, batch.teacher(rows, columns + 1 + i))
+                part = soft_cross_entropy(logits, batch.teacher(rows, columns + 1 + i), counted)
             total = total + self.config.decay**i * part
         return total / sum(self.config.decay**i for i in range(k))
 
@@ -117,7 +121,7 @@ class PassTokensRecipe(Recipe):
     def measure(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """``accuracies`` [k]: how often a look-ahead token's guess is what the target would say."""
         k = self.config.k
-        hits, seen = torch.zeros(k), 0
+        hits, seen = torch.zeros(k), torch.zeros(k)
         for batch in batches:
             if batch.length <= k:
                 continue
@@ -125,6 +129,10 @@ class PassTokensRecipe(Recipe):
             guesses = self.parts.logits(self.states(batch, columns))[0].argmax(-1)  # [g, k]
             choices = self.parts.logits(batch.taps["last"])[0].argmax(-1)  # [n]
             wanted = torch.stack([choices[columns[0] + 1 + i] for i in range(k)], 1)
-            hits += (guesses == wanted).float().sum(0).cpu()
-            seen += columns.shape[1]
-        return {"accuracies": (hits / max(1, seen)).tolist()}
+            counted = torch.ones(wanted.shape, device=wanted.device)
+            if batch.learned is not None:
+                ahead = columns[0][:, None] + 2 + torch.arange(k, device=columns.device)
+                counted = batch.learned[0][ahead].float()
+            hits += ((guesses == wanted) * counted).sum(0).cpu()
+            seen += counted.sum(0).cpu()
+        return {"accuracies": (hits / seen.clamp_min(1)).tolist()}

@@ -75,6 +75,8 @@ class SpecdecPpRecipe(Recipe):
         tokens = batch.tokens[:, :-1]
         share = self.config.mix if mix is None else mix
         chosen = torch.rand(tokens.shape[0], tokens.shape[1] - 1, generator=generator) < share
+        if batch.learned is not None:
+            chosen &= batch.learned[:, 1:-1].cpu()
         rows, before = chosen.to(tokens.device).nonzero(as_tuple=True)
         uniforms = torch.rand(len(rows), generator=generator).to(tokens.device)
         drawn = [

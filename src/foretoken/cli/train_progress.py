@@ -1,0 +1,213 @@
+"""What a training says while it runs: bars on a terminal, a line now and then in a file; and how it is ended early."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from foretoken.cli.output import screen
+
+if TYPE_CHECKING:
+    from foretoken.training.answers import AnswerProgress
+    from foretoken.training.loop import Progress
+
+LINE_S = 10.0
+"""Seconds between two lines of progress where stderr is no terminal."""
+TERMINATED = 128 + signal.SIGTERM
+
+
+class Lines:
+    """Stands for rich's progress bars where nobody sees a bar move: a line at once, then one every few seconds.
+
+    Args:
+        console: what prints.
+        clock: seconds.
+    """
+
+    def __init__(self, console: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.clock = console, clock
+        self._first: list[tuple[float, int]] = []  # when each task was first told of, and how far it was
+        self._last: list[float] = []
+
+    def add_task(self, description: str, total: int | None = None, visible: bool = True) -> int:
+        """A new task; said at once unless it is not ``visible``."""
+        self._first.append((self.clock(), 0))
+        self._last.append(-LINE_S)
+        if visible:
+            self.console.print(f"{description} ...", soft_wrap=True)
+        return len(self._first) - 1
+
+    def update(self, task: int, *, completed: int, total: int, description: str, visible: bool = True) -> None:
+        """Print how far a task is, if its last line is some seconds old or it is finished.
+
+        A total of 0 means that nobody knows it.
+        """
+        now = self.clock()
+        if self._last[task] < 0:
+            self._first[task] = (now, completed)
+        if now - self._last[task] < LINE_S and completed != total:
+            return
+        self._last[task] = now
+        if not total:
+            self.console.print(description, soft_wrap=True)
+            return
+        began, before = self._first[task]
+        left = (now - began) / (completed - before) * (total - completed) if completed > before else None
+        ending = "" if left is None else f"  {duration(left)} left"
+        self.console.print(f"{completed}/{total}  {description}{ending}", soft_wrap=True)
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, or hours and minutes."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+    return f"{whole // 60}:{whole % 60:02d} min"
+
+
+@contextmanager
+def progress_bars() -> Iterator[Any]:
+    """The progress of a training on stderr, without tasks: rich's bars, or :class:`Lines`."""
+    console = screen(stderr=True)
+    if not console.is_terminal:
+        yield Lines(console)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console) as bar:
+        yield bar
+
+
+class TrainingBar:
+    """The progress of one run: reading, the target's writing, steps.
+
+    Args:
+        bar: rich's bars or :class:`Lines`.
+        steps: of the run.
+        describe: one line about what was just measured.
+        short: the same in a few words, shown beside every step.
+    """
+
+    def __init__(
+        self,
+        bar: Any,
+        steps: int,
+        describe: Callable[[Mapping[str, Any]], str],
+        short: Callable[[Mapping[str, Any]], str] | None = None,
+    ) -> None:
+        self.bar, self.steps, self.describe, self.short = bar, steps, describe, short
+        self._tasks: dict[str, Any] = {}
+        self._measured = ""
+
+    def say(self, text: str) -> None:
+        """A line above the bars."""
+        self.bar.console.print(text, soft_wrap=True)
+
+    def on_read(self, documents: int) -> None:
+        """Documents that were encoded."""
+        self._update("reading", f"{documents:,} documents read", documents, 0)
+
+    def on_written(self, done: int, count: int) -> None:
+        """Blocks of text that the target has written."""
+        self._update("writing", "the target writes text", done, count)
+
+    def on_answers(self, progress: AnswerProgress) -> None:
+        """Conversations that the target has answered."""
+        text = f"the target answers  {progress.tokens_per_s:,.0f} tokens/s"
+        self._update("answers", text, progress.done, progress.count)
+
+    def on_step(self, step: Progress) -> None:
+        """An optimizer step, or what was measured before the first."""
+        if step.measured and self.short is not None:
+            self._measured = f"  {self.short(step.measured)}"
+        if step.step:
+            text = f"loss {step.loss:.3f}{self._measured}  {step.tokens_per_s:,.0f} tokens/s"
+            self._update("steps", text, step.step, step.steps)
+        if step.measured:
+            loss = f"loss {step.loss:.4f}, " if step.step else ""
+            self.say(f"step {step.step}: {loss}{self.describe(step.measured)}")
+
+    def _update(self, name: str, text: str, done: int, count: int) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self.bar.add_task(text, total=count, visible=False)
+        self.bar.update(self._tasks[name], completed=done, total=count, description=text, visible=True)
+
+
+@contextmanager
+def training_bar(
+    steps: int,
+    describe: Callable[[Mapping[str, Any]], str],
+    short: Callable[[Mapping[str, Any]], str] | None = None,
+) -> Iterator[TrainingBar]:
+    """The progress of a :class:`foretoken.training.loop.Loop`."""
+    with progress_bars() as bar:
+        yield TrainingBar(bar, steps, describe, short)
+
+
+class Stop:
+    """Whether a run was asked to end by SIGTERM or Ctrl-C.
+
+    What is done in steps asks :meth:`asked` between two of them, inside :meth:`in_steps`, and from then on signals
+    wait; elsewhere one ends the process at once, as a second one does.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._in_steps = self._waits = False
+
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        self._waits = self._in_steps
+        return self.number != 0
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell reports the signal."""
+        return 128 + self.number
+
+    @contextmanager
+    def in_steps(self, say: Callable[[str], None], out: Path) -> Iterator[None]:
+        """Inside the block signals wait for the end of a step; a run that they ended says so, and the process exits."""
+        from foretoken.training.loop import Stopped
+
+        self._in_steps = True
+        try:
+            yield
+        except Stopped as stopped:
+            say(f"{stopped}; its checkpoint is in {out}: the same command goes on from there")
+            raise typer.Exit(self.exit_code) from None
+        finally:
+            self._in_steps = self._waits = False
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._waits and not self.number:
+            self.number = number
+            return
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise typer.Exit(TERMINATED)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """SIGTERM and Ctrl-C are told to a :class:`Stop`; only the main thread can hear them."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, stop._take) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,304 @@
+"""Conversations whose answers the target writes itself, kept in a file: what a drafter learns best from.
+
+A drafter must guess what its target says, so EAGLE-3 (arXiv 2503.01840, section 4) and Medusa's self-distillation
+(arXiv 2401.10774, section 2.3.2) let the target answer the questions of a data set again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.conversation import has_template, render
+from foretoken.io.documents import CONVERSATIONS, iter_rows
+from foretoken.io.files import checksum, replacing, write_json
+from foretoken.training.chat import messages_of
+
+if TYPE_CHECKING:
+    from foretoken.llm import Llm
+
+QUESTIONS = ("prompt", "question", "text")
+"""Keys of rows that ask one thing."""
+
+
+@dataclass(frozen=True)
+class AnswerConfig:
+    """How the target answers.
+
+    Attributes:
+        temperature: 0 is greedy.
+        tokens: most of an answer.
+        batch: conversations that are answered at once.
+        seed: the draws of an answer depend on it and on the conversation's number.
+    """
+
+    temperature: float = 0.7
+    tokens: int = 256
+    batch: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class AnswerProgress:
+    """What a caller is told now and then.
+
+    Attributes:
+        done: conversations that are answered.
+        count: of how many.
+        tokens_per_s: tokens that were written per second of this run.
+    """
+
+    done: int
+    count: int
+    tokens_per_s: float
+
+
+@dataclass
+class Dialogue:
+    """A conversation on its way.
+
+    Attributes:
+        number: its place in the data.
+        script: its messages; an answer to be written is ``None``.
+        tools: for the template.
+        messages: those that are there already.
+        unfinished: places of answers that were cut at the length limit.
+        tokens: of the answer that is being written.
+    """
+
+    number: int
+    script: list[dict[str, Any] | None]
+    tools: Any = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    unfinished: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def advance(self) -> bool:
+        """Go on to the next answer that is to be written; whether there is one."""
+        while len(self.messages) < len(self.script):
+            message = self.script[len(self.messages)]
+            if message is None:
+                return True
+            self.messages.append(message)
+        return False
+
+    def row(self) -> dict[str, Any]:
+        """As it is kept."""
+        more = {"tools": self.tools} if self.tools else {}
+        more |= {"unfinished": self.unfinished} if self.unfinished else {}
+        return {"id": self.number, "messages": self.messages, **more}
+
+
+def read_questions(paths: Sequence[str | Path]) -> list[Dialogue]:
+    """The conversations of JSONL files, without the answers that the target is to write.
+
+    Rows carry ``messages`` or ``conversations``, ``turns`` (a list of the user's texts), or one question: ``prompt``,
+    ``question`` or ``text``.  An assistant's message that calls a tool stays as it is.
+
+    Raises:
+        ValueError: no such rows, or one of another shape; names file and line.
+    """
+    found: list[Dialogue] = []
+    for root in map(Path, paths):
+        if not root.exists():
+            raise ValueError(f"no such file or folder: {root}")
+        files = [root] if root.is_file() else sorted(p for p in root.rglob("*.jsonl") if p.is_file())
+        for file in files:
+            for place, _, row in iter_rows(file):
+                try:
+                    found.append(_dialogue(len(found), row))
+                except ValueError as error:
+                    raise ValueError(f"{place}: {error}") from None
+    if not found:
+        raise ValueError(f"no questions found below {', '.join(map(str, paths))}: give JSONL rows with messages")
+    return found
+
+
+def _dialogue(number: int, row: Any) -> Dialogue:
+    if not isinstance(row, dict):
+        raise ValueError("a row is an object with messages, conversations, turns, prompt, question or text")
+    asked = _messages(row)
+    script: list[dict[str, Any] | None] = []
+    for place, message in enumerate(asked):
+        answered = message["role"] == "assistant" and not message.get("tool_calls")
+        script.append(None if answered and place else message)
+        following = asked[place + 1]["role"] if place + 1 < len(asked) else ""
+        if message["role"] in ("user", "tool") and following not in ("assistant", message["role"]):
+            script.append(None)
+    if None not in script:
+        raise ValueError("no message of the user to answer")
+    return Dialogue(number, script, row.get("tools"))
+
+
+def _messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    if any(key in row for key in CONVERSATIONS):
+        return messages_of(row)
+    turns = row.get("turns") or [row[key] for key in QUESTIONS if isinstance(row.get(key), str)][:1]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        known = "'messages', 'conversations', 'turns', 'prompt', 'question' or 'text'"
+        raise ValueError(f"a row without a question: give {known}")
+    answer = {"role": "assistant", "content": ""}
+    return [message for turn in turns for message in ({"role": "user", "content": turn}, answer)]
+
+
+class AnswerFile:
+    """Conversations with the target's answers: ``answers.jsonl``, and until all are there ``answers.part.jsonl``.
+
+    Args:
+        folder: where it is kept; made when it is missing.
+        target: what tells the target from others, as JSON can hold it.
+        config: how the target answers.
+        dialogues: what is asked.
+
+    Raises:
+        ValueError: the folder holds answers of another target or to other questions, or otherwise written ones.
+    """
+
+    def __init__(
+        self, folder: Path, target: Mapping[str, Any], config: AnswerConfig, dialogues: Sequence[Dialogue]
+    ) -> None:
+        self.file, self.part = folder / "answers.jsonl", folder / "answers.part.jsonl"
+        self.dialogues = dialogues
+        scripts = json.dumps([[one.script, one.tools] for one in dialogues], sort_keys=True)
+        asked = {key: value for key, value in asdict(config).items() if key != "batch"}
+        identity = {"target": dict(target), **asked, "questions": checksum(scripts)}
+        card = folder / "answers.json"
+        if card.exists():
+            stored = json.loads(card.read_text(encoding="utf-8"))
+            others = [key for key in identity if stored.get(key) != json.loads(json.dumps(identity[key]))]
+            if others:
+                raise ValueError(
+                    f"{folder} holds answers with another {' and another '.join(others)}: give the same to go on with "
+                    "them, or another --out"
+                )
+        write_json(card, identity)
+
+    def kept(self) -> dict[int, dict[str, Any]]:
+        """The rows that are there, by number; a last line without its end, left by a kill, is cut off.
+
+        Raises:
+            ValueError: a damaged file.
+        """
+        file = self.file if self.file.exists() else self.part
+        if not file.exists():
+            return {}
+        data = file.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(file, whole)
+        try:
+            rows = [json.loads(line) for line in data[:whole].splitlines()]
+            return {int(row["id"]): row for row in rows}
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{file} is damaged: delete it, and the answers are written again") from None
+
+    def write(
+        self,
+        llm: Llm,
+        config: AnswerConfig,
+        on_progress: Callable[[AnswerProgress], None] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Path | None:
+        """Answer what is not answered yet; the file, or ``None`` when ``stop`` was true before all were there.
+
+        Raises:
+            ValueError: no chat template, or a conversation that the target's context does not hold.
+            OSError: the disk is full or not writable.
+        """
+        rows = self.kept()
+        left = [dialogue for dialogue in self.dialogues if dialogue.number not in rows]
+        if left:
+            with self.part.open("a", encoding="utf-8") as out:
+                for row, rate in answered(llm, left, config, stop):
+                    if row is not None:
+                        rows[row["id"]] = row
+                        out.write(json.dumps(row, ensure_ascii=False) + "\n")
+                        out.flush()
+                    if on_progress is not None:
+                        on_progress(AnswerProgress(len(rows), len(self.dialogues), rate))
+        if len(rows) < len(self.dialogues):
+            return None
+        if not self.file.exists():
+            with replacing(self.file) as draft:
+                lines = [json.dumps(rows[number], ensure_ascii=False) + "\n" for number in sorted(rows)]
+                draft.write_text("".join(lines), encoding="utf-8")
+            self.part.unlink(missing_ok=True)
+        return self.file
+
+
+def answered(
+    llm: Llm, dialogues: Sequence[Dialogue], config: AnswerConfig, stop: Callable[[], bool]
+) -> Iterator[tuple[dict[str, Any] | None, float]]:
+    """Rows as they are finished, and tokens per second so far; after every round of the engine at least one item,
+    with no row where none was finished.
+
+    Raises:
+        ValueError: as :meth:`AnswerFile.write`.
+    """
+    if not has_template(llm.tokenizer):
+        raise ValueError("--answers target needs a target with a chat template")
+    waiting, running = deque(dialogues), dict[int, Dialogue]()
+    began, written = time.perf_counter(), 0
+    try:
+        while (waiting or running) and not stop():
+            while waiting and len(running) < config.batch:
+                _ask(llm, waiting.popleft(), config, running)
+            finished: list[dict[str, Any] | None] = []
+            for run, emission in llm.engine.step():
+                dialogue = running.get(run.id)
+                if dialogue is None:
+                    continue
+                dialogue.tokens += emission.token_ids
+                written += len(emission.token_ids)
+                if emission.finish_reason is None:
+                    continue
+                del running[run.id]
+                if emission.error is not None:
+                    raise ValueError(f"conversation {dialogue.number + 1} cannot be answered: {emission.error}")
+                _take(llm, dialogue, emission.finish_reason)
+                if dialogue.advance():
+                    _ask(llm, dialogue, config, running)
+                else:
+                    finished.append(dialogue.row())
+            rate = written / max(time.perf_counter() - began, 1e-9)
+            yield from ((row, rate) for row in finished or [None])
+    finally:
+        for request in running:
+            llm.engine.cancel(request)
+
+
+def _ask(llm: Llm, dialogue: Dialogue, config: AnswerConfig, running: dict[int, Dialogue]) -> None:
+    """Let the engine write the next answer; where the context has no more room, the conversation ends before it."""
+    dialogue.advance()
+    more = {"tools": dialogue.tools} if dialogue.tools else {}
+    prompt = render(dialogue.messages, llm.tokenizer, **more)
+    room = llm.target.context_length - len(prompt)
+    if room < 1:
+        raise ValueError(
+            f"conversation {dialogue.number + 1} has {len(prompt)} tokens, and the target's context holds "
+            f"{llm.target.context_length}: leave it out"
+        )
+    dialogue.tokens = []
+    options: dict[str, Any] = {"max_new_tokens": min(config.tokens, room), "temperature": config.temperature}
+    seed = (config.seed * 1_000_003 + 1009 * dialogue.number + len(dialogue.messages)) % 2**31
+    running[llm.engine.add(llm.request(prompt, **options, seed=seed))] = dialogue
+
+
+def _take(llm: Llm, dialogue: Dialogue, reason: str) -> None:
+    """The answer becomes a message."""
+    if reason == "length":
+        dialogue.unfinished.append(len(dialogue.messages))
+    tokenizer: Any = llm.tokenizer
+    text = tokenizer.decode(dialogue.tokens, skip_special_tokens=True)
+    dialogue.messages.append({"role": "assistant", "content": text})

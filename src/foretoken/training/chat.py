@@ -1,0 +1,177 @@
+"""Conversations as training text: a chat template's tokens, and which of them the assistant writes.
+
+Chat templates rarely mark what the assistant says, so that is seen by rendering beginnings of the conversation: what
+stands behind ``messages[:i]`` with the generation prompt, up to the end of ``messages[:i + 1]``, is answer i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.conversation import checked, from_sharegpt, render, turn_ends
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who may speak in training data."""
+OPEN_ROWS = 64
+"""Rows that wait for a piece that fits while conversations are packed."""
+
+Piece = tuple[list[int], list[bool]]
+"""Token ids, and which of them are learned."""
+
+
+def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row with ``messages`` or ShareGPT's ``conversations``.
+
+    Raises:
+        ValueError: both or another shape, or an unknown role.
+    """
+    if "messages" in row and "conversations" in row:
+        raise ValueError("a row has messages or conversations, not both")
+    found = checked(row["messages"] if "messages" in row else from_sharegpt(row["conversations"]))
+    for number, message in enumerate(found, 1):
+        if message["role"] not in ROLES:
+            raise ValueError(f"message {number} has the role {message['role'][:32]!r}: known are {', '.join(ROLES)}")
+    return found
+
+
+def chat_pieces(row: Mapping[str, Any], tokenizer: Any) -> list[Piece]:
+    """The tokens of a conversation, and which of them the assistant writes, its end of turn included.
+
+    A template that writes earlier turns in another way than the last one (without their reasoning, say) gives one
+    piece per answer, in which only that answer is learned.
+
+    Args:
+        row: with ``messages`` or ``conversations``, perhaps ``tools`` for the template, perhaps ``unfinished``: the
+            places of answers that were cut before their end.
+        tokenizer: the target's.
+
+    Raises:
+        ValueError: as :func:`messages_of`, no answer to learn from, or a template that refuses the messages.
+    """
+    messages = messages_of(row)
+    more = {"tools": row["tools"]} if row.get("tools") else {}
+    ends = turn_ends(tokenizer)
+    whole = render(messages, tokenizer, add_generation_prompt=False, **more)
+    learned, apart = [False] * len(whole), list[Piece]()
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
+    if not answers:
+        raise ValueError(
+            "no answer of the assistant to learn from: add one, or let the target answer (--answers target)"
+        )
+    for i in answers:
+        asked = _asked(messages[:i], tokenizer, more)
+        text = render(messages[: i + 1], tokenizer, add_generation_prompt=False, **more)
+        span = _written(asked, text, ends)
+        if i in row.get("unfinished", ()) and text[span.stop - 1] in ends:
+            span = span[:-1]  # the template ends an answer that its writer had not ended
+        if whole[: span.stop] == text[: span.stop]:
+            learned[span.start : span.stop] = [True] * len(span)
+        else:
+            apart.append((text, [place in span for place in range(len(text))]))
+    return [*([(whole, learned)] if any(learned) else []), *apart]
+
+
+def _asked(messages: Sequence[Mapping[str, Any]], tokenizer: Any, more: Mapping[str, Any]) -> list[int]:
+    """Tokens of the text that the next answer follows."""
+    if messages[-1]["role"] == "assistant":  # a template would go on with that message
+        return render(messages, tokenizer, add_generation_prompt=False, **more)
+    return render(messages, tokenizer, **more)
+
+
+def _written(asked: Sequence[int], text: Sequence[int], ends: frozenset[int]) -> range:
+    """The places of ``text`` behind ``asked``, up to the first token that ends a turn."""
+    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, text, strict=False)))
+    stop = next((place + 1 for place in range(start, len(text)) if text[place] in ends), len(text))
+    return range(start, stop)
+
+
+class ChatBlocks:
+    """Blocks [batch, n + 1] of conversations, each from its beginning, in an order that is a function of (seed, step).
+
+    Conversations are packed into rows once, several into one while they fit; longer ones are cut.  What is left of a
+    row is filled up and not learned.
+
+    Args:
+        tokens: int [tokens] of all conversations.
+        learned: bool [tokens].
+        starts: where each begins, ascending.
+        block: n.
+        batch: rows per step.
+        seed: of the order.
+        filler: token of the rest of a row.
+
+    Attributes:
+        guessed: int64: the learned tokens of all rows.
+        num_blocks: rows.
+
+    Raises:
+        ValueError: fewer rows than a batch.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[Any],
+        learned: NDArray[Any],
+        starts: NDArray[Any],
+        block: int,
+        batch: int,
+        seed: int,
+        filler: int,
+    ) -> None:
+        self.block, self.batch, self.seed = block, batch, seed
+        spans = [span for span in _spans(starts, len(tokens), block + 1) if bool(learned[span.start : span.stop].any())]
+        order = np.random.default_rng((seed, len(spans))).permutation(len(spans))
+        rows = _packed([spans[i] for i in order], block + 1)
+        self.num_blocks = len(rows)
+        if self.num_blocks < batch:
+            raise ValueError(
+                f"the data is too short: {len(starts)} conversations of {len(tokens)} tokens fill {self.num_blocks} "
+                f"blocks of {block}, and one step needs {batch}; give more, or a smaller --context or --batch-size"
+            )
+        self.rows = np.full((len(rows), block + 1), filler, np.int64)
+        self.learned = np.zeros((len(rows), block + 1), bool)
+        for row, pieces in enumerate(rows):
+            place = 0
+            for span in pieces:
+                self.rows[row, place : place + len(span)] = tokens[span.start : span.stop]
+                self.learned[row, place : place + len(span)] = learned[span.start : span.stop]
+                place += len(span)
+        self.guessed: NDArray[np.int64] = self.rows[self.learned]
+
+    def chosen(self, step: int) -> list[int]:
+        """The rows of one step."""
+        found = []
+        for i in range(step * self.batch, (step + 1) * self.batch):
+            turn, place = divmod(i, self.num_blocks)
+            found.append(int(np.random.default_rng((self.seed, turn)).permutation(self.num_blocks)[place]))
+        return found
+
+    def __call__(self, step: int) -> NDArray[np.int64]:
+        """The blocks of one step, int64 [batch, block + 1]."""
+        return self.rows[self.chosen(step)]
+
+
+def _spans(starts: NDArray[Any], end: int, size: int) -> Iterator[range]:
+    """Conversations, cut into pieces of at most ``size`` tokens."""
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), end], strict=True):
+        for first in range(start, stop, size):
+            yield range(first, min(first + size, stop))
+
+
+def _packed(spans: Sequence[range], size: int) -> list[list[range]]:
+    """Spans put together while they fit into ``size`` tokens, each into the first open row that has room."""
+    rows, room = list[list[range]](), list[int]()
+    for span in spans:
+        first = max(0, len(rows) - OPEN_ROWS)
+        row = next((row for row in range(first, len(rows)) if room[row] >= len(span)), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(size)
+        rows[row].append(span)
+        room[row] -= len(span)
+    return rows

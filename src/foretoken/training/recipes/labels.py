@@ -1,0 +1,57 @@
+"""What the target says at places of a batch, which is what a drafter learns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foretoken.training.recipes.base import Batch, mean_of, soft_cross_entropy
+
+CHUNK = 512
+"""Places whose logits over the target's whole vocabulary are made at once."""
+
+
+class Labels:
+    """The target's distributions after tokens of a batch, over the tokens that can be guessed.
+
+    With a small draft vocabulary they are made once for all places: steps and heads share most of them, and the
+    target's projection costs more than all else.  A place does not count where the target's likeliest token cannot be
+    guessed.
+
+    Args:
+        batch: the texts.
+        wanted: bool [b, n], the places that will be asked for.
+        ids: int64 [V_d], the tokens that can be guessed; ``None``: all.
+    """
+
+    @torch.no_grad()
+    def __init__(self, batch: Batch, wanted: Tensor, ids: Tensor | None) -> None:
+        self.batch, self.ids = batch, ids
+        if ids is None:
+            return
+        if batch.learned is not None:
+            wanted = wanted & batch.learned[:, 1:]
+        possible = torch.zeros(batch.parts.vocab_size, device=wanted.device)
+        possible[ids] = 1.0
+        self.distributions = torch.zeros(*wanted.shape, len(ids), device=wanted.device)
+        self.counted = torch.zeros(wanted.shape, device=wanted.device)
+        for texts, columns in zip(*(part.split(CHUNK) for part in wanted.nonzero(as_tuple=True)), strict=True):
+            logits = batch.parts.logits(batch.taps["last"][texts, columns])
+            self.counted[texts, columns] = possible[logits.argmax(-1)]
+            self.distributions[texts, columns] = torch.softmax(logits[:, ids].float(), -1)
+
+    def distance(self, logits: Tensor, texts: Tensor, columns: Tensor) -> Tensor:
+        """Mean cross-entropy of draft logits [m, V_d] with the target's distributions after the tokens at the places
+        (texts, columns), both [m]."""
+        batch = self.batch
+        if self.ids is None:
+            return soft_cross_entropy(logits, batch.teacher(texts, columns), batch.counted(texts, columns))
+        distribution, counted = self.distributions[texts, columns], self.counted[texts, columns]
+        return mean_of(-(distribution * torch.log_softmax(logits.float(), -1)).sum(-1), counted)
+
+
+def places_of(batch: Batch, texts: Tensor, columns: Tensor) -> Tensor:
+    """Bool [b, n]: the places (texts, columns), both [m]."""
+    found = torch.zeros(len(batch.tokens), batch.length, dtype=torch.bool, device=batch.tokens.device)
+    found[texts, columns] = True
+    return found

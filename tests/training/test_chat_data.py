@@ -1,0 +1,371 @@
+"""Chats as training data: which tokens are learned, how rows are packed, answers by the target, and bad rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import foretoken as ft
+from foretoken.cli.main import main
+from foretoken.cli.train_drafter import seen
+from foretoken.llm import load
+from foretoken.loading import load_model
+from foretoken.models.parts import TargetParts
+from foretoken.training.answers import AnswerConfig, AnswerFile, read_questions
+from foretoken.training.chat import ChatBlocks, chat_pieces
+from foretoken.training.corpus import build_corpus
+from foretoken.training.recipes import RECIPES, find_recipe
+from foretoken.training.recipes.base import Batch, some_places
+from foretoken.training.recipes.features import some_rows
+from foretoken.training.trainer import TrainConfig, Trainer
+
+CHATML = (
+    "{% for m in messages %}<s>{{ m.role }} {{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant {% endif %}"
+)
+FORGETFUL = (
+    "{% for m in messages %}<s>{{ m.role }} "
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('/')[-1] }}{% else %}{{ m.content }}{% endif %}"
+    "</s>\n{% endfor %}{% if add_generation_prompt %}<s>assistant {% endif %}"
+)
+"""As templates that drop the reasoning of earlier turns."""
+CHAT = [
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "xy"},
+    {"role": "user", "content": "cd"},
+    {"role": "assistant", "content": "z"},
+]
+
+
+def chat_tokenizer(template: str | None = CHATML) -> Any:
+    """A token per byte, and ``<s>`` and ``</s>``."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, chat_template=template, clean_up_tokenization_spaces=False, **names
+    )
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random chat model."""
+    folder = tmp_path_factory.mktemp("models") / "chat"
+    tokenizer = chat_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.3,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_rows(file: Path, rows: list[Any]) -> Path:
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
+def chats(count: int) -> list[dict[str, Any]]:
+    turns = [("human", "say {i}"), ("gpt", "one {i} two"), ("human", "more"), ("gpt", "three {i} four")]
+    return [{"conversations": [{"from": who, "value": text.format(i=i)} for who, text in turns]} for i in range(count)]
+
+
+def learned_text(tokenizer: Any, piece: tuple[list[int], list[bool]]) -> str:
+    ids, learned = piece
+    text: str = tokenizer.decode([token for token, wanted in zip(ids, learned, strict=True) if wanted])
+    return text
+
+
+# -- which tokens are learned ------------------------------------------------------------------------------------------
+
+
+def test_all_answers_and_their_ends_are_learned_and_nothing_else() -> None:
+    tokenizer = chat_tokenizer()
+    (piece,) = chat_pieces({"messages": CHAT}, tokenizer)
+    assert tokenizer.decode(piece[0]) == "".join(f"<s>{m['role']} {m['content']}</s>\n" for m in CHAT)
+    assert learned_text(tokenizer, piece) == "xy</s>z</s>"
+    sharegpt = [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in CHAT]
+    assert chat_pieces({"conversations": sharegpt}, tokenizer) == [piece]
+
+
+def test_a_template_that_writes_earlier_turns_otherwise_gives_a_piece_per_answer() -> None:
+    tokenizer = chat_tokenizer(FORGETFUL)
+    messages = [*CHAT[:1], {"role": "assistant", "content": "why/xy"}, *CHAT[2:]]
+    whole, apart = chat_pieces({"messages": messages}, tokenizer)
+    assert "why" not in tokenizer.decode(whole[0]) and learned_text(tokenizer, whole) == "z</s>"
+    assert learned_text(tokenizer, apart) == "why/xy</s>"
+
+
+def test_an_answer_that_was_cut_does_not_teach_an_end() -> None:
+    tokenizer = chat_tokenizer()
+    (piece,) = chat_pieces({"messages": CHAT, "unfinished": [3]}, tokenizer)
+    assert learned_text(tokenizer, piece) == "xy</s>z"
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_hold_whole_conversations_in_an_order_of_seed_and_step() -> None:
+    sizes = [5, 3, 4, 2, 11]
+    starts = np.cumsum([0, *sizes[:-1]])
+    tokens, learned = np.arange(1, 1 + sum(sizes)), np.ones(sum(sizes), bool)
+    learned[starts] = False
+    blocks = ChatBlocks(tokens, learned, starts, 8, 2, seed=1, filler=0)
+    seen = blocks.rows[blocks.rows > 0]
+    assert sorted(seen.tolist()) == tokens.tolist()  # the long one is cut, nothing is lost
+    assert set(blocks.guessed.tolist()) == set(tokens[learned].tolist())
+    assert not blocks.learned[blocks.rows == 0].any()
+    for start, size in zip(starts, sizes, strict=True):
+        first = np.argwhere(blocks.rows == tokens[start])
+        row, place = first[0]
+        end = min(size, 9)
+        assert blocks.rows[row, place : place + end].tolist() == tokens[start : start + end].tolist()
+    again = ChatBlocks(tokens, learned, starts, 8, 2, seed=1, filler=0)
+    assert all((blocks(step) == again(step)).all() for step in range(5))
+    epoch = [row for step in range(blocks.num_blocks) for row in blocks.chosen(step)][: blocks.num_blocks]
+    assert sorted(epoch) == list(range(blocks.num_blocks))
+    with pytest.raises(ValueError, match="too short: 5 conversations of 25 tokens fill"):
+        ChatBlocks(tokens, learned, starts, 8, 9, seed=1, filler=0)
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+
+
+def test_places_are_those_whose_first_guess_is_learned(target: Path) -> None:
+    tokens = torch.arange(24).view(2, 12)
+    learned = torch.zeros(2, 12, dtype=torch.bool)
+    learned[0, 5:8], learned[1, 9] = True, True
+    batch = Batch(tokens, {}, TargetParts(load_model(target)), learned=learned)
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = some_places(batch, 200, 3, generator, ahead=2)
+    assert set(zip(rows.tolist(), columns.tolist(), strict=True)) == {(0, 3), (0, 4), (0, 5), (1, 7)}
+    found = some_rows(batch, 2, generator)
+    assert set(found[0].tolist()) == {3, 4, 5} and 7 in found[1].tolist() and found.shape == (2, 3)
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_only_learned_tokens_are_in_the_loss(method: str, target: Path) -> None:
+    """Labels that are not learned change no loss: a target that says something else there gives the same."""
+    model = load_model(target, dtype="float32")
+    recipe = find_recipe(method)(model, TargetParts(model), {"dropout": "0"} if method == "early_exit" else {}, 0)
+    tokens = torch.randint(256, (2, 25), generator=torch.Generator().manual_seed(1))
+    none = torch.zeros(tokens.shape, dtype=torch.bool)
+    some = none.clone()
+    some[:, 12:20] = True
+    with torch.no_grad():
+        taps = recipe.parts.features(tokens[:, :-1], recipe.taps)
+
+    def loss(learned: torch.Tensor) -> float:
+        batch = Batch(tokens, taps, recipe.parts, learned=learned)
+        return float(recipe.loss(batch, torch.Generator().manual_seed(3)).detach())
+
+    assert loss(none) == 0 and loss(some) > 0
+
+
+# -- the corpus --------------------------------------------------------------------------------------------------------
+
+
+def test_several_documents_always_leave_one_held_out(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer()
+    data = write_rows(tmp_path / "two.jsonl", chats(2))
+    corpus = build_corpus([data], tokenizer, tmp_path / "corpus")
+    assert corpus["chat"] and corpus["held"]["conversations"] == corpus["train"]["conversations"] == 1
+    assert 0 < corpus["train"]["learned"] < corpus["train"]["tokens"]
+    texts = write_rows(tmp_path / "texts.jsonl", [{"text": "one"}, {"text": "two"}])
+    corpus = build_corpus([texts], tokenizer, tmp_path / "texts")
+    assert corpus["held"]["documents"] == corpus["train"]["documents"] == 1 and "chat" not in corpus
+    write_rows(texts, [{"text": "one"}, {"text": "two"}, {"text": "three"}])
+    assert build_corpus([texts], tokenizer, tmp_path / "texts")["train"]["documents"] == 2  # the file has grown
+
+
+def test_a_single_document_is_learned_and_what_is_missing_is_said(tmp_path: Path) -> None:
+    corpus = build_corpus([write_rows(tmp_path / "one.jsonl", chats(1))], chat_tokenizer(), tmp_path / "corpus")
+    assert corpus["train"]["documents"] == 1
+    assert seen(corpus).endswith("nothing is held out, because the data is one document: acceptance is not measured")
+
+
+def command(target: Path, data: Path, out: Path, *more: str, method: str = "medusa") -> list[str]:
+    given = ["--target", str(target), "--data", str(data), "--out", str(out), "--context", "64", "--batch-size", "2"]
+    return ["train", method, *given, *more]
+
+
+BAD = {
+    "no answer": ({"messages": CHAT[:1]}, "no answer of the assistant to learn from: add one, or let the target"),
+    "unknown role": ({"messages": [{"role": "robot", "content": "x"}]}, "message 1 has the role 'robot': known are"),
+    "unknown speaker": ({"conversations": [{"from": "robot", "value": "x"}]}, "message 1 is from 'robot': known are"),
+    "no content": ({"messages": [{"role": "user"}]}, "message 1 needs a 'content'"),
+    "no messages": ({"messages": []}, "the conversation is empty"),
+    "both": ({"messages": CHAT, "conversations": []}, "messages or conversations, not both"),
+    "broken": ('{"messages": [{"role"', "is not JSON"),
+    "no text": ({"title": "x"}, "has no conversation: a row is an object with 'messages', 'conv"),
+    "no object": ("[1, 2]", "has no conversation: a row is an object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_one_line_that_names_file_and_line(
+    name: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, words = BAD[name]
+    data = write_rows(tmp_path / "chats.jsonl", [*chats(3), row])
+    assert main(command(target, data, tmp_path / "out")) == 2
+    error = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error:"))
+    assert f"{data}, line 4" in error and words in error
+    assert not (tmp_path / "out" / "corpus" / "train.bin").exists()  # no half corpus
+
+
+def test_a_target_without_a_template_reads_no_chats(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", chats(3))
+    corpus = tmp_path / "corpus"
+    with pytest.raises(ValueError, match=r"chats.jsonl, line 1: this model has no chat template"):
+        build_corpus([data], chat_tokenizer(None), corpus)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_from_chats_to_a_drafter(method: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", chats(24))
+    out, features = tmp_path / "head", tmp_path / "features"
+    assert main(command(target, data, out, "--steps", "6", "--features", str(features), method=method)) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].startswith("loading ") and "parameters to train" in told[1] and "MiB" in told[1]
+    assert told[2] == "24 documents read" and "of them learned; 3 documents of" in told[3]
+    progress = [line for line in told if "tokens/s" in line]  # no terminal: lines, the first one at once
+    assert progress[0].startswith("1/6  loss ") and "acceptance " in progress[0] and "left" in progress[-1]
+    assert any(line.startswith("step 0: mean acceptance length") for line in told)
+    llm = ft.load(str(target), drafter=f"{method}:{out}")
+    ask = [{"role": "user", "content": "say 3"}]
+    assert llm.chat(ask, max_new_tokens=12).token_ids == llm.plain.chat(ask, max_new_tokens=12).token_ids
+
+
+def trainer(target: Path, data: Path, out: Path, **more: Any) -> Trainer:
+    model, kind = load_model(target), find_recipe("medusa")
+    recipe = kind(model, TargetParts(model), {}, 0)
+    config = TrainConfig(steps=4, batch_size=2, context=64, lr=1e-3)
+    return Trainer(recipe, [data], out, config, chat_tokenizer(), **more)
+
+
+def test_features_of_conversations_are_kept_by_row(target: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", chats(24))
+    kept = trainer(target, data, tmp_path / "a", features=tmp_path / "features")
+    fresh = trainer(target, data, tmp_path / "b")
+    for step in range(20):
+        assert torch.equal(kept._batch(step).taps["last"], fresh._batch(step).taps["last"])
+    shards = len(list((tmp_path / "features" / "last").iterdir()))
+    assert isinstance(kept.sampler, ChatBlocks) and kept.sampler.num_blocks < 40
+    assert shards == -(-kept.sampler.num_blocks // 16)  # every pass reads the same rows
+
+
+def test_a_run_is_not_gone_on_with_for_another_model_of_the_same_shape(target: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", chats(24))
+    trainer(target, data, tmp_path / "out").run()
+    other = LlamaForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.add_(0.01)
+    other.save_pretrained(tmp_path / "other")
+    chat_tokenizer().save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="trained with other settings"):
+        trainer(tmp_path / "other", data, tmp_path / "out").run()
+    with pytest.raises(ValueError, match="another target: the shapes agree, but the weights are others"):
+        load(str(tmp_path / "other"), drafter=f"medusa:{tmp_path / 'out'}")
+
+
+# -- answers by the target ---------------------------------------------------------------------------------------------
+
+
+def answer_file(target: Path, data: Path, out: Path, **config: Any) -> tuple[AnswerFile, AnswerConfig]:
+    how = AnswerConfig(tokens=5, batch=3, **config)
+    parts = TargetParts(load_model(target))
+    return AnswerFile(out, parts.fingerprint().__dict__, how, read_questions([data])), how
+
+
+def stop_after(count: int) -> Callable[[], bool]:
+    calls = iter(range(10_000))
+    return lambda: next(calls) >= count
+
+
+QUESTIONS = [{"turns": ["ab", "cd"]}, *chats(4), {"prompt": "one"}, {"question": "two"}, {"messages": CHAT[:1]}]
+
+
+def test_the_target_answers_every_turn_and_a_stopped_run_goes_on(target: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "questions.jsonl", QUESTIONS)
+    llm = load(str(target), drafter=None)
+    answers, config = answer_file(target, data, tmp_path)
+    assert answers.write(llm, config, stop=stop_after(14)) is None
+    first = len(answers.kept())
+    assert 0 < first < len(QUESTIONS) and not answers.file.exists()
+    with answers.part.open("a") as half:
+        half.write('{"id": 99, "mess')  # killed while it wrote
+    written = []
+    answers, config = answer_file(target, data, tmp_path)
+    assert answers.write(llm, config, on_progress=written.append) == answers.file
+    assert (written[0].done, written[-1].done, written[-1].count) == (first, len(QUESTIONS), len(QUESTIONS))
+    rows = [json.loads(line) for line in answers.file.read_text().splitlines()]
+    assert [row["id"] for row in rows] == list(range(len(QUESTIONS))) and not answers.part.exists()
+    for row, turns in zip(rows, [2, 2, 2, 2, 2, 1, 1, 1], strict=True):
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * turns
+    whole, config = answer_file(target, data, tmp_path / "again")
+    file = whole.write(llm, config)
+    assert file is not None and file.read_text() == answers.file.read_text()
+
+
+def test_greedy_answers_are_what_the_target_says(target: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "questions.jsonl", [{"prompt": "ab"}])
+    llm = load(str(target), drafter=None)
+    answers, config = answer_file(target, data, tmp_path, temperature=0.0)
+    answers.write(llm, config)
+    said = llm.chat([{"role": "user", "content": "ab"}], max_new_tokens=5, temperature=0.0).text
+    assert answers.kept()[0]["messages"][-1] == {"role": "assistant", "content": said}
+
+
+def test_answers_of_another_target_or_temperature_are_not_gone_on_with(target: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "questions.jsonl", QUESTIONS)
+    answer_file(target, data, tmp_path)
+    with pytest.raises(ValueError, match="answers with another temperature: give the same"):
+        answer_file(target, data, tmp_path, temperature=0.0)
+    write_rows(data, QUESTIONS[1:])
+    with pytest.raises(ValueError, match="answers with another questions"):
+        answer_file(target, data, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [({"title": "x"}, "a row without a question"), ([1], "a row is an object"), ({"turns": [3]}, "without a question")],
+)
+def test_a_row_that_asks_nothing(row: Any, words: str, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "questions.jsonl", [{"prompt": "x"}, row])
+    with pytest.raises(ValueError, match=f"questions.jsonl, line 2: .*{words}"):
+        read_questions([data])
+
+
+def test_the_command_lets_the_target_answer_and_trains_on_it(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows(tmp_path / "questions.jsonl", [{"prompt": f"say {i}"} for i in range(16)])
+    more = ["--answers", "target", "--answer-tokens", "24", "--steps", "2"]
+    assert main(command(target, data, tmp_path / "out", *more)) == 0
+    told = capsys.readouterr().err
+    assert "16 conversations for the target to answer" in told and "the target answers" in told
+    assert len((tmp_path / "out" / "answers.jsonl").read_text().splitlines()) == 16
+    assert "--answers target" in (tmp_path / "out" / "README.md").read_text()
+    assert main(command(target, data, tmp_path / "out", *more[:-1], "2")) == 0  # nothing is done twice
+    assert "for the target to answer" not in capsys.readouterr().err
+    assert main(command(target, data, tmp_path / "out", "--answers", "mine")) == 2
+    assert "--answers must be data or target, not 'mine'" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""What a training says where nobody sees a bar, and how a signal ends it between two steps."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from torch import nn
+
+from foretoken.cli.main import main
+from foretoken.cli.train_progress import Lines, TrainingBar, duration, stop_on_signals
+from foretoken.training.curves import DrafterCurve
+from foretoken.training.loop import Loop, Progress, RunConfig, Saving, Stopped
+
+
+class Clock:
+    """Seconds that a test moves on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines_of(text: io.StringIO) -> list[str]:
+    return text.getvalue().splitlines()
+
+
+def test_lines_come_at_once_then_now_and_then_and_at_the_end() -> None:
+    text, clock = io.StringIO(), Clock()
+    lines = Lines(Console(file=text, width=200), clock)
+    task = lines.add_task("steps", total=100, visible=False)
+    for step in range(1, 101):
+        lines.update(task, completed=step, total=100, description=f"loss {step}")
+        clock.now += 2.0
+    told = lines_of(text)
+    assert told[0] == "1/100  loss 1"
+    assert told[1] == "6/100  loss 6  3:08 min left"  # ten seconds later; 94 steps of two seconds
+    assert told[-1].startswith("100/100  loss 100") and len(told) == 1 + 19 + 1
+
+
+def test_what_has_no_known_end_is_said_without_one() -> None:
+    text, clock = io.StringIO(), Clock()
+    bar = TrainingBar(Lines(Console(file=text), clock), 1, lambda measured: "")
+    bar.on_read(64)
+    bar.on_read(128)
+    clock.now += 11
+    bar.on_read(1200)
+    assert lines_of(text) == ["64 documents read", "1,200 documents read"]
+
+
+def test_every_line_of_progress_has_the_acceptance_that_was_measured_last() -> None:
+    text = io.StringIO()
+    lines = Lines(Console(file=text, width=200), Clock())
+    bar = TrainingBar(lines, 2, lambda m: f"length {m['length']}", lambda m: f"acceptance {m['rate']}")
+    bar.on_step(Progress(0, 2, float("nan"), 0.0, {"length": 1.1, "rate": 0.1}))
+    bar.on_step(Progress(1, 2, 3.5, 700.0, None, 60.0))
+    bar.on_step(Progress(2, 2, 3.25, 700.0, {"length": 2.2, "rate": 0.6}))
+    assert lines_of(text) == [
+        "step 0: length 1.1",
+        "1/2  loss 3.500  acceptance 0.1  700 tokens/s",
+        "2/2  loss 3.250  acceptance 0.6  700 tokens/s  0:00 min left",
+        "step 2: loss 3.2500, length 2.2",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00 min"), (65, "1:05 min"), (3 * 3600 + 120, "3:02 h")])
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def loop(out: Path, steps: int = 6) -> tuple[Loop, Callable[[int], Any]]:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    made = Loop(out, RunConfig(steps=steps, lr=0.1), net, [torch.optim.AdamW(net.parameters())], DrafterCurve)
+    for optimizer in made.optimizers:
+        for group in optimizer.param_groups:
+            group["scale"] = 1.0
+    return made, lambda step: net(torch.full((2, 3), float(step))).square().mean()
+
+
+def saved(out: Path) -> list[int]:
+    return sorted(int(folder.name.removeprefix("step-")) for folder in (out / "checkpoints").iterdir())
+
+
+def test_a_run_that_is_asked_to_stop_leaves_its_last_step_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole, loss = loop(tmp_path / "whole")
+    whole.run(loss, save_every=100, eval_every=100)
+    cut, loss = loop(tmp_path / "cut")
+    steps: list[int] = []
+    with pytest.raises(Stopped, match="stopped after step 3 of 6"):
+        cut.run(
+            loss, save_every=100, eval_every=100, on_step=lambda p: steps.append(p.step),
+            saving=Saving(stop=lambda: len(steps) == 2),
+        )  # fmt: skip
+    assert steps == [1, 2, 3] and saved(tmp_path / "cut") == [3]
+    rest, loss = loop(tmp_path / "cut")
+    rest.run(loss, save_every=100, eval_every=100)
+    assert rest.start == 3
+    for one, other in zip(whole.trained.parameters(), rest.trained.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_checkpoints_come_by_time_too(tmp_path: Path) -> None:
+    often, loss = loop(tmp_path / "often")
+    often.run(loss, save_every=100, eval_every=100, saving=Saving(minutes=0.0))
+    seldom, loss = loop(tmp_path / "seldom")
+    seldom.run(loss, save_every=100, eval_every=100, saving=Saving(minutes=60.0))
+    assert saved(tmp_path / "often") == [5, 6] and saved(tmp_path / "seldom") == [6]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_waits_for_the_end_of_a_step_and_a_second_one_does_not(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    before = signal.getsignal(number)
+    with stop_on_signals() as stop:
+        with stop.in_steps(print, tmp_path):
+            assert not stop.asked()
+            os.kill(os.getpid(), number)
+            assert stop.asked() and stop.exit_code == code
+            with pytest.raises((KeyboardInterrupt, typer.Exit)):
+                os.kill(os.getpid(), number)
+        with pytest.raises((KeyboardInterrupt, typer.Exit)):  # nothing is done in steps here
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("command", ["medusa", "lm"])
+def test_a_terminated_training_says_where_it_goes_on(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM during the second step: its checkpoint is there, and the same command goes on behind it."""
+    (tmp_path / "text.txt").write_text("one two three four five six seven\n" * 400)
+    step = Loop._step
+
+    def terminated(self: Loop, number: int, loss_of: Any) -> float:
+        if number == 1 and self.start == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, number, loss_of)
+
+    monkeypatch.setattr(Loop, "_step", terminated)
+    shape = ["--hidden", "16", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--ffn", "16", "--vocab", "300"]
+    more = shape if command == "lm" else ["--target", "builtin"]
+    out = tmp_path / "out"
+    given = ["train", command, "--data", str(tmp_path / "text.txt"), "--out", str(out), "--steps", "3"]
+    given += ["--context", "32", "--batch-size", "2", *more]
+    assert main(given) == 143
+    assert f"stopped after step 2 of 3; its checkpoint is in {out}: the same command" in capsys.readouterr().err
+    assert saved(out) == [2] and not (out / "model.safetensors").exists()
+    assert main(given) == 0 and (out / "model.safetensors").exists()
