@@ -200,6 +200,21 @@ def of_place(path: Path, subject: Subject) -> list[Fit]:
     return _of_file(path, subject)
 
 
+def offered(path: Path) -> str | None:
+    """The spec of what a folder or file seems to be meant for, nothing of which is loaded; ``None``: for nothing."""
+    if set(",()|") & set(str(path)):
+        return None
+    if (path / CONFIG).exists():
+        try:
+            method = str(json.loads((path / CONFIG).read_text(encoding="utf-8"))["method"])
+            return f"{find('drafter', method).name}:{path}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    if path.is_dir():
+        return f"model:{path}" if _is_something(path) and _foreign(path) is None else None
+    return f"model:{path}" if path.suffix == ".gguf" else f"retrieval:{path}" if _begins_with_magic(path) else None
+
+
 def _trained(folder: Path, subject: Subject) -> Fit:
     """A drafter that ``foretoken train`` or ``import`` wrote; it says itself what it is."""
     try:
