@@ -155,6 +155,15 @@ def test_a_pause_is_no_cost() -> None:
     assert tokens_per_s(rounds) == pytest.approx(21 / 0.24) and tokens_per_s([]) == 0.0
 
 
+def test_texts_are_compared() -> None:
+    """As far as both went: a text that is cut is no other text."""
+    standing = Standing()
+    for own, plain in (((1, 2, 3), (1, 2)), ((1, 2), (1, 2, 3)), ((1, 3), (1, 2))):
+        laps = [[Round(len(ids), 1, 0, 0, 0.0, 0.1, tokens=ids)] for ids in (own, plain)]
+        standing.add(*laps)
+    assert (standing.texts, standing.differing) == (3, 1)
+
+
 def test_impossible_figures_are_seen() -> None:
     """1.00 tokens a round and 1.38 times plain decoding's speed."""
     own, plain = [Round(1, 1, 0, 0, 0.0, 0.010)] * 20, [Round(1, 1, 0, 0, 0.0, 0.0138)] * 20
@@ -282,7 +291,7 @@ def test_what_there_was_no_time_for_is_told() -> None:
 def test_drafters_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         tune(job(World(GOOD), drafters=("medusa",)))
-    with pytest.raises(ValueError, match="no drafter could be measured: .*ngram"):
+    with pytest.raises(ValueError, match=r"no drafter could be measured: .*ngram"):
         tune(job(World({})))
     for minutes in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="minutes"):

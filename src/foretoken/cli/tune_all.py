@@ -86,6 +86,10 @@ def _terminable() -> Iterator[list[int]]:
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield ended
+    except KeyboardInterrupt:  # before there was anything to tell
+        if ended:
+            raise typer.Exit(TERMINATED) from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -247,6 +251,10 @@ def _print(outcome: Outcome, out: Path, model: str) -> None:
             console.print(f"{'of plain':>9} {'tokens/round':>13} {'tokens':>7}  {title}", style="bold", soft_wrap=True)
         for row in rows:
             console.print(_line(row), style="bold" if row.way == outcome.chosen else None, soft_wrap=True)
+    if outcome.job.temperature == 0:
+        for row in [row for row in outcome.rows if row.differing]:
+            text = f"{row.differing} of {row.texts} texts of {row.way.drafter} are not plain decoding's"
+            console.print(f"{text}: `foretoken parity` says whether by numerical ties", style="dim", soft_wrap=True)
     reasons: dict[str, list[str]] = {}
     for name, reason in outcome.skipped.items():
         reasons.setdefault(reason, []).append(name)

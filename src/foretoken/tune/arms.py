@@ -70,7 +70,7 @@ class Arm:
             raise emission.error
         written, room = len(emission.token_ids), self._room
         self._room -= written
-        return self._seen._replace(written=written, room=room)
+        return self._seen._replace(written=written, room=room, tokens=tuple(emission.token_ids))
 
     def cancel(self) -> None:
         """Drop what is left of the answer."""

@@ -32,6 +32,7 @@ class Round(NamedTuple):
         accepted: draft tokens that were accepted.
         draft_s, total_s: seconds in the drafter, and of the whole round.
         room: tokens that the answer could still take before it, one of which is the target's own.
+        tokens: the new tokens, where they are known.
     """
 
     written: int
@@ -41,6 +42,7 @@ class Round(NamedTuple):
     draft_s: float
     total_s: float
     room: int = 1 << 20
+    tokens: tuple[int, ...] = ()
 
 
 class Racer(Protocol):
@@ -87,15 +89,25 @@ def heat(
 
 @dataclass
 class Standing:
-    """What an arm did, and what plain decoding did on the same prompts beside it."""
+    """What an arm did, and what plain decoding did on the same prompts beside it.
+
+    Attributes:
+        own, plain: the rounds of both.
+        texts: how many there were, ``differing`` those that were not the same as far as both went.
+    """
 
     own: list[Round] = field(default_factory=list)
     plain: list[Round] = field(default_factory=list)
+    texts: int = 0
+    differing: int = 0
 
     def add(self, own: Sequence[Round], plain: Sequence[Round]) -> None:
         """One prompt more."""
         self.own += own
         self.plain += plain
+        pairs = zip(*([token for one in rounds for token in one.tokens] for rounds in (own, plain)), strict=False)
+        self.texts += 1
+        self.differing += any(mine != other for mine, other in pairs)
 
     @property
     def is_known(self) -> bool:

@@ -321,7 +321,8 @@ class Search:
 
     def _row(self, way: Way, standing: Standing, compared: bool, candidate: Candidate | None) -> Row:
         written = sum(one.written for one in standing.own)
-        row = Row(way, standing.speedup, standing.tokens_per_round, written, compared)
+        texts = (standing.texts, standing.differing)
+        row = Row(way, standing.speedup, standing.tokens_per_round, written, compared, "", *texts)
         if row.speedup > 1 or candidate is None:
             return row
         return replace(row, why=why_not(candidate, self._curve, self._rest_s))

@@ -90,6 +90,7 @@ class Row:
         tokens: new tokens that the figures rest on.
         compared: whether it was one of the best, which ran against each other; else it was tried briefly.
         why: why it loses; empty where it does not.
+        differing: of the ``texts`` that it wrote, how many are not plain decoding's; sampled ones need not be.
     """
 
     way: Way
@@ -98,6 +99,8 @@ class Row:
     tokens: int
     compared: bool
     why: str = ""
+    texts: int = 0
+    differing: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """As a profile and ``--json`` have it."""
