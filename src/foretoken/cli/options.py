@@ -112,8 +112,8 @@ class Common:
     def load(self, drafter: str | None = None, tensor_parallel: int = 1, own_sampling: bool = False) -> Llm:
         """Load the target and everything around it; ``drafter`` replaces the option.
 
-        ``own_sampling``: to answer, with the model's own sampling options as ``llm.defaults``, and with one thread where a
-        busy machine makes that faster.
+        ``own_sampling``: to answer, with the model's own sampling options as ``llm.defaults``, and with one thread
+        where that is faster on a busy machine.
 
         Raises:
             ValueError: an unknown name or option, parts that do not fit, or a bad checkpoint.

@@ -25,12 +25,12 @@ EXPLORE = 1.5
 """Standard errors by which drafts may be better than they seem."""
 LONG, FIRST, LATER = 4, 3, 1
 """The longer draft that is measured (the other one has one token), and how often: for the first batch size, others."""
-KEPT = 8
-"""Rounds that a plan is kept for the same requests."""
+KEPT, KNOWN = 8, 8
+"""Rounds that a plan is kept for the same requests, if it rests on so many drafts; else it is weighed every round."""
 CLOSE = 1.5
 """Up to how much better than plain decoding drafts must seem for its cost to be measured again."""
 CREDIT, EARNED = 0.6, 0.015
-"""Plain rounds that drafts may lose of which nobody knows whether they pay, and how much of one each token earns back."""
+"""Plain rounds that may be lost by trying drafts, and how much of one each token earns back."""
 UNKNOWN, ENDING = 1 << 20, 16
 """Tokens left where nobody says; with no more than the second nothing is measured: drafts would be cut short."""
 
@@ -131,8 +131,8 @@ class AutoController(Controller):
         return Plan() if self._plain_is_due(len(contexts)) else self.chosen
 
     def _pays(self, plan: Plan) -> bool:
-        """Whether a plan is expected to be as fast as plain decoding, and is not only hoped to be."""
-        return plan.tokens * self._plain_s >= plan.seconds
+        """Whether a plan is expected to be as fast as plain decoding by what was seen, and is not only hoped to be."""
+        return plan.tokens * self._plain_s >= plan.seconds and all(draft.seen >= KNOWN for draft in plan.drafts)
 
     def _sure_plan(self, contexts: Sequence[Context]) -> Plan:
         """The best plan by what is expected, not by what may be hoped: the credit for trying is used up."""
@@ -166,7 +166,8 @@ class AutoController(Controller):
             variance = max(squares - (tokens - 1.0) ** 2, 0.0)
             hoped = tokens + EXPLORE * (variance / (outlook.drafts + 1.0)) ** 0.5
             seconds, nodes = self.costs.draft_s(index, depth, batch), 1.0 + depth * self.width[index]
-            found.append(Draft(index, depth, tokens, nodes, seconds, min(hoped, 1.0 + depth), outlook.share))
+            hoped = min(hoped, 1.0 + depth)
+            found.append(Draft(index, depth, tokens, nodes, seconds, hoped, outlook.share, outlook.drafts))
         return found
 
     # -- learning ----------------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ class AutoController(Controller):
         self.costs.observe(record, member, depth, sum(asked.values()))
 
     def _account(self, seen: Sequence[tuple[Context, StepRecord]], asked: Mapping[tuple[int, int], int]) -> None:
-        """What the round has won or lost against plain decoding, by what rounds cost: a pause of the machine is no loss.
+        """What the round has won or lost against plain decoding, by what rounds cost: a pause of the machine is none.
 
         What was won is not kept beyond :data:`CREDIT`, so that no text pays for much that is tried (conservative
         bandits, https://arxiv.org/abs/1602.04282, with a limit).

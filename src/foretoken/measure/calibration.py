@@ -95,7 +95,7 @@ def line_of(seconds: Mapping[int, float]) -> DrafterCost:
     (short, short_s), (long, long_s) = min(seconds.items()), max(seconds.items())
     step_s = (long_s - short_s) / (long - short) if long > short else long_s / long
     step_s = min(max(step_s, 0.0), long_s / long)  # neither a call nor a step costs less than nothing
-    return DrafterCost(max(long_s - step_s * long, 0.0), step_s)
+    return DrafterCost(max(long_s - step_s * long, 0.0), step_s, [])
 
 
 def _draft_s(target: LanguageModel, drafter: Drafter, text: Sequence[int], asked: Asked) -> float:
