@@ -165,27 +165,27 @@ def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
     inside = [place for place in places(own) if place != own] if own.is_dir() else []
     specs = [] if named is None else [named]
     for folder in folders:
-        found = [spec for place in places(folder) if (spec := offered(place)) is not None]
-        if not found:
+        usable = [spec for place in places(folder) if (spec := offered(place)) is not None]
+        if not usable:
             raise ValueError(
                 f"--draft {folder} holds nothing to draft with: `foretoken drafters MODEL {folder}` says why"
             )
-        specs += found
+        specs += usable
     specs += [spec for place in inside if (spec := offered(place)) is not None]
     return list(dict.fromkeys(specs))
 
 
 def _fitting(encoded: list[list[int]], context: int, new_tokens: int) -> list[list[int]]:
     """The prompts that leave room for what is generated."""
-    found = [ids for ids in encoded if 0 < len(ids) <= context - new_tokens]
-    if not found:
+    fitting = [ids for ids in encoded if 0 < len(ids) <= context - new_tokens]
+    if not fitting:
         raise ValueError(f"no prompt leaves room for {new_tokens} new tokens in a context of {context}")
-    return found
+    return fitting
 
 
-def _spread(found: list[list[int]], most: int) -> list[list[int]]:
-    count = min(most, len(found))
-    return [found[i * len(found) // count] for i in range(count)]
+def _spread(prompts: list[list[int]], most: int) -> list[list[int]]:
+    count = min(most, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def _tuned(job: Job, out: Path) -> Outcome:
@@ -234,13 +234,13 @@ class _Bar:
 
 def _public(outcome: Outcome) -> dict[str, Any]:
     """As ``--json`` prints it."""
-    found = outcome.profile()
+    profile = outcome.profile()
     keys = (
         "drafter", "verifier", "controller", "temperature", "prompts", "new_tokens", "speedup", "plain_tokens_per_s",
         "complete", "table",
     )  # fmt: skip
     spent = {"spent_s": outcome.spent_s, "loading_s": outcome.before_s}
-    return {**{key: found[key] for key in keys}, **spent, "skipped": outcome.skipped}
+    return {**{key: profile[key] for key in keys}, **spent, "skipped": outcome.skipped}
 
 
 def _print(outcome: Outcome, out: Path, model: str) -> None:

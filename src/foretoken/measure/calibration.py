@@ -155,8 +155,8 @@ def _key(target: LanguageModel, drafter: Drafter) -> str:
 def _read() -> dict[str, Any]:
     """Measurements of earlier runs; a file that cannot be read counts as none."""
     try:
-        found = json.loads(cache_file().read_text(encoding="utf-8"))
-        return dict(found)
+        stored = json.loads(cache_file().read_text(encoding="utf-8"))
+        return dict(stored)
     except (OSError, ValueError, TypeError):
         return {}
 

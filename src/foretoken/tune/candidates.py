@@ -75,17 +75,17 @@ def cost_of(rounds: Sequence[Round], depth: int, copies: bool) -> DrafterCost:
     return DrafterCost(call_s, step_s, survival, len(drafting) / len(roomy), per_depth)
 
 
-def best_candidate(found: Scouted, target: TargetCost, rest_s: float) -> Candidate:
+def best_candidate(tried: Scouted, target: TargetCost, rest_s: float) -> Candidate:
     """The draft length with the best goodput, by the cost model; the speed that was measured sets the scale.
 
     A chain's shorter drafts are pieces of its longest one, so that every length can be judged.  A tree with less depth
     is another tree: of it only what was measured is known.
     """
-    cost, speedup = found.cost, found.standing.speedup
-    costs = RoundCosts(target, {found.spec: cost}, rest_s)
-    whole = costs.speedup(found.spec, found.depth)
-    depths = [found.depth] if found.trees else range(1, found.depth + 1)
-    predicted = {depth: speedup * costs.speedup(found.spec, depth) / whole for depth in depths}
+    cost, speedup = tried.cost, tried.standing.speedup
+    costs = RoundCosts(target, {tried.spec: cost}, rest_s)
+    whole = costs.speedup(tried.spec, tried.depth)
+    depths = [tried.depth] if tried.trees else range(1, tried.depth + 1)
+    predicted = {depth: speedup * costs.speedup(tried.spec, depth) / whole for depth in depths}
     # The longest of those that are as good as the best: noise must not cut drafts that cost nothing.
     best = max(depth for depth in depths if predicted[depth] >= NEAR * max(predicted.values()))
-    return Candidate(found.spec, best, predicted[best], cost)
+    return Candidate(tried.spec, best, predicted[best], cost)

@@ -107,7 +107,7 @@ class Standing:
         self.plain += plain
         pairs = zip(*([token for one in rounds for token in one.tokens] for rounds in (own, plain)), strict=False)
         self.texts += 1
-        self.differing += any(mine != other for mine, other in pairs)
+        self.differing += any(own_token != other for own_token, other in pairs)
 
     @property
     def is_known(self) -> bool:

@@ -143,19 +143,19 @@ class Search:
             return
         self._say(name)
         try:
-            found = self._tried(generous(name, given or name in self.job.offers), share_s)
+            tried = self._tried(generous(name, given or name in self.job.offers), share_s)
         except REFUSALS as error:
             if given:
                 raise
             self.skipped[name] = " ".join(str(error).split()) or type(error).__name__
             return
-        if not found.standing.is_known:
+        if not tried.standing.is_known:
             self.skipped[name] = "too slow to be measured in its share of the time: give more --minutes"
-        elif not found.standing.is_possible:
-            self.skipped[name] = _contradiction(found.standing)
+        elif not tried.standing.is_possible:
+            self.skipped[name] = _contradiction(tried.standing)
         else:
-            self.scouted[found.spec] = found
-            self._on_row(self._scouted_row(found))
+            self.scouted[tried.spec] = tried
+            self._on_row(self._scouted_row(tried))
         self._forget()
 
     def _tried(self, spec: str, share_s: float) -> Scouted:
@@ -213,13 +213,13 @@ class Search:
         for rung in range(RUNGS):
             until = self.job.clock() + (self._end_s - self.job.clock()) / (RUNGS - rung)
             last = len(prompts) if rung == RUNGS - 1 else (len(prompts) + 1) // 2
-            mine, prompts = prompts[:last], prompts[last:]
+            turn, prompts = prompts[:last], prompts[last:]
             self._say(f"comparing {', '.join(way.drafter for way in racing)}")
             for way in racing:
                 if way not in arms and self.job.clock() < until:
                     self._enter(way, arms)
             racing = [way for way in racing if way in arms]
-            for place, prompt in mine:
+            for place, prompt in turn:
                 if self.job.clock() >= until or not racing:
                     break
                 *laps, plain = self._heat([arms[way] for way in racing], place, prompt, until)
@@ -248,10 +248,10 @@ class Search:
         """Every drafter in its best shape, the most promising first."""
         best: dict[tuple[str, str | None], Candidate] = {}
         for one in self.scouted.values():
-            found, parsed = best_candidate(one, self._curve, self._rest_s), parse_spec(one.spec)
+            candidate, parsed = best_candidate(one, self._curve, self._rest_s), parse_spec(one.spec)
             key = parsed.name, parsed.path
-            if key not in best or found.predicted > best[key].predicted:
-                best[key] = found
+            if key not in best or candidate.predicted > best[key].predicted:
+                best[key] = candidate
         return sorted(best.values(), key=lambda one: -one.predicted)
 
     def _group(self) -> str:
@@ -276,7 +276,7 @@ class Search:
 
     def outcome(self) -> Outcome:
         """The answer so far."""
-        rows = [self._final_row(way, found) for way, found in self.finals.items() if found.is_known]
+        rows = [self._final_row(way, standing) for way, standing in self.finals.items() if standing.is_known]
         rows = [row for row in rows if self.finals[row.way].is_possible]
         known = {row.way.drafter for row in rows}
         brief = [self._scouted_row(one) for one in self.scouted.values() if one.spec not in known]
@@ -316,8 +316,8 @@ class Search:
 
     def _final_row(self, way: Way, standing: Standing) -> Row:
         one = self.scouted.get(way.drafter)
-        found = None if one is None else best_candidate(one, self._curve, self._rest_s)
-        return self._row(way, standing, True, found)
+        candidate = None if one is None else best_candidate(one, self._curve, self._rest_s)
+        return self._row(way, standing, True, candidate)
 
     def _row(self, way: Way, standing: Standing, compared: bool, candidate: Candidate | None) -> Row:
         written = sum(one.written for one in standing.own)
