@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 from worlds import Fixed, Member, World, best_fixed, contexts
@@ -262,7 +261,8 @@ def test_plain_decoding_is_measured_again_where_its_first_rounds_were_slow(
 def test_nothing_is_measured_at_the_end_or_with_a_profile() -> None:
     world = World([Member(0.02, 0.0)])
     controller = attached(world)
-    assert len(set(depths_of(controller, world, contexts(1, max_length=100 + ENDING), 3))) == 1
+    depths_of(controller, world, contexts(1, max_length=100 + ENDING), 3)
+    assert [len(todo) for todo in controller._to_measure.values()] == [2 + 3 * 3]  # all of it is still to come
     profiled = attached(world)
     profiled.start_from(RoundCosts(TargetCost({1: 0.1, 9: 0.11}), {"m0": DrafterCost(0.0, 0.02, (0.0, 0.0))}))
     assert depths_of(profiled, world, contexts(1, start=3), 9)[1:] == [0] * 8

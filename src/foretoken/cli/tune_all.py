@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,6 +119,7 @@ def _job(
         raise ValueError(f"--minutes must be above 0, not {minutes:g}")
     from foretoken.conversation import turn_ends
     from foretoken.loading import load_tokenizer
+    from foretoken.measure.busy import settle_threads
     from foretoken.measure.prompts import load_prompts, prompts_of_kind
     from foretoken.sampling import SamplingParams
     from foretoken.tune.choices import parse_names
@@ -129,6 +131,8 @@ def _job(
     loaded = None if prompts is None else load_prompts(prompts)
     offers = _offers(common, folders)
     target = common.load_target()
+    if (told := settle_threads(target)) is not None:
+        print(f"warning: {told}", file=sys.stderr)
     tokenizer = load_tokenizer(common.target)
     if tokenizer is None:
         raise ValueError("the target has no tokenizer beside it: tuning needs one to read the prompts")
