@@ -141,8 +141,8 @@ GROWS = {"node_s": 0.0058, "call_s": 0.0029}
 """A GGUF file of it: five rows cost three times one."""
 FIRST_ANSWERS = {
     "chat, with itself in four bits": (CHAT, {"node_s": 0.0002, "call_s": 0.0143}),
-    "sampled, where drafts are rejected": (
-        [replace(CHAT[0], accepts=0.6), CHAT[1]],
+    "sampled": (
+        [Member(0.009, 0.75, deepest=5), Member(0.0002, 0.2, answers=0.5, is_free=True, further=0.4)],
         {"node_s": 2e-4, "call_s": 0.0143},
     ),
     "a GGUF file, prose": ([Member(0.0002, 0.15, answers=0.4, is_free=True, further=0.5)], GROWS),
