@@ -19,8 +19,9 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.recycling import RecyclingDrafter
 from foretoken.drafters.router import RouterDrafter
+from foretoken.loading.kept_costs import cache_file
 from foretoken.measure import calibration
-from foretoken.measure.calibration import cache_file, calibrated, line_of, measured
+from foretoken.measure.calibration import calibrated, line_of, measured
 from foretoken.models.huggingface import HuggingFaceModel
 from toys import llama, llamas
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,7 +21,7 @@ from foretoken.costs import DrafterCost, RoundCosts, TargetCost
 from foretoken.drafters.base import Drafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
-from foretoken.io.files import cache_folder, write_json
+from foretoken.loading.kept_costs import keep_costs, kept_costs
 from foretoken.measure.busy import is_busy
 from foretoken.measure.costs import measure_target
 from foretoken.measure.profile import COMPARED, fingerprint_of, machine_of
@@ -61,15 +60,12 @@ def calibrated(target: LanguageModel, drafter: Drafter) -> RoundCosts:
         drafter: what drafts for it, a group perhaps.
     """
     key = _key(target, drafter)
-    known = _read().get(key)
+    known = kept_costs(key)
     if known is not None:
-        try:
-            return RoundCosts.from_dict(known)
-        except ValueError:
-            pass  # of a file that somebody has damaged: it is measured again
+        return known
     costs = measured(target, drafter)
     if not is_busy():
-        _keep(key, costs)
+        keep_costs(key, costs)
     return costs
 
 
@@ -129,14 +125,6 @@ def _rounds(
     return times
 
 
-# -- the file of measurements ------------------------------------------------------------------------------------------
-
-
-def cache_file() -> Path:
-    """Where measurements are kept."""
-    return cache_folder() / "rounds.json"
-
-
 def _key(target: LanguageModel, drafter: Drafter) -> str:
     """What tells models, machines and drafters apart."""
     machine = machine_of(target)
@@ -150,20 +138,3 @@ def _key(target: LanguageModel, drafter: Drafter) -> str:
         "members": [[one.name, one.max_depth, one.max_nodes] for one in limits.members or (limits,)],
     }
     return hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
-
-
-def _read() -> dict[str, Any]:
-    """Measurements of earlier runs; a file that cannot be read counts as none."""
-    try:
-        stored = json.loads(cache_file().read_text(encoding="utf-8"))
-        return dict(stored)
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _keep(key: str, costs: RoundCosts) -> None:
-    """Add a measurement; where the file cannot be written, it is measured again next time."""
-    try:
-        write_json(cache_file(), {**_read(), key: costs.as_dict()})
-    except OSError:
-        return

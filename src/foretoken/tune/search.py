@@ -20,7 +20,7 @@ from foretoken.measure.profile import measured_target
 from foretoken.registry import parse_spec
 from foretoken.tune.candidates import Candidate, Scouted, best_candidate
 from foretoken.tune.choices import copies_text, further, generous, likely, router_spec, sizes
-from foretoken.tune.race import FEWEST, Racer, Round, Standing, heat, tokens_per_s
+from foretoken.tune.race import FEWEST, Racer, Round, Standing, heat, steady_s, tokens_per_s
 from foretoken.tune.reasons import why_not
 from foretoken.tune.tuned import Job, Outcome, Row, Way
 from foretoken.tune.tuned_trees import can_fill, measured_shape, sequoia_spec
@@ -191,7 +191,7 @@ class Search:
         for one in [one for one in self.scouted.values() if one.standing.speedup >= PROMISING * best]:
             if one.trees:
                 yield from sizes(one.spec, given)
-            elif can_fill(one.spec) and self.job.clock() + 2 * share_s < latest_s:
+            elif can_fill(one.spec) and self.job.clock() + _shape_s(one) + share_s < latest_s:
                 self._say(f"{one.spec}: which choice is accepted")
                 try:
                     shape = measured_shape(
@@ -354,6 +354,11 @@ def _warmed(arm: Racer, prompt: Sequence[int], count: int = 2) -> list[Round]:
         return [one for one in (arm.advance() for _ in range(count)) if one is not None]
     finally:
         arm.cancel()
+
+
+def _shape_s(one: Scouted) -> float:
+    """Seconds that it takes, at most, to see which of a draft model's choices are accepted, by its own rounds."""
+    return SCOUTED * sum(steady_s(one.standing.own)) / len(one.standing.own)
 
 
 def _contradiction(standing: Standing) -> str:
