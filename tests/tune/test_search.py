@@ -170,6 +170,8 @@ def test_impossible_figures_are_seen() -> None:
     assert not Standing(own, plain).is_possible and Standing(own, own).is_possible
     assert Standing([one._replace(written=2) for one in own], own).is_possible
     assert not Standing(own[:3], plain).is_known
+    noisy = Standing([one._replace(total_s=0.0098) for one in own], own)
+    assert noisy.is_possible and noisy.measured > 1.02 and noisy.speedup == 1.0  # never more than can be
 
 
 # -- searches --------------------------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ def test_the_best_is_found_and_likely_winners_come_first() -> None:
     best = next(row for row in outcome.rows if row.way == outcome.chosen)
     assert best.compared and 2.0 < outcome.speedup <= best.tokens_per_round
     assert "does not fit" in outcome.skipped["medusa:./head"]
-    assert all(row.speedup <= 1.05 * row.tokens_per_round for row in outcome.rows)
+    assert all(row.speedup <= row.tokens_per_round for row in outcome.rows)
     slow = next(row for row in outcome.rows if row.way.drafter.startswith("quantized"))
     assert slow.speedup < 1.2
     assert set(outcome.profile()["costs"]["drafters"]) >= {"ngram,k=16", "suffix,share=false"}
@@ -258,6 +260,18 @@ def test_a_broken_measurement_is_made_again_and_else_told() -> None:
     broken._token_s = 0.01
     broken._scout("ngram", 1.0, 1e9)
     assert not broken.scouted and "contradict" in broken.skipped["ngram"] and "1.38" in broken.skipped["ngram"]
+
+
+def test_no_tree_is_looked_for_that_there_is_no_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seeing which choices of a draft model are accepted cannot be cut: 32 of its rounds must fit."""
+    asked: list[str] = []
+    monkeypatch.setattr(search, "can_fill", lambda spec: spec.startswith("quantized"))
+    monkeypatch.setattr(search, "measured_shape", lambda *args: asked.append("shape") or {})
+    monkeypatch.setattr(search, "sequoia_spec", lambda *args: None)
+    tune(job(World({**GOOD, "quantized": (0.95, 0.01)}), drafters=("quantized,bits=4,k=4",), minutes=0.05))
+    assert asked == []
+    tune(job(World({**GOOD, "quantized": (0.95, 0.01)}), drafters=("quantized,bits=4,k=4",), minutes=3.0))
+    assert asked == ["shape"]
 
 
 # -- interrupts, and too little of everything ------------------------------------------------------------------------

@@ -363,7 +363,7 @@ def _shape_s(one: Scouted) -> float:
 
 def _contradiction(standing: Standing) -> str:
     return (
-        f"its figures contradict each other ({standing.speedup:.2f} of plain decoding's speed with "
+        f"its figures contradict each other ({standing.measured:.2f} of plain decoding's speed with "
         f"{standing.tokens_per_round:.2f} tokens a round): the machine is too busy, measure again when it is quiet"
     )
 
