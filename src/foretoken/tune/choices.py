@@ -10,7 +10,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.group import GroupDrafter
 from foretoken.drafters.sources import SourceDrafter
 from foretoken.loading import BUILTIN
-from foretoken.loading.drafters import default_members
+from foretoken.loading.drafters import brought_drafters
 from foretoken.models.base import LanguageModel
 from foretoken.registry import convert_options, find, options_of, parse_spec, rows
 
@@ -82,8 +82,7 @@ def likely(target: LanguageModel, target_source: Any, offers: Sequence[str] = ()
         target_source: what it was loaded from.
         offers: specs of what folders hold and a profile names.
     """
-    known = [parse_spec(spec).name for spec in LIKELY]
-    brought = [name for name in default_members(target, target_source) if parse_spec(name).name not in known]
+    brought = brought_drafters(target, target_source, [parse_spec(spec).name for spec in LIKELY])
     return list(dict.fromkeys((*LIKELY, *brought, *offers)))
 
 

@@ -170,9 +170,9 @@ class Search:
             own, plain = self._heat([arm], place, prompt, until, SCOUTED)
             standing.add(own, plain)
         if standing.is_known and not standing.is_possible:  # a pause at a bad moment: once more
-            standing = Standing()
+            standing, until = Standing(), min(self.job.clock() + share_s, self._end_s)
             for place, prompt in prompts[: len(self.job.prompts)]:
-                standing.add(*self._heat([arm], place, prompt, self._end_s, SCOUTED))
+                standing.add(*self._heat([arm], place, prompt, until, SCOUTED))
         return Scouted(spec, depth, drafter.traits.draws_trees, copies_text(drafter), standing)
 
     def _heat(
