@@ -67,6 +67,7 @@ def heat(
     as far in the text as each other.
     """
     laps: list[list[Round]] = [[] for _ in racers]
+    written = [0] * len(racers)
     try:
         for racer in racers:
             racer.begin(prompt)
@@ -75,12 +76,13 @@ def heat(
             goal += BLOCK
             first = goal // BLOCK % len(live)  # another one begins every time
             for place in live[first:] + live[:first]:
-                while sum(one.written for one in laps[place]) < goal and clock() < until:
+                while written[place] < goal and clock() < until:
                     one = racers[place].advance()
                     if one is None:
                         live.remove(place)
                         break
                     laps[place].append(one)
+                    written[place] += one.written
     finally:
         for racer in racers:
             racer.cancel()
