@@ -297,6 +297,12 @@ def test_a_budget_too_small_to_measure_anything(began_s: float, words: str) -> N
     assert wanted > 1 and tune(job(world, began_s=began_s, minutes=wanted)).rows
 
 
+def test_a_slow_machine_gives_an_answer_from_few_tokens() -> None:
+    """A share is too short for eight tokens of anything: the first drafter goes on, up to half of what is left."""
+    outcome = tune(job(World(GOOD), drafters=("ngram", "suffix", "quantized,bits=4"), minutes=0.015))
+    assert outcome.rows and outcome.spent_s <= 1.1 * 0.9
+
+
 def test_what_there_was_no_time_for_is_told() -> None:
     outcome = tune(job(World({**GOOD, "jacobi": (0.1, 0.0)}, build_s=1.0), minutes=0.1))
     assert LATE in outcome.skipped.values() and outcome.rows

@@ -169,6 +169,9 @@ class Search:
         for place, prompt in prompts[: len(self.job.prompts)]:
             own, plain = self._heat([arm], place, prompt, until, SCOUTED)
             standing.add(own, plain)
+        if not standing.is_known and not self.scouted:  # there is no answer yet: a few tokens in up to half of the rest
+            until = self.job.clock() + max(self._end_s - self.job.clock(), 0.0) / 2
+            standing.add(*self._heat([arm], *prompts[0], until, FEWEST))
         if standing.is_known and not standing.is_possible:  # a pause at a bad moment: once more
             standing, until = Standing(), min(self.job.clock() + share_s, self._end_s)
             for place, prompt in prompts[: len(self.job.prompts)]:
