@@ -209,7 +209,7 @@ def test_loading_counts() -> None:
 
 def test_an_expensive_drafter_is_cut_when_its_share_is_used_up() -> None:
     world = World({**GOOD, "ngram": (0.5, 8.0)}, answer=10**6)
-    outcome = tune(job(world, drafters=("ngram", "suffix"), minutes=1.5))
+    outcome = tune(job(world, drafters=("suffix", "ngram"), minutes=1.5))
     assert "share" in outcome.skipped["ngram"] and world.now < 1.1 * 90
     assert outcome.chosen is not None and outcome.chosen.drafter.startswith("suffix")
 
