@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, overload
@@ -33,6 +34,7 @@ from foretoken.loading import (
 from foretoken.loading import read_profile as read_profile
 from foretoken.loading.generation_defaults import GenerationDefaults, read_defaults
 from foretoken.loading.memory import told_when_full
+from foretoken.measure.calibration import calibrated
 from foretoken.measure.profile import costs_for
 from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import with_graphs
@@ -333,7 +335,17 @@ def load(
     llm.defaults = defaults
     if profile is not None:
         _start_from(llm, tuned, profile)
+    elif model is not target and isinstance(target, str | Path):
+        _calibrate(llm)
     return llm
+
+
+def _calibrate(llm: Llm) -> None:
+    """Let a controller that weighs costs begin with measured ones; a model that is handed in is not run unasked."""
+    controller, drafter = llm.engine.controller, llm.drafter
+    if drafter is not None and controller is not None and controller.weighs_costs:
+        with suppress(ValueError):  # a request will say what is wrong; costs are learned from rounds then
+            controller.start_from(calibrated(llm.target, drafter))
 
 
 def _start_from(llm: Llm, tuned: Mapping[str, Any], profile: str | Path) -> None:

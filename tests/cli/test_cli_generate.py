@@ -264,3 +264,14 @@ def test_prediction_file_is_drafted_and_counted(run: Any, target: str, tmp_path:
     assert run(*command).json["stats"]["num_prediction_tokens"] == 0
     missing = run(*command, "--prediction", str(tmp_path / "none.txt"))
     assert missing.code == 2 and missing.err.startswith("error: ")
+
+
+def test_a_busy_machine_is_told_once_and_changes_no_text(
+    run: Any, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("generate", "for item", "--target", target, "--max-new-tokens", "4", "--json")
+    quiet = run(*command)
+    monkeypatch.setattr("foretoken.measure.busy.settle_threads", lambda target: "two threads are slower here")
+    busy = run(*command)
+    assert busy.err.splitlines().count("warning: two threads are slower here") == 1
+    assert busy.json["token_ids"] == quiet.json["token_ids"] and "threads" not in quiet.err

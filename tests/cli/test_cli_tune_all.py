@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_models import save_model
 
-from foretoken.tune import tuner
-from foretoken.tune.probe import Measured, Workload
+from foretoken.tune import race, search
+from foretoken.tune.tuned import Job
 
-SHORT = ("--new-tokens", "24", "--max-prompts", "2", "--minutes", "0.2", "--drafters", "ngram,jacobi,m=4")
+SHORT = ("--new-tokens", "24", "--max-prompts", "3", "--minutes", "5", "--drafters", "ngram,jacobi,m=4")
 
 
 @pytest.fixture
@@ -27,10 +29,10 @@ def prompts(tmp_path: Path) -> str:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few timed calls: the figures do not matter here."""
-    monkeypatch.setattr(tuner, "COUNTS", (1, 4, 16))
-    monkeypatch.setattr(tuner, "REPEATS", 1)
-    monkeypatch.setattr(tuner, "TURNS", 1)
-    monkeypatch.setattr(tuner, "LATEST", 1e9)
+    monkeypatch.setattr(search, "COUNTS", ((1, 4, 16),))
+    monkeypatch.setattr(search, "REPEATS", 1)
+    monkeypatch.setattr(search, "CURVE", 1e9)
+    monkeypatch.setattr(race, "TOLERANCE", 1e9)  # the machine may be as busy as it likes
 
 
 def check(result: Any, *words: str) -> None:
@@ -45,20 +47,23 @@ def check(result: Any, *words: str) -> None:
 def test_the_profile_is_read_by_other_commands(
     run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuner, "PAYS", 0.0)  # whatever is fastest on a busy machine, it is a drafter
+    monkeypatch.setattr(search, "PAYS", 0.0)  # whatever is fastest on a busy machine, it is a drafter
     out = tmp_path / "new" / "profile.json"
     result = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT, "--json")
     assert result.code == 0, result.err
     found = result.json
     assert set(found) == {
         "drafter", "verifier", "controller", "temperature", "speedup", "plain_tokens_per_s", "table", "skipped", "out",
-        "prompts", "new_tokens",
+        "prompts", "new_tokens", "complete", "spent_s", "loading_s",
     }  # fmt: skip
     stored = json.loads(out.read_text())
     assert stored["target"]["source"] == target and stored["drafter"] == found["drafter"]
+    assert all(row["texts"] > 0 and row["differing"] == 0 for row in found["table"])
     drafters = {row["drafter"].split(",")[0] for row in found["table"]}
     assert {"ngram", "jacobi"} <= drafters <= {"ngram", "jacobi", "router"}
-    assert {"depth", "nodes", "predicted_speedup", "measured_speedup", "controller", "why"} < set(found["table"][0])
+    assert set(found["table"][0]) == {
+        "drafter", "controller", "speedup", "tokens_per_round", "tokens", "compared", "why", "texts", "differing",
+    }  # fmt: skip
     assert set(stored["costs"]["target_s"]) == {"1", "4", "16"}
     command = ("generate", "for item", "--target", target, "--max-new-tokens", "16", "--json")
     tuned = run(*command, "--profile", str(out))
@@ -72,7 +77,7 @@ def test_elsewhere_a_profile_warns_and_works(
 ) -> None:
     out = tmp_path / "profile.json"
     made = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
-    assert made.code == 0 and "plain decoding" in made.out and "predicted" in made.out, made.err
+    assert made.code == 0 and "plain decoding" in made.out and "tokens/round" in made.out, made.err
     stored = json.loads(out.read_text())
     out.write_text(json.dumps({**stored, "drafter": "ngram", "controller": "auto"}))
     other = str(save_model(tmp_path / "other", tokenizer, seed=3))
@@ -89,28 +94,61 @@ def test_elsewhere_a_profile_warns_and_works(
 
 
 @pytest.mark.usefixtures("quick")
-def test_ctrl_c_keeps_what_was_measured(
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_an_early_end_prints_and_keeps_the_answer_so_far(
+    run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_signal: bool
+) -> None:
+    out = tmp_path / "profile.json"
+    original = Job.build
+
+    def ended(job: Job, spec: str) -> Any:
+        if spec.startswith("jacobi"):
+            if by_signal:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                raise KeyboardInterrupt
+        return original(job, spec)
+
+    monkeypatch.setattr(Job, "build", ended)
+    before = signal.getsignal(signal.SIGTERM)
+    result = run("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
+    assert result.code == (143 if by_signal else 130), result.err
+    assert "ngram,k=16" in result.out and "ended early" in result.out
+    stored = json.loads(out.read_text())
+    assert stored["complete"] is False and [row["drafter"] for row in stored["table"]] == ["ngram,k=16"]
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert run("generate", "for item", "--target", target, "--profile", str(out), "--max-new-tokens", "4").code == 0
+
+
+@pytest.mark.usefixtures("quick")
+def test_without_out_the_profile_has_the_models_name(
     run: Any, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, asked = tmp_path / "profile.json", []
-    original = tuner.measure_drafter
+    monkeypatch.chdir(tmp_path)
+    result = run("tune", target, "--prompts", prompts, *SHORT[:-1], "ngram", "--json")
+    assert result.code == 0 and result.json["out"] == f"{Path(target).name}.profile.json"
+    assert (tmp_path / result.json["out"]).exists()
 
-    def interrupted(work: Workload, spec: str, *more: Any) -> Measured:
-        asked.append(spec)
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return original(work, spec, *more)
 
-    monkeypatch.setattr(tuner, "measure_drafter", interrupted)
-    command = ("tune", "--target", target, "--prompts", prompts, "--out", str(out), *SHORT)
-    result = run(*command)
-    assert (result.code, result.out) == (130, "")
-    assert f"{out}.partial" in result.err and "--resume" in result.err and result.err.endswith("interrupted\n")
-    assert not out.exists() and not list(tmp_path.glob(".*"))
-    check(run(*command), "--resume", "interrupted run")
-    assert run(*command, "--resume").code == 0
-    assert asked[:3] == ["ngram,k=16", "jacobi,m=4", "jacobi,m=4"] and "ngram,k=16" not in asked[1:]
-    assert out.exists() and not Path(f"{out}.partial").exists()
+@pytest.mark.usefixtures("quick")
+def test_folders_and_a_profile_offer_drafters(
+    run: Any, tokenizer: Any, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft model that the user names, one inside the model's own folder, and what a profile says."""
+    monkeypatch.setattr(search, "further", lambda *args: [])
+    model = save_model(tmp_path / "model", tokenizer)
+    save_model(model / "inside", tokenizer, noise=0.02)
+    named = save_model(tmp_path / "named", tokenizer, noise=0.02)
+    profile = tmp_path / "old.json"
+    profile.write_text('{"drafter": "recycling"}')
+    options = ("--draft", str(named), "--profile", str(profile), *SHORT[:-2], "--out", str(tmp_path / "new.json"))
+    result = run("tune", str(model), "--prompts", prompts, *options, "--json")
+    assert result.code == 0, result.err
+    tried = {row["drafter"] for row in result.json["table"]} | set(result.json["skipped"])
+    assert {f"model:{named},k=8", f"model:{model / 'inside'},k=8", "recycling"} <= tried, tried
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    check(run("tune", str(model), "--draft", str(empty), *SHORT), "holds nothing to draft with", "foretoken drafters")
 
 
 # -- bad input -------------------------------------------------------------------------------------------------------
@@ -126,6 +164,8 @@ def test_ctrl_c_keeps_what_was_measured(
         (("--prompts", "no/such/prompts.txt"), ("no/such/prompts.txt",)),
         (("--temperature", "-1"), ("temperature",)),
         (("--minutes", "0"), ("minutes",)),
+        (("--minutes", "0.0001"), ("too little to measure anything", "give --minutes")),
+        (("--draft", "./no/such/folder"), ("no such folder or file",)),
         (("--new-tokens", "8"), ("--new-tokens",)),
         (("--new-tokens", "160"), ("no prompt leaves room",)),
         (("--target", "./no/such/folder"), ("no/such/folder",)),
@@ -149,7 +189,6 @@ def test_prompt_files_of_the_wrong_shape(run: Any, target: str, tmp_path: Path, 
 
 def test_files_and_places(run: Any, target: str, prompts: str, tmp_path: Path) -> None:
     command = ("tune", "--target", target, "--prompts", prompts)
-    check(run(*command), "--out")
     check(run(*command, "--out", str(tmp_path)), "is a folder")
     check(run(*command, "--out", f"{prompts}/x.json", "--drafters", "ngram"))
     check(run("tune", "--target", target, "layer-skip", "--out", "x.json"), "--target", "behind the subcommand")

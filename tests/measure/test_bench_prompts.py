@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from foretoken.measure.prompts import FORMATS, BenchPrompt, load_prompts, select
+from foretoken.measure.prompts import FORMATS, USUAL, BenchPrompt, load_prompts, prompts_of_kind, select
 
 CHAT = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"text": "Hi"}]}]}
 ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -196,3 +197,13 @@ def test_calls_of_tools_stay_in_the_messages(tmp_path: Path) -> None:
     row = {"messages": [call, {"role": "tool", "content": "found"}]}
     (found,) = load_prompts(written(tmp_path, "p.jsonl", row))
     assert found.messages[0]["tool_calls"] == call["tool_calls"]
+
+
+def test_prompts_are_of_the_kind_that_a_model_is_for() -> None:
+    """Questions for a chat template, texts to go on with without one; a few in a row are of several categories."""
+    chat = prompts_of_kind(SimpleNamespace(chat_template="{{ messages }}"))
+    assert len(chat) >= 16 and all(one.messages and one.messages[-1]["role"] == "user" for one in chat)
+    assert {one.category for one in chat[:2]} == {"chat", "code"}
+    texts = prompts_of_kind(None)
+    assert len(texts) >= 16 and not any(one.messages for one in texts)
+    assert [one.category for one in texts[:4]] == list(USUAL) and "noise" not in {one.category for one in texts}

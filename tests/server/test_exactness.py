@@ -104,3 +104,13 @@ def test_the_setting_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "load", lambda *_, **more: given.update(more))
     serving.load_llm(Settings(exact="bitwise"))
     assert given["exact"] == "bitwise"
+
+
+def test_the_log_says_how_many_threads_a_busy_machine_leaves(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settled before the engine takes its first request."""
+    monkeypatch.setattr("foretoken.server.serving.settle_threads", lambda target: "one thread is used")
+    assert started("bitwise").failed is None
+    warnings = [record.getMessage() for record in log.records if record.levelno == logging.WARNING]
+    assert warnings.index("one thread is used") == 0

@@ -75,10 +75,6 @@ class Fit:
         works: whether it can be built and run.
         why: what it needs and has, or why it is refused.
         only_for: the requests that it is for, where those are not all.
-        gain: speed over plain decoding, where it was measured.
-        mean_acceptance_length: tokens per round, likewise.
-        identical, ties, differences: outputs that are plain decoding's, that rounding made others, and that really
-            differ, likewise; ``None`` where they need not be the same.
     """
 
     name: str
@@ -86,20 +82,11 @@ class Fit:
     works: bool
     why: str
     only_for: str = ""
-    gain: float | None = None
-    mean_acceptance_length: float | None = None
-    identical: int | None = None
-    ties: int | None = None
-    differences: int | None = None
 
     @property
     def public(self) -> dict[str, Any]:
-        """As ``foretoken drafters --json`` prints it; what was measured only where it was."""
-        found = {"name": self.name, "spec": self.spec, "works": self.works, "why": self.why, "gain": self.gain}
-        if self.gain is not None:
-            names = ("mean_acceptance_length", "identical", "ties", "differences")
-            found |= {name: getattr(self, name) for name in names}
-        return found
+        """As ``foretoken drafters --json`` prints it; ``gain`` is for ``foretoken tune`` to find."""
+        return {"name": self.name, "spec": self.spec, "works": self.works, "why": self.why, "gain": None}
 
 
 def fits(
@@ -129,8 +116,8 @@ def fits(
 
 
 def ordered(fitting: Sequence[Fit]) -> list[Fit]:
-    """The fastest first, then what was not measured, what is for some requests only, and what does not work."""
-    return sorted(fitting, key=lambda fit: (not fit.works, bool(fit.only_for), -(fit.gain or 0.0)))
+    """What works for every request first, then what is for some requests only, and what does not work."""
+    return sorted(fitting, key=lambda fit: (not fit.works, bool(fit.only_for)))
 
 
 # -- what comes with the target --------------------------------------------------------------------------------------
@@ -198,6 +185,21 @@ def of_place(path: Path, subject: Subject) -> list[Fit]:
     if path.is_dir() or path.suffix == ".gguf":
         return _first_that_works(path, subject)
     return _of_file(path, subject)
+
+
+def offered(path: Path) -> str | None:
+    """The spec of what a folder or file seems to be meant for, nothing of which is loaded; ``None``: for nothing."""
+    if set(",()|") & set(str(path)):
+        return None
+    if (path / CONFIG).exists():
+        try:
+            method = str(json.loads((path / CONFIG).read_text(encoding="utf-8"))["method"])
+            return f"{find('drafter', method).name}:{path}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    if path.is_dir():
+        return f"model:{path}" if _is_something(path) and _foreign(path) is None else None
+    return f"model:{path}" if path.suffix == ".gguf" else f"retrieval:{path}" if _begins_with_magic(path) else None
 
 
 def _trained(folder: Path, subject: Subject) -> Fit:

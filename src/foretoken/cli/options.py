@@ -119,7 +119,8 @@ class Common:
     def load(self, drafter: str | None = None, tensor_parallel: int = 1, own_sampling: bool = False) -> Llm:
         """Load the target and everything around it; ``drafter`` replaces the option.
 
-        ``own_sampling``: with the model's own sampling options as ``llm.defaults``.
+        ``own_sampling``: to answer, with the model's own sampling options as ``llm.defaults``, and with one thread
+        where that is faster on a busy machine.
 
         Raises:
             ValueError: an unknown name or option, parts that do not fit, or a bad checkpoint.
@@ -145,6 +146,11 @@ class Common:
             generation_config="auto" if own_sampling else None,
         )
         self._tell_inflated(llm.target)
+        if own_sampling:  # a command that answers; others measure
+            from foretoken.measure.busy import settle_threads
+
+            if (told := settle_threads(llm.target)) is not None:
+                print(f"warning: {told}", file=sys.stderr)
         return llm
 
     def load_target(self) -> LanguageModel:

@@ -1,8 +1,13 @@
-"""``foretoken tune --target X --out profile.json``: the drafter that pays, on these prompts and this machine."""
+"""``foretoken tune MODEL --minutes 3``: the drafter that pays, on these prompts and this machine, in a given time."""
 
 from __future__ import annotations
 
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,53 +16,85 @@ from foretoken.cli.options import Common, Json, given_options, with_common
 from foretoken.cli.output import check_out, json_only, print_json, screen
 
 if TYPE_CHECKING:
-    from foretoken.tune.tuned import Job, Outcome
+    from foretoken.tune.tuned import Job, Outcome, Row
+
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a command that SIGTERM has ended."""
+SMALLEST = 24
+"""Fewest tokens of an answer: drafts need room."""
 
 
 @with_common(
-    omit=(
-        "drafter", "verifier", "controller", "profile", "max_new_tokens", "top_k", "top_p", "min_p", "allow_lossy",
-    ),
+    omit=("drafter", "verifier", "controller", "max_new_tokens", "top_k", "top_p", "min_p", "allow_lossy"),
     model="group",
-)  # fmt: skip
+)
 def tune_command(
     ctx: typer.Context,
-    out: Annotated[Path | None, typer.Option(help="File for the profile, which --profile FILE reads.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the profile, which --profile FILE reads [MODEL.profile.json, here].")
+    ] = None,
     drafters: Annotated[
-        str, typer.Option(help="Drafters to try, as model,k=8,ngram; all that the target has if none.")
+        str, typer.Option(help="Drafters to try and no others, as model,k=8,ngram; the likely ones first if none.")
     ] = "",
+    draft: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder or file with draft models or trained drafters to try, too; may be given again."),
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Text (one prompt a line), JSONL with prompt, turns or messages; built-in ones if none."),
     ] = None,
-    new_tokens: Annotated[int, typer.Option(min=24, help="Most tokens to generate per prompt.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=SMALLEST, help="Most tokens of an answer.")] = 64,
     max_prompts: Annotated[int, typer.Option(min=1, help="Most prompts to use, spread over the file.")] = 16,
-    minutes: Annotated[float, typer.Option(help="Time to spend; less time takes fewer prompts.")] = 4.0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    minutes: Annotated[float, typer.Option(help="Time for everything, loading included.")] = 3.0,
     as_json: Json = False,
     *,
     common: Common,
 ) -> None:
-    """Find the drafter, its length and its tree that are fastest for a target on this machine and these prompts.
+    """Find the drafter and its length that are fastest for a target on this machine, within --minutes.
 
-    Measures what target calls and drafters cost and how many draft tokens are accepted, runs the best ones against
-    plain decoding, and writes a profile.  Ctrl-C keeps what was measured.  The subcommands search for settings of
-    single drafters.
+    Likely winners come first, each in turns with plain decoding; the best ones then race each other.  The answer goes
+    into a profile.  Ctrl-C and SIGTERM print and keep the answer so far.  The subcommands search for settings of single
+    drafters.
     """
     if ctx.invoked_subcommand is not None:
         _refuse_options(ctx)
         return
-    if out is None:
-        raise ValueError("Missing option '--out': name a file for the profile")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    check_out(out)
-    with json_only(as_json):
-        job = _job(common, drafters, prompts, new_tokens, max_prompts, minutes)
-        outcome = _tuned(job, out, resume)
+    began_s = perf_counter()
+    with json_only(as_json), _terminable() as ended:
+        out = out or Path(f"{Path(common.target).name or 'model'}.profile.json")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        check_out(out)
+        job = _job(common, drafters, draft or (), prompts, new_tokens, max_prompts, minutes, began_s)
+        outcome = _tuned(job, out)
         if not as_json:
-            _print(outcome, out)
+            _print(outcome, out, common.target)
     if as_json:
         print_json({**_public(outcome), "out": str(out)})
+    if ended:
+        raise typer.Exit(TERMINATED)
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _terminable() -> Iterator[list[int]]:
+    """SIGTERM ends the search as Ctrl-C does; the list then holds its number."""
+    ended: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        ended.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield ended
+    except KeyboardInterrupt:  # before there was anything to tell
+        if ended:
+            raise typer.Exit(TERMINATED) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_options(ctx: typer.Context) -> None:
@@ -70,103 +107,176 @@ def _refuse_options(ctx: typer.Context) -> None:
         raise ValueError(f"put {option} behind the subcommand: foretoken tune {ctx.invoked_subcommand} {option} ...")
 
 
-def _job(common: Common, names: str, prompts: Path | None, new_tokens: int, most: int, minutes: float) -> Job:
+def _job(
+    common: Common,
+    names: str,
+    folders: Sequence[Path],
+    prompts: Path | None,
+    new_tokens: int,
+    most: int,
+    minutes: float,
+    began_s: float,
+) -> Job:
+    if not minutes > 0:
+        raise ValueError(f"--minutes must be above 0, not {minutes:g}")
+    from foretoken.conversation import turn_ends
     from foretoken.loading import load_tokenizer
-    from foretoken.measure.prompts import load_prompts
+    from foretoken.measure.busy import settle_threads
+    from foretoken.measure.prompts import load_prompts, prompts_of_kind
     from foretoken.sampling import SamplingParams
     from foretoken.tune.choices import parse_names
-    from foretoken.tune.probe import Workload
     from foretoken.tune.tuned import Job
 
     common.check()
     SamplingParams(common.temperature)
     chosen = parse_names(names) if names else []
-    loaded = load_prompts(prompts)
-    device = None if common.device == "auto" else common.device
+    loaded = None if prompts is None else load_prompts(prompts)
+    offers = _offers(common, folders)
     target = common.load_target()
+    if (told := settle_threads(target)) is not None:
+        print(f"warning: {told}", file=sys.stderr)
     tokenizer = load_tokenizer(common.target)
     if tokenizer is None:
         raise ValueError("the target has no tokenizer beside it: tuning needs one to read the prompts")
-    ids = _fitting([prompt.encode(tokenizer) for prompt in loaded], target.context_length, new_tokens)
-    work = Workload(target, ids, new_tokens, common.temperature, common.seed or 0).cut(most, new_tokens)
-    return Job(work, common.target, tokenizer, device, chosen, minutes)
+    target.eos_token_ids |= frozenset(end for end in turn_ends(tokenizer) if end < target.vocab_size)
+    ids = [prompt.encode(tokenizer) for prompt in loaded or prompts_of_kind(tokenizer)]
+    return Job(
+        target,
+        _spread(_fitting(ids, target.context_length, new_tokens), most),
+        new_tokens,
+        common.temperature,
+        common.seed or 0,
+        common.target,
+        tokenizer,
+        None if common.device == "auto" else common.device,
+        chosen,
+        offers,
+        minutes,
+        perf_counter,
+        began_s,
+    )
+
+
+def _offers(common: Common, folders: Sequence[Path]) -> list[str]:
+    """Specs of what the user's folders hold, what lies in the model's own, and what a profile names.
+
+    Raises:
+        ValueError: no such folder or file, or a damaged profile.
+    """
+    from foretoken.bench.fitting import offered, places
+    from foretoken.loading import read_profile
+
+    named = None if common.profile is None else read_profile(common.profile).get("drafter")
+    own = Path(common.target).expanduser()
+    inside = [place for place in places(own) if place != own] if own.is_dir() else []
+    specs = [] if named is None else [named]
+    for folder in folders:
+        usable = [spec for place in places(folder) if (spec := offered(place)) is not None]
+        if not usable:
+            raise ValueError(
+                f"--draft {folder} holds nothing to draft with: `foretoken drafters MODEL {folder}` says why"
+            )
+        specs += usable
+    specs += [spec for place in inside if (spec := offered(place)) is not None]
+    return list(dict.fromkeys(specs))
 
 
 def _fitting(encoded: list[list[int]], context: int, new_tokens: int) -> list[list[int]]:
     """The prompts that leave room for what is generated."""
-    found = [ids for ids in encoded if 0 < len(ids) <= context - new_tokens]
-    if not found:
+    fitting = [ids for ids in encoded if 0 < len(ids) <= context - new_tokens]
+    if not fitting:
         raise ValueError(f"no prompt leaves room for {new_tokens} new tokens in a context of {context}")
-    return found
+    return fitting
 
 
-def _tuned(job: Job, out: Path, resume: bool) -> Outcome:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def _spread(prompts: list[list[int]], most: int) -> list[list[int]]:
+    count = min(most, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
 
-    from foretoken.tune.tuner import partial_file, tune
+
+def _tuned(job: Job, out: Path) -> Outcome:
+    """Search, and keep the profile."""
+    if out.is_dir():
+        raise ValueError(f"{out} is a folder: name a file for the profile")
+    from foretoken.io.files import write_json
+    from foretoken.tune.search import tune
 
     console = screen(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawn between measurements only: an animated bar would take time from what is being measured.
-    with Progress(*columns, console=console, auto_refresh=False) as bar:
-        task = bar.add_task("starting", total=None)
+    bar = _Bar(console)
+    with bar:
+        outcome = tune(job, bar.tell, bar.row)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, outcome.profile())
+    return outcome
 
-        def on_progress(text: str, done: int, total: int) -> None:
-            bar.update(task, description=text, completed=done, total=total, refresh=True)
 
-        try:
-            return tune(job, out, resume, on_progress)
-        except KeyboardInterrupt:
-            if partial_file(out).exists():
-                console.print(
-                    f"what was measured is in {partial_file(out)}; --resume goes on from here", soft_wrap=True
-                )
-            raise
+class _Bar:
+    """The share of the time that is over, on a terminal, and a line for every drafter that was tried."""
+
+    def __init__(self, console: Any) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self._console, shown = console, console.is_terminal
+        # Drawn between measurements only: an animated bar would take time from what is being measured.
+        self._progress = Progress(*columns, console=console, auto_refresh=False, transient=True, disable=not shown)
+        self._task = self._progress.add_task("loading", total=1.0)
+
+    def __enter__(self) -> None:
+        self._progress.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def tell(self, text: str, share: float) -> None:
+        """What comes next."""
+        self._progress.update(self._task, description=text, completed=share, refresh=True)
+
+    def row(self, row: Row) -> None:
+        """What a drafter did."""
+        text = f"{row.speedup:5.2f}x  {row.tokens_per_round:4.2f} tokens a round  {row.way.drafter}"
+        self._console.print(text, style="dim", soft_wrap=True)
 
 
 def _public(outcome: Outcome) -> dict[str, Any]:
     """As ``--json`` prints it."""
-    found = outcome.profile()
+    profile = outcome.profile()
     keys = (
         "drafter", "verifier", "controller", "temperature", "prompts", "new_tokens", "speedup", "plain_tokens_per_s",
-        "table",
+        "complete", "table",
     )  # fmt: skip
-    return {**{key: found[key] for key in keys}, "skipped": outcome.skipped}
+    spent = {"spent_s": outcome.spent_s, "loading_s": outcome.before_s}
+    return {**{key: profile[key] for key in keys}, **spent, "skipped": outcome.skipped}
 
 
-def _print(outcome: Outcome, out: Path) -> None:
-    from rich import box
-    from rich.table import Table
-
+def _print(outcome: Outcome, out: Path, model: str) -> None:
     console = screen()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("", justify="right")
-    table.add_column("controller", overflow="fold")
-    for name in ("tokens/round", "predicted", "measured"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("why not", overflow="fold")
-    tokens = {one.drafter: one.cost.expected_tokens(one.depth) for one in outcome.candidates}
-    for number, row in enumerate(outcome.table(), 1):
-        console.print(f"{number}: {row['drafter']}", soft_wrap=True)
-        measured, chosen = row["measured_speedup"], (row["drafter"], row["controller"]) == outcome.chosen
-        table.add_row(
-            str(number),
-            row["controller"],
-            f"{tokens[row['drafter']]:.2f}",
-            f"{row['predicted_speedup']:.2f}x",
-            "" if measured is None else f"{measured:.2f}x",
-            row["why"],
-            style="bold" if chosen else None,
-        )
-    console.print(table)
+    for compared, title in ((True, "raced against each other"), (False, "tried briefly")):
+        rows = [row for row in outcome.rows if row.compared is compared]
+        if rows:
+            console.print(f"{'of plain':>9} {'tokens/round':>13} {'tokens':>7}  {title}", style="bold", soft_wrap=True)
+        for row in rows:
+            console.print(_line(row), style="bold" if row.way == outcome.chosen else None, soft_wrap=True)
+    if outcome.job.temperature == 0:
+        for row in [row for row in outcome.rows if row.differing]:
+            text = f"{row.differing} of {row.texts} texts of {row.way.drafter} are not plain decoding's"
+            console.print(f"{text}: `foretoken parity` says whether by numerical ties", style="dim", soft_wrap=True)
+    reasons: dict[str, list[str]] = {}
     for name, reason in outcome.skipped.items():
-        console.print(f"not measured: {name}: {reason}", style="dim", soft_wrap=True)
-    console.print(f"measured on {len(outcome.work.prompts)} prompts, {outcome.work.new_tokens} new tokens each")
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        console.print(f"not measured: {'; '.join(names)}: {reason}", style="dim", soft_wrap=True)
+    spent = f"{outcome.spent_s:.0f} s, {outcome.before_s:.0f} of them loading; {outcome.prompts} prompts"
+    console.print(f"{spent}{'; ended early' * outcome.interrupted}", soft_wrap=True)
     rate = f"plain decoding: {outcome.plain_tokens_per_s:.1f} tokens/s"
     if outcome.chosen is None:
         console.print(f"{rate}; nothing is faster here: the profile {out} asks for plain decoding", soft_wrap=True)
-    else:
-        console.print(
-            f"{rate}; {outcome.chosen[0]} with {outcome.chosen[1]}: {outcome.speedup:.2f}x; --profile {out} uses it",
-            soft_wrap=True,
-        )
+        return
+    drafter, controller = outcome.chosen
+    console.print(f"{rate}; {drafter} with {controller}: {outcome.speedup:.2f}x", soft_wrap=True, style="bold")
+    console.print(f"foretoken generate {model} --profile {out}", soft_wrap=True)
+
+
+def _line(row: Row) -> str:
+    figures = f"{row.speedup:8.2f}x {row.tokens_per_round:13.2f} {row.tokens:7}"
+    return f"{figures}  {row.way.drafter} with {row.way.controller}{': ' * bool(row.why)}{row.why}"

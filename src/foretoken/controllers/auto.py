@@ -8,7 +8,8 @@ exploration by discounted upper confidence bounds (Garivier and Moulines, https:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from foretoken.controllers.acceptance_model import POPULATION_KEEP, AcceptanceModel, Counts
@@ -24,10 +25,12 @@ EXPLORE = 1.5
 """Standard errors by which drafts may be better than they seem."""
 LONG, FIRST, LATER = 4, 3, 1
 """The longer draft that is measured (the other one has one token), and how often: for the first batch size, others."""
-KEPT = 8
-"""Rounds that a plan is kept for the same requests."""
+KEPT, KNOWN = 8, 8
+"""Rounds that a plan is kept for the same requests, if it rests on so many drafts; else it is weighed every round."""
 CLOSE = 1.5
 """Up to how much better than plain decoding drafts must seem for its cost to be measured again."""
+CREDIT, EARNED = 0.6, 0.015
+"""Plain rounds that may be lost by trying drafts, and how much of one each token earns back."""
 UNKNOWN, ENDING = 1 << 20, 16
 """Tokens left where nobody says; with no more than the second nothing is measured: drafts would be cut short."""
 
@@ -36,6 +39,7 @@ class AutoController(Controller):
     """Argmax of goodput over drafter, length (``k`` at most; by default what the drafters make) and none."""
 
     name = "auto"
+    weighs_costs = True
     keep = POPULATION_KEEP
 
     def __init__(self, k: int | None = None) -> None:
@@ -70,6 +74,7 @@ class AutoController(Controller):
         self._weighed: list[Draft] = []
         self._budget, self._given, self._keep = Budget(0, 0), frozenset[int](), 0
         self._to_measure: dict[int, list[tuple[int, int]]] = {}  # by size of the batch
+        self._credit = CREDIT
         self._waited = 0  # choices since plain decoding was measured again
         self._measures, self._pads, self._batch, self._seen = False, False, 1, list[tuple[Context, StepRecord]]()
 
@@ -86,8 +91,9 @@ class AutoController(Controller):
         measured = self._next_to_measure(size, contexts)
         alike = size == self._batch.bit_length() and requests <= self._given
         if measured or self._measures or self._keep <= 0 or not alike:
-            self._given, self._batch, self._keep = requests, len(contexts), KEPT
+            self._given, self._batch = requests, len(contexts)
             self.plan = measured or self._choose(contexts)
+            self._keep = KEPT if self._pays(self.plan) else 1
             self._measures = measured is not None or self.plan is not self.chosen
             self._budget = self.plan.budget(self.members, self.grouped)
         self._keep -= 1
@@ -95,14 +101,16 @@ class AutoController(Controller):
 
     def _next_to_measure(self, size: int, contexts: Sequence[Context]) -> Plan | None:
         """The next round of the calibration, at a new size of the batch (within a factor of two): plain decoding, and
-        every drafter that runs a model at two lengths."""
+        every drafter that runs a model at two lengths; of what was measured before, nothing."""
         todo = self._to_measure.get(size)
         if todo is None:
-            models = [index for index, member in enumerate(self.members) if member.relative_cost]
+            known = None if self._start is None else self._start.drafters
+            models = [i for i, one in enumerate(self.members) if one.relative_cost and one.name not in (known or ())]
             lengths = {index: sorted({1, min(LONG, self.depths[index][-1])}) for index in models}
-            points = [(-1, 0), *((index, depth) for index in models for depth in lengths[index])]
-            times = 0 if self._start is not None else LATER if self._to_measure else FIRST
-            cold = [(-1, 0)] * (self.costs.SKIPPED if times == FIRST else 0)  # rounds of which nothing is learned
+            plain = [(-1, 0)] if known is None else []
+            points = [*plain, *((index, depth) for index in models for depth in lengths[index])]
+            times = LATER if self._to_measure else FIRST
+            cold = plain * (self.costs.SKIPPED if times == FIRST else 0)  # rounds of which nothing is learned
             todo = self._to_measure[size] = cold + points * times
         batch = len(contexts)
         while todo and max(map(remaining, contexts)) > ENDING:
@@ -118,7 +126,18 @@ class AutoController(Controller):
         self._weighed = [draft for index in range(len(self.members)) for draft in self._drafts(index, contexts)]
         self.chosen, rival = best_plan(self._weighed, len(contexts), self.costs, self._pads)
         self.rival = rival or self.chosen
+        if self._credit < 0 and self.chosen.drafts:
+            self.chosen = self._sure_plan(contexts)
         return Plan() if self._plain_is_due(len(contexts)) else self.chosen
+
+    def _pays(self, plan: Plan) -> bool:
+        """Whether a plan is expected to be as fast as plain decoding by what was seen, and is not only hoped to be."""
+        return plan.tokens * self._plain_s >= plan.seconds and all(draft.seen >= KNOWN for draft in plan.drafts)
+
+    def _sure_plan(self, contexts: Sequence[Context]) -> Plan:
+        """The best plan by what is expected, not by what may be hoped: the credit for trying is used up."""
+        expected = [replace(draft, hoped=draft.tokens) for draft in self._weighed]
+        return best_plan(expected, len(contexts), self.costs, self._pads)[0]
 
     def _plain_is_due(self, batch: int) -> bool:
         """Whether to decode plainly for one round, to learn what that costs.
@@ -147,7 +166,8 @@ class AutoController(Controller):
             variance = max(squares - (tokens - 1.0) ** 2, 0.0)
             hoped = tokens + EXPLORE * (variance / (outlook.drafts + 1.0)) ** 0.5
             seconds, nodes = self.costs.draft_s(index, depth, batch), 1.0 + depth * self.width[index]
-            found.append(Draft(index, depth, tokens, nodes, seconds, min(hoped, 1.0 + depth), outlook.share))
+            hoped = min(hoped, 1.0 + depth)
+            found.append(Draft(index, depth, tokens, nodes, seconds, hoped, outlook.share, outlook.drafts))
         return found
 
     # -- learning ----------------------------------------------------------------------------------------------------
@@ -186,12 +206,26 @@ class AutoController(Controller):
                     width = record.num_draft_tokens / max(depth, 1)
                     self.width[answered] += 0.05 * (width - self.width[answered])
                     break
+        self._account(seen, asked)
         record = seen[-1][1]
         counts = [record.num_nodes for _, record in seen]
         if len(counts) == record.batch_size and max(counts) > min(counts):
             self._pads = record.round_nodes >= record.batch_size * max(counts)
         member, depth = next(iter(asked)) if len(asked) == 1 else (-1, 0)
         self.costs.observe(record, member, depth, sum(asked.values()))
+
+    def _account(self, seen: Sequence[tuple[Context, StepRecord]], asked: Mapping[tuple[int, int], int]) -> None:
+        """What the round has won or lost against plain decoding, by what rounds cost: a pause of the machine is none.
+
+        What was won is not kept beyond :data:`CREDIT`, so that no text pays for much that is tried (conservative
+        bandits, https://arxiv.org/abs/1602.04282, with a limit).
+        """
+        batch, record = len(seen), seen[-1][1]
+        plain_s = self.costs.round_s(batch, batch)
+        seconds = self.costs.round_s(batch, record.round_nodes or record.num_nodes)
+        seconds += sum(self.costs.draft_s(member, depth, batch) for member, depth in asked)
+        tokens = sum(1 + record.num_accepted_tokens for _, record in seen) / batch
+        self._credit = min(self._credit + tokens * (1.0 + EARNED) - seconds / plain_s, CREDIT)
 
     # -- telling -----------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ class Controller(ABC):
     name: ClassVar[str]
     watches: bool = True
     """Whether it wants to be told of the round that it has just given budgets for."""
+    weighs_costs: bool = False
+    """Whether it wants to begin with what rounds and drafts cost here (:mod:`foretoken.measure.calibration`)."""
 
     @property
     def drafts(self) -> bool:

@@ -26,6 +26,7 @@ class Draft:
         seconds: of drafting for the batch.
         hoped: upper confidence bound of the tokens, by which drafts are chosen.
         share: of the text, for how much it has a guess.
+        seen: drafts that this rests on.
     """
 
     member: int
@@ -35,6 +36,7 @@ class Draft:
     seconds: float
     hoped: float
     share: float = 1.0
+    seen: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,18 +173,23 @@ def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
     return f"router,drafters=({'|'.join(free)})" if len(free) > 1 else next(iter(free), None)
 
 
-def free_drafters(target: LanguageModel, target_source: Any) -> list[str]:
+def free_drafters(target: LanguageModel, target_source: Any, besides: Sequence[str] = ()) -> list[str]:
     """Names of the drafters that a target has for nothing and that are expected to pay; those that run a network first,
-    because what copies text has a guess only now and then."""
+    because what copies text has a guess only now and then.  Those of ``besides`` are not asked."""
     context = LoadingContext(target, target_source)
-    free = [row for row in rows("drafter") if row.load().free_for(context)]
+    free = [row for row in rows("drafter") if row.name not in besides and row.load().free_for(context)]
     return [row.name for row in sorted(free, key=lambda row: not row.needs)]
 
 
 def default_members(target: LanguageModel, target_source: Any) -> list[str]:
     """What a group of drafters is made of when no members are given: what ``auto`` chooses from, and what copies."""
-    first = ["model"] if _has_draft(target_source) else free_drafters(target, target_source)
+    first = brought_drafters(target, target_source)
     return list(dict.fromkeys((*first, "ngram", "suffix,share=false")))
+
+
+def brought_drafters(target: LanguageModel, target_source: Any, besides: Sequence[str] = ()) -> list[str]:
+    """What a target brings along: the built-in one its draft model, any other what it has for nothing."""
+    return ["model"] if _has_draft(target_source) else free_drafters(target, target_source, besides)
 
 
 def _has_draft(target_source: Any) -> bool:

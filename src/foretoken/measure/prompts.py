@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from foretoken.names import unknown
 from foretoken.options import encode
 
 BUILTIN_FILE = Path(__file__).with_name("builtin_prompts.jsonl")
+CHAT_FILE = Path(__file__).with_name("chat_prompts.jsonl")
+USUAL = ("prose", "code", "agentic", "repetitive")
+"""Categories of the built-in texts that people's own are like."""
 TEXT_SUFFIXES = (".txt", ".md")
 Row = Mapping[str, Any]
 
@@ -183,6 +187,16 @@ def load_prompts(source: Path | None, format: str = "auto") -> list[BenchPrompt]
     if not prompts:
         raise ValueError(f"{file} holds no prompts: give text, one prompt a line, or JSONL rows with {KEYS}")
     return prompts
+
+
+def prompts_of_kind(tokenizer: Any) -> list[BenchPrompt]:
+    """Built-in prompts of the kind that a model is for: questions and tasks, for its chat template, or texts to go on
+    with where it has none.  Any few of them in a row are of several categories."""
+    if has_template(tokenizer):
+        return load_prompts(CHAT_FILE)
+    groups = select(load_prompts(None), USUAL)
+    rows = zip_longest(*(groups[name] for name in USUAL))
+    return [prompt for row in rows for prompt in row if prompt is not None]
 
 
 def _suffix(file: Path) -> str:

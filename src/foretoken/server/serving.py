@@ -13,6 +13,7 @@ from pathlib import Path
 from foretoken.engine.background import AsyncLlm, EngineStatus
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
 from foretoken.llm import Llm, load
+from foretoken.measure.busy import settle_threads
 from foretoken.models.words import how_it_runs, refused_lines
 from foretoken.server.config import Settings
 from foretoken.server.errors import ApiError, api_error
@@ -114,6 +115,8 @@ class Serving:
         try:
             llm = await asyncio.to_thread(self.make, self.settings)
             keep_promise(self.settings, llm)
+            if (told := await asyncio.to_thread(settle_threads, llm.target)) is not None:
+                log.warning(told, extra={"plain": True})
             tell(self.settings, llm)
             if self.settings.chat_template and llm.tokenizer is not None:
                 llm.tokenizer.chat_template = Path(self.settings.chat_template).read_text(encoding="utf-8")

@@ -10,12 +10,16 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.group import GroupDrafter
 from foretoken.drafters.sources import SourceDrafter
 from foretoken.loading import BUILTIN
+from foretoken.loading.drafters import brought_drafters
+from foretoken.models.base import LanguageModel
 from foretoken.registry import convert_options, find, options_of, parse_spec, rows
 
 LEFT_OUT = ("scripted", "prediction", "online")
 """Drafters that say nothing about a user's prompts: given tokens, a caller's prediction, one that is being trained."""
+LIKELY = ("ngram", "suffix,share=false", "quantized,bits=4")
+"""What pays most often without anything to be trained or downloaded."""
 FIRST = ("model", "ngram", "suffix", "recycling")
-"""Drafters that are measured before all others."""
+"""Drafters that are tried before all others, when there is time for others."""
 LENGTH = 8
 """Draft length that a network is measured at."""
 COPY_LENGTH = 16
@@ -68,6 +72,24 @@ def default_specs(target_source: Any) -> list[str]:
     # What pays most often first: time may run out.
     alone.sort(key=lambda row: (row.name not in FIRST, not row.needs_training))
     return [row.example for row in alone]
+
+
+def likely(target: LanguageModel, target_source: Any, offers: Sequence[str] = ()) -> list[str]:
+    """What is tried first: what pays most often, what the target brings along, and what is offered for it.
+
+    Args:
+        target: the model.
+        target_source: what it was loaded from.
+        offers: specs of what folders hold and a profile names.
+    """
+    brought = brought_drafters(target, target_source, [parse_spec(spec).name for spec in LIKELY])
+    return list(dict.fromkeys((*LIKELY, *brought, *offers)))
+
+
+def further(target_source: Any, tried: Sequence[str]) -> list[str]:
+    """Everything else that a target may have."""
+    names = {parse_spec(spec).name for spec in tried}
+    return [spec for spec in default_specs(target_source) if parse_spec(spec).name not in names]
 
 
 def generous(spec: str, given: bool) -> str:

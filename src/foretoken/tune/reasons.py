@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from foretoken.costs import RoundCosts, TargetCost
-from foretoken.tune.probe import Candidate
+from foretoken.tune.candidates import Candidate
 
 RARE = 0.5
 """Share of the rounds below which guesses count as rare."""

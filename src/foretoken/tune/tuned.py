@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from foretoken.costs import RoundCosts
 from foretoken.drafters.base import Drafter
-from foretoken.io.files import checksum
 from foretoken.loading import build_drafter
-from foretoken.measure.profile import COMPARED, FORMAT, fingerprint_of, machine_of
-from foretoken.tune.probe import Candidate, Workload
-from foretoken.tune.reasons import why_not
+from foretoken.measure.profile import FORMAT, fingerprint_of, machine_of
+from foretoken.models.base import LanguageModel
+from foretoken.tune.arms import Arm
 
 
 @dataclass(frozen=True)
@@ -23,33 +21,33 @@ class Job:
     """What is tuned.
 
     Attributes:
-        work: target, prompts and sampling.
+        target: the model.
+        prompts: token ids of every prompt.
+        new_tokens: most tokens of an answer, which ends at the model's end of text.
+        temperature: 0 is greedy.
+        seed: of sampled answers.
         source: what the target was loaded from (decides which drafters it has).
         tokenizer, device: for drafters with models of their own.
         drafters: specs; all that the target has if none.
-        minutes: time to spend; fewer prompts and shorter outputs fit into less.
+        offers: further specs that are tried among the first: what folders hold, what a profile names.
+        minutes: time to spend, from ``began_s`` on.
         clock: tells seconds.
+        began_s: when the time began, by that clock; ``None``: when the search does.
     """
 
-    work: Workload
+    target: LanguageModel
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
     source: Any = "builtin"
     tokenizer: Any | None = None
     device: Any = None
     drafters: Sequence[str] = ()
+    offers: Sequence[str] = ()
     minutes: float = 4.0
     clock: Callable[[], float] = perf_counter
-
-    def settings(self) -> dict[str, Any]:
-        """What must not change between the parts of one run."""
-        machine = machine_of(self.work.target)
-        return {
-            "target": fingerprint_of(self.work.target),
-            "machine": {key: machine[key] for key in COMPARED},
-            "prompts": checksum(json.dumps([list(p) for p in self.work.prompts])),
-            "new_tokens": self.work.new_tokens,
-            "temperature": self.work.temperature,
-            "drafters": list(self.drafters),
-        }
+    began_s: float | None = None
 
     @property
     def source_name(self) -> str:
@@ -63,11 +61,50 @@ class Job:
             ValueError: it does not fit the target.
         """
         built = build_drafter(
-            spec, self.work.target, target_source=self.source, tokenizer=self.tokenizer, device=self.device
+            spec, self.target, target_source=self.source, tokenizer=self.tokenizer, device=self.device
         )
         if built is None:
             raise ValueError(f"{spec!r} is no drafter")
         return built
+
+    def arm(self, drafter: Drafter | None, controller: str, costs: RoundCosts | None = None) -> Arm:
+        """A way of decoding these prompts."""
+        return Arm(self.target, drafter, controller, self.new_tokens, self.temperature, self.seed, costs)
+
+
+class Way(NamedTuple):
+    """A drafter and a controller, as specs."""
+
+    drafter: str
+    controller: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one way did.
+
+    Attributes:
+        way: which.
+        speedup: tokens per second over plain decoding's beside it.
+        tokens_per_round: new tokens of a round.
+        tokens: new tokens that the figures rest on.
+        compared: whether it was one of the best, which ran against each other; else it was tried briefly.
+        why: why it loses; empty where it does not.
+        differing: of the ``texts`` that it wrote, how many are not plain decoding's; sampled ones need not be.
+    """
+
+    way: Way
+    speedup: float
+    tokens_per_round: float
+    tokens: int
+    compared: bool
+    why: str = ""
+    texts: int = 0
+    differing: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a profile and ``--json`` have it."""
+        return {**self.way._asdict(), **{key: value for key, value in vars(self).items() if key != "way"}}
 
 
 @dataclass
@@ -76,57 +113,36 @@ class Outcome:
 
     Attributes:
         job: what was tuned.
-        work: what of it was decoded in the given time.
-        costs: of the target and of every drafter in its best shape.
-        candidates: the best configuration of each drafter, the most promising first.
-        speedups: measured, by (drafter, controller).
-        chosen: the fastest of those, ``None`` for plain decoding.
+        costs: of the target and of the drafters that were measured.
+        rows: the ways that were measured, the fastest first; those that were compared before those tried briefly.
+        chosen: the one that pays most, ``None`` for plain decoding.
         skipped: drafters that were not measured, and why.
         plain_tokens_per_s: of plain decoding.
+        prompts: how many were decoded.
+        spent_s: seconds from the beginning to the end, of which ``before_s`` were over when the search began.
+        interrupted: whether it was ended early.
     """
 
     job: Job
-    work: Workload
     costs: RoundCosts
-    candidates: list[Candidate]
-    speedups: dict[tuple[str, str], float]
-    chosen: tuple[str, str] | None
+    rows: Sequence[Row]
+    chosen: Way | None
     skipped: dict[str, str] = field(default_factory=dict)
     plain_tokens_per_s: float = 0.0
+    prompts: int = 0
+    spent_s: float = 0.0
+    before_s: float = 0.0
+    interrupted: bool = False
 
     @property
     def speedup(self) -> float:
         """Measured speed-up of what was chosen."""
-        return self.speedups[self.chosen] if self.chosen else 1.0
-
-    def why(self, candidate: Candidate) -> str:
-        """Why a drafter loses; empty for one that pays."""
-        measured = self.speedups.get((candidate.drafter, candidate.controller), candidate.predicted)
-        return "" if measured > 1 else why_not(candidate, self.costs.target, self.costs.rest_s)
-
-    def table(self) -> list[dict[str, Any]]:
-        """A row per configuration, as a profile stores it."""
-        found = []
-        for one in self.candidates:
-            ways = [c for d, c in self.speedups if d == one.drafter and c != one.controller]
-            for controller in (one.controller, *ways):
-                found.append(
-                    {
-                        "drafter": one.drafter,
-                        "controller": controller,
-                        "depth": one.depth,
-                        "nodes": one.nodes,
-                        "predicted_speedup": one.predicted,
-                        "measured_speedup": self.speedups.get((one.drafter, controller)),
-                        "why": self.why(one),
-                    }
-                )
-        return found
+        return next((row.speedup for row in self.rows if row.way == self.chosen), 1.0)
 
     def profile(self) -> dict[str, Any]:
         """What ``load(profile=...)`` reads."""
         drafter, controller = self.chosen or (None, "auto")
-        target = self.job.work.target
+        target = self.job.target
         return {
             "format": FORMAT,
             "target": {"source": self.job.source_name, "fingerprint": fingerprint_of(target)},
@@ -134,11 +150,12 @@ class Outcome:
             "drafter": drafter,
             "verifier": "auto",
             "controller": controller,
-            "temperature": self.work.temperature,
-            "prompts": len(self.work.prompts),
-            "new_tokens": self.work.new_tokens,
+            "temperature": self.job.temperature,
+            "prompts": self.prompts,
+            "new_tokens": self.job.new_tokens,
             "speedup": self.speedup,
             "plain_tokens_per_s": self.plain_tokens_per_s,
+            "complete": not self.interrupted,
             "costs": self.costs.as_dict(),
-            "table": self.table(),
+            "table": [row.as_dict() for row in self.rows],
         }

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from foretoken.costs import TargetCost
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
+from foretoken.models.base import LanguageModel
 from foretoken.registry import find, options_of, parse_spec
 from foretoken.trees.sequoia import best_shape, solve
 from foretoken.tune.choices import with_option
 from foretoken.tune.positional import draft_costs, measured_acceptance
-from foretoken.tune.probe import Workload
 from foretoken.tune.tree import Workload as TreeWorkload
 
 NODES, DEPTH = 64, 8
@@ -26,17 +26,26 @@ def can_fill(spec: str) -> bool:
     return issubclass(cls, ModelDrafter) and "tree" in options_of(cls) and "tree" not in parsed.options
 
 
-def measured_shape(work: Workload, drafter: Drafter) -> dict[str, Any]:
+def measured_shape(
+    target: LanguageModel, drafter: Drafter, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float = 0.0
+) -> dict[str, Any]:
     """What the choice of a tree needs: ``acceptance`` by trial, ``level_s`` and ``node_s`` of drafting.
+
+    Args:
+        target: the model.
+        drafter: a draft model.
+        prompts: token ids of every prompt.
+        new_tokens: written for each.
+        temperature: of the text.
 
     Raises:
         ValueError: the drafter cannot draw siblings, or nothing was accepted.
     """
     if not isinstance(drafter, ModelDrafter):
         raise ValueError(f"{drafter.name} draws no siblings")
-    found = TreeWorkload(work.target, drafter, work.prompts, work.new_tokens, temperature=work.temperature)
+    found = TreeWorkload(target, drafter, prompts, new_tokens, temperature=temperature)
     acceptance = measured_acceptance(found)
-    level_ms, node_ms = draft_costs(found, max(work.prompts, key=len))
+    level_ms, node_ms = draft_costs(found, max(prompts, key=len))
     return {"acceptance": list(acceptance), "level_s": level_ms / 1e3, "node_s": node_ms / 1e3}
 
 
