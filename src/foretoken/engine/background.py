@@ -24,8 +24,10 @@ from foretoken.engine.errors import (
     failure_of,
 )
 from foretoken.engine.output import Output, Piece, Pieces, output_of
-from foretoken.engine.request import Request
+from foretoken.engine.request import Request, Running
+from foretoken.engine.stats import SpecStats
 from foretoken.engine.status import EngineStatus as EngineStatus
+from foretoken.engine.stopping import FinishReason
 from foretoken.engine.tickets import Ticket as Ticket
 from foretoken.engine.tickets import hand_over
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from foretoken.options import Options, Prompt
 
 T = TypeVar("T")
+OnEnd = Callable[[Request, float, SpecStats, FinishReason | None], None]
 
 IDLE_S = 0.2
 """How often an idle engine shows that it lives, and how old a controller's report may get."""
@@ -52,6 +55,8 @@ class AsyncLlm:
         prefill_chunk: tokens of prompts that are read between two rounds.
         prefix_cache: keep finished texts for others with the same beginning (and the same ``cache_salt``).
         prefix_bytes: most memory for them.
+        on_end: told of every request that has ended, however it did: what was asked, the clock's value when it arrived,
+            its statistics, and its finish reason, ``None`` where it was cancelled.  In the engine's thread.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class AsyncLlm:
         prefill_chunk: int = 256,
         prefix_cache: bool = True,
         prefix_bytes: int = 2**28,
+        on_end: OnEnd | None = None,
     ) -> None:
         for name, value in (("max_running", max_running), ("prefill_chunk", prefill_chunk)):
             if value < 1:
@@ -73,6 +79,8 @@ class AsyncLlm:
         self.llm, self.max_running, self.max_queued = llm, max_running, max_queued
         kept = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
         llm.engine.serve(max_running, kv_memory, prefill_chunk, kept)
+        self._on_end = on_end
+        llm.engine.on_leave = None if on_end is None else self._note_end
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._new: list[Ticket] = []
@@ -132,6 +140,10 @@ class AsyncLlm:
             self._draining,
             engine.rounds,
             self._report,
+            engine.times,
+            engine.texts.prefixes.nbytes,
+            engine.texts.prefixes.limit,
+            len(engine.texts.prefixes),
         )
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -288,7 +300,11 @@ class AsyncLlm:
             cancelled, self._cancelled = self._cancelled, []
             calls, self._calls = self._calls, []
             gone = {id(ticket) for ticket in cancelled}
+            early = [ticket for ticket in self._new if id(ticket) in gone]
             self._new = [ticket for ticket in self._new if id(ticket) not in gone]
+        if self._on_end is not None:
+            for ticket in early:
+                self._on_end(ticket.request, ticket.arrived_s, SpecStats(), None)
         for ticket in self._new[:]:
             self._enter(ticket)
         for ticket in cancelled:
@@ -315,6 +331,10 @@ class AsyncLlm:
                 self._tickets[ticket.id] = ticket
         if failed is not None:
             ticket.put(failed)
+
+    def _note_end(self, run: Running) -> None:
+        if self._on_end is not None:
+            self._on_end(run.request, run.arrived_s, run.stats, run.finish_reason)
 
     def _hand_out(self) -> None:
         """One round; everybody gets what is theirs."""

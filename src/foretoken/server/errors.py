@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -27,6 +28,7 @@ KINDS = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    421: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "overloaded_error",
@@ -122,18 +124,31 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "the request failed inside the server; others are not affected", code="internal_error")
 
 
+def _invalid(errors: Sequence[Any], content_type: str) -> ApiError:
+    """What is wrong with a body, in words of the API: no class of ours, no alternative that it was compared with."""
+    first = errors[0]
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    if first["type"] == "json_invalid":
+        return bad("the body is no valid JSON", code="json_invalid")
+    if not place:
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            return bad("the body must be JSON, with the header Content-Type: application/json", code="content_type")
+        return bad("the body must be a JSON object with the fields of this route", code="invalid_value")
+    # A place in one of several alternatives names the alternative ("list[constrained-str]"), which is no field.
+    named = [part for part in place if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|\d+", part)]
+    of_field = [one for one in errors if [str(part) for part in one["loc"]][1:2] == place[:1]]
+    deepest = max(of_field, key=lambda one: len(one["loc"])) if len(of_field) > 1 else first
+    message = str(deepest["msg"]).removeprefix("Value error, ")
+    names = [part for part in named if not part.isdigit()]
+    return bad(f"{'.'.join(named)}: {message}", names[0] if names else None, "invalid_value")
+
+
 def install(app: FastAPI) -> None:
     """Let an app answer all errors so."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        path = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-        if first["type"] == "json_invalid":
-            return bad("the body is no valid JSON", code="json_invalid").response
-        names = [part for part in path if not part.isdigit()]
-        message = str(first["msg"])
-        return bad(f"{'.'.join(path) or 'body'}: {message}", names[0] if names else None, "invalid_value").response
+        return _invalid(error.errors(), request.headers.get("content-type", "")).response
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:

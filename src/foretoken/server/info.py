@@ -102,7 +102,7 @@ async def tokenize(body: TokenizeRequest, http: Request) -> JSONResponse:
         raise bad("give either prompt or messages", "prompt")
     text = body.prompt if body.prompt is not None else await prompt_of(tokenizer, body.messages or ())
     special = body.add_special_tokens
-    ids = await in_thread(TEXTS, lambda: ids_with_one_bos(text, tokenizer, special))
+    ids = await in_thread(TEXTS, lambda: ids_with_one_bos(text, tokenizer, special), cost=len(text))
     found: dict[str, Any] = {"count": len(ids), "max_model_len": serving.llm.target.context_length, "tokens": ids}
     if body.return_token_strs:
         found["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
@@ -118,7 +118,7 @@ async def detokenize(body: DetokenizeRequest, http: Request) -> JSONResponse:
     if body.tokens and max(body.tokens) >= wide:
         raise bad(f"token {max(body.tokens)} is outside the vocabulary of {wide}", "tokens")
     tokenizer = _tokenizer(serving)
-    text = await in_thread(TEXTS, lambda: tokenizer.decode(body.tokens))
+    text = await in_thread(TEXTS, lambda: tokenizer.decode(body.tokens), cost=len(body.tokens))
     return JSONResponse({"prompt": text}, headers=serving.note_ignored(body.ignored))
 
 

@@ -58,6 +58,7 @@ def speculative(stats: SpecStats, longest_draft: int) -> dict[str, Any]:
         "draft_acceptance_rate": stats.acceptance_rate,
         "acceptance_histogram": histogram(stats),
         "num_spec_steps": stats.num_drafts,
+        "num_drafts": stats.num_drafted_rounds,
         "num_accepted_draft_tokens": stats.num_accepted_tokens,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_spec_tokens": longest_draft,
