@@ -48,9 +48,6 @@ def serve_command(
     key_running: Annotated[int | None, Given(help="Choices of one key that run together [no limit].")] = None,
     key_queued: Annotated[int | None, Given(help="Choices of one key that wait besides [no limit].")] = None,
     key_tokens_per_minute: Annotated[int | None, Given(help="Tokens of one key [no limit].")] = None,
-    allow_priority: Annotated[
-        bool | None, Given("--allow-priority", help="Let every request ask to come before others.")
-    ] = None,
     allowed_host: Annotated[
         list[str] | None,
         Given(help="Another name that clients may call the server; may be given again; * for all."),

@@ -155,14 +155,14 @@ class Running:
             self.stats.num_prompt_tokens_computed = max(0, self.stats.num_prompt_tokens_computed - missing)
 
     def note_prediction(self, places: range, accepted: int) -> None:
-        """Tokens at these places of the prediction were drafted, and so many of them accepted.
-
-        A token that is drafted again counts once: accepted ones and the others never exceed the prediction.
-        """
+        """Tokens at these places of the prediction were drafted, and so many of them accepted."""
+        stats = self.stats
+        stats.num_prediction_tokens += len(places)
+        stats.num_accepted_prediction_tokens += accepted
         for number, place in enumerate(places):
             self.predicted[place] = self.predicted.get(place, False) or number < accepted
-        self.stats.num_prediction_tokens = len(self.predicted)
-        self.stats.num_accepted_prediction_tokens = sum(self.predicted.values())
+        stats.num_prediction_places = len(self.predicted)
+        stats.num_accepted_prediction_places = sum(self.predicted.values())
 
     def add_states(self, hidden: Mapping[str, Tensor]) -> None:
         """Hidden states [n, D] by tap of the next n tokens of the text."""

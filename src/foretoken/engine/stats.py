@@ -23,8 +23,10 @@ class SpecStats:
         num_accepted_tokens: draft tokens that were kept.
         num_accepted_tokens_per_pos: of them, how many at each draft position (depth 1 first).
         num_new_tokens: tokens emitted.
-        num_prediction_tokens: tokens of the caller's prediction that were proposed, each counted once however often it
-            was; ``num_accepted_prediction_tokens`` those that were kept.
+        num_prediction_tokens: tokens of the caller's prediction that were proposed, ``num_accepted_prediction_tokens``
+            those kept.
+        num_prediction_places: the same, each token of the prediction counted once however often it was proposed;
+            ``num_accepted_prediction_places`` those that were ever kept.
         draft_s, target_s, verify_s, overhead_s: seconds in the drafter, in the target network, in the acceptance
             rule, and in everything else of the rounds.  In a batch every request counts the whole round.
         prefill_s: seconds before the first round.
@@ -47,6 +49,8 @@ class SpecStats:
     num_new_tokens: int = 0
     num_prediction_tokens: int = 0
     num_accepted_prediction_tokens: int = 0
+    num_prediction_places: int = 0
+    num_accepted_prediction_places: int = 0
     draft_s: float = 0.0
     target_s: float = 0.0
     verify_s: float = 0.0

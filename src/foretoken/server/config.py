@@ -39,7 +39,6 @@ class Settings:
         key_running: choices of a key that run together, where its entry says nothing else; 0 for no limit.
         key_queued: choices of a key that wait besides; -1 for no limit.
         key_tokens_per_minute: tokens of prompts and answers of a key; 0 for no limit.
-        allow_priority: whether every request may ask to come before others; else only those of keys that may.
         allowed_host: names besides its address that the server answers to; "*" for all.
         insecure: allow an address that others can reach without a key.
         max_body: bytes of a request.
@@ -83,7 +82,6 @@ class Settings:
     key_running: int = 0
     key_queued: int = -1
     key_tokens_per_minute: int = 0
-    allow_priority: bool = False
     allowed_host: tuple[str, ...] = ()
     insecure: bool = False
     max_body: int = 2 * 2**20
@@ -171,7 +169,7 @@ class Settings:
             ValueError: an entry is wrong.
         """
         queued = None if self.key_queued < 0 else self.key_queued
-        standard = Caller("", "", self.key_running, queued, self.key_tokens_per_minute, self.allow_priority)
+        standard = Caller("", "", self.key_running, queued, self.key_tokens_per_minute)
         return Keys(self.api_keys, standard)
 
     @property

@@ -19,6 +19,20 @@ from foretoken.engine.errors import DeadlineExceeded, Draining, EngineClosed, En
 
 FIELDS = {"max_new_tokens": "max_tokens", "include_stop": "include_stop_str_in_output"}
 """Fields of requests that are called otherwise in the library."""
+WRONG_KIND = {
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+}
+"""What a value must be, by pydantic's name of the error."""
+INNER = ("str", "dict", "int", "float", "bool")
+"""Names that pydantic gives alternatives which look like fields."""
 LONGEST = 1000
 """Characters of a message: whatever it quotes, it stays short."""
 KINDS = {
@@ -126,21 +140,43 @@ def api_error(error: Exception) -> ApiError:
 
 def _invalid(errors: Sequence[Any], content_type: str) -> ApiError:
     """What is wrong with a body, in words of the API: no class of ours, no alternative that it was compared with."""
-    first = errors[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    errors, first = errors[:64], errors[0]
+    place = _fields(first)
     if first["type"] == "json_invalid":
         return bad("the body is no valid JSON", code="json_invalid")
     if not place:
         if content_type.partition(";")[0].strip().lower() != "application/json":
             return bad("the body must be JSON, with the header Content-Type: application/json", code="content_type")
         return bad("the body must be a JSON object with the fields of this route", code="invalid_value")
-    # A place in one of several alternatives names the alternative ("list[constrained-str]"), which is no field.
-    named = [part for part in place if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|\d+", part)]
-    of_field = [one for one in errors if [str(part) for part in one["loc"]][1:2] == place[:1]]
-    deepest = max(of_field, key=lambda one: len(one["loc"])) if len(of_field) > 1 else first
-    message = str(deepest["msg"]).removeprefix("Value error, ")
-    names = [part for part in named if not part.isdigit()]
-    return bad(f"{'.'.join(named)}: {message}", names[0] if names else None, "invalid_value")
+    # A value that may be of several kinds has an error for each: those of a kind that it is not tell nothing.
+    of_field = [one for one in errors if str(one["loc"][1:2]) == str(first["loc"][1:2])]
+    deepest = max(len(_fields(one)) for one in of_field)
+    told = [one for one in of_field if one["type"] not in WRONG_KIND or len(_fields(one)) == deepest > 1] or of_field
+    kinds = list(dict.fromkeys(WRONG_KIND[one["type"]] for one in told if one["type"] in WRONG_KIND))
+    chosen = told[0]
+    message = f"must be {' or '.join(kinds)}" if len(kinds) == len(told) or chosen["type"] in WRONG_KIND else _said(chosen)
+    names = [part for part in _fields(chosen) if not part.isdigit()]
+    return bad(f"{'.'.join(_fields(chosen))}: {message}", names[0] if names else None, "invalid_value")
+
+
+def _fields(error: Any) -> list[str]:
+    """Where it is: names of alternatives ("list[constrained-str]") are ours and no fields."""
+    parts = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
+    return [part for part in parts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|\d+", part) and part not in INNER]
+
+
+def _said(error: Any) -> str:
+    """pydantic's words, and ours where its are of Python."""
+    kind, more = error["type"], error.get("ctx", {})
+    ours = {
+        "missing": "is required",
+        "too_long": f"may have {more.get('max_length')} items at most",
+        "too_short": f"must have {more.get('min_length')} items at least",
+        "string_too_long": f"may have {more.get('max_length')} characters at most",
+        "string_too_short": f"must have {more.get('min_length')} characters at least",
+        "literal_error": f"must be {more.get('expected')}",
+    }
+    return ours.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "must")
 
 
 def install(app: FastAPI) -> None:

@@ -29,9 +29,16 @@ class Metrics:
         prefixes: what the names begin with.
         model: the label of all of them.
         status: asked for what the engine does just now, whenever somebody reads.
+        places: asked for the choices that are admitted.
     """
 
-    def __init__(self, prefixes: Sequence[str], model: str, status: Callable[[], EngineStatus | None]) -> None:
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        model: str,
+        status: Callable[[], EngineStatus | None],
+        places: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         self._sets = [self._made(prefix) for prefix in prefixes]
@@ -39,6 +46,9 @@ class Metrics:
         self.registry.register(_Rounds(prefixes, model, status))
         self._between = [one["between"].labels(model) for one in self._sets]
         for prefix in prefixes:
+            what = "Choices that are admitted, until the last byte of their answer was taken."
+            taken = Gauge(f"{prefix}:places_taken", what, ["model_name"], registry=self.registry)
+            taken.labels(model).set_function(places)
             for name, what, value in (
                 ("num_requests_running", "Requests in the batch.", lambda s: s.running),
                 ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),

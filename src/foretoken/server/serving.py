@@ -112,8 +112,8 @@ class Serving:
 
     def __post_init__(self) -> None:
         prefixes = ("foretoken", *([self.settings.metrics_compat] if self.settings.metrics_compat else []))
-        self.metrics = Metrics(prefixes, self.settings.name, self._status)
         self.places = Places(self.settings.max_running + self.settings.max_queued)
+        self.metrics = Metrics(prefixes, self.settings.name, self._status, lambda: self.places.open)
 
     def _status(self) -> EngineStatus | None:
         return None if self._engine is None else self._engine.status

@@ -22,8 +22,8 @@ def usage(
     prompt = sum(stats.num_prompt_tokens for stats in prompts)
     cached = sum(stats.num_prompt_tokens - stats.num_prompt_tokens_computed for stats in prompts)
     written = sum(stats.num_new_tokens for stats in all_stats) if completion is None else completion
-    predicted = sum(stats.num_prediction_tokens for stats in all_stats)
-    accepted = sum(stats.num_accepted_prediction_tokens for stats in all_stats)
+    predicted = sum(stats.num_prediction_places for stats in all_stats)
+    accepted = sum(stats.num_accepted_prediction_places for stats in all_stats)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
