@@ -55,9 +55,11 @@ class Running:
 
 
 @contextmanager
-def served(make: Any = make_llm, **settings: Any) -> Iterator[Running]:
-    """A server with these settings."""
+def served(make: Any = make_llm, send_buffer: int = 0, **settings: Any) -> Iterator[Running]:
+    """A server with these settings, and so many bytes that the system takes of an answer that nobody reads."""
     sock = socket.socket()
+    if send_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     sock.bind(("127.0.0.1", 0))
     sock.listen(256)
     given = Settings(port=sock.getsockname()[1], **settings)

@@ -154,7 +154,9 @@ def _invalid(errors: Sequence[Any], content_type: str) -> ApiError:
     told = [one for one in of_field if one["type"] not in WRONG_KIND or len(_fields(one)) == deepest > 1] or of_field
     kinds = list(dict.fromkeys(WRONG_KIND[one["type"]] for one in told if one["type"] in WRONG_KIND))
     chosen = told[0]
-    message = f"must be {' or '.join(kinds)}" if len(kinds) == len(told) or chosen["type"] in WRONG_KIND else _said(chosen)
+    message = (
+        f"must be {' or '.join(kinds)}" if len(kinds) == len(told) or chosen["type"] in WRONG_KIND else _said(chosen)
+    )
     names = [part for part in _fields(chosen) if not part.isdigit()]
     return bad(f"{'.'.join(_fields(chosen))}: {message}", names[0] if names else None, "invalid_value")
 

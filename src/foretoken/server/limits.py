@@ -28,7 +28,7 @@ WRITERS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/respo
 """Routes that need a place in the engine."""
 DISCARD_S = 1.0
 """Seconds for the rest of a body that is too large."""
-PIECE = 64 * 1024
+PIECE = 16 * 1024
 """Bytes of an answer that are handed to a connection at once: the next ones wait until the client has taken these."""
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",

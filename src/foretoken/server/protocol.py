@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -12,9 +14,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from foretoken.server.config import Settings
 from foretoken.server.errors import bad
 from foretoken.server.lifecycle import HEADERS_S, MOST_HEADER_BYTES
+from foretoken.server.limits import PIECE
 
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 """A client that has only stopped sending passes over it; one that is gone answers with a reset."""
+RESET = struct.pack("ii", 1, 0)
+"""Linger for no seconds: a connection that is closed is reset, and what the system has of it is dropped."""
 PROBE_S, MOST_PROBE_S = 0.05, 10.0
 """Seconds between the first two probes, which are doubled each time, and between the last ones."""
 
@@ -51,6 +56,8 @@ class Unread:
     def _cut(self, connection: GuardedProtocol) -> None:
         self.discard(connection)
         if connection.transport.get_write_buffer_size():  # else it has read everything, which nobody is told
+            sock = connection.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)  # the system frees its share, too
             connection.transport.abort()
 
 
@@ -70,6 +77,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Start the clock."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=PIECE)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
