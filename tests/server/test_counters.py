@@ -1,4 +1,4 @@
-"""Counters that one can bill by: compared with a recount of what 500 requests did, those that were broken off included."""
+"""Counters that one can bill by: compared with a recount of 500 requests, those that were broken off included."""
 
 from __future__ import annotations
 

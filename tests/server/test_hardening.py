@@ -265,6 +265,16 @@ def test_a_strangers_name_is_refused(server: Running) -> None:
 LARGE = {"model": "builtin", "prompt": "x", "max_tokens": 48, "n": 4, "seed": 1, "ignore_eos": True, "logprobs": 20}
 
 
+def head_of(version: str, size: int) -> bytes:
+    lines = (
+        f"POST /v1/completions HTTP/{version}",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {size}",
+    )
+    return "\r\n".join((*lines, "", "")).encode()
+
+
 def ask_without_reading(running: Running, **more: Any) -> socket.socket:
     """A connection that has asked for some 300 KB and does not read; a system takes a few of them by itself."""
     host, port = running.url.removeprefix("http://").split(":")
@@ -272,8 +282,7 @@ def ask_without_reading(running: Running, **more: Any) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect((host, int(port)))
     body = json.dumps({**LARGE, **more}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    sock.sendall(head.encode() + b"\r\n\r\n" + body)
+    sock.sendall(head_of("1.1", len(body)) + body)
     return sock
 
 
@@ -316,16 +325,18 @@ def test_an_unread_answer_keeps_its_place(stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_does_not_read_is_cut_off(stream: bool) -> None:
-    with served(send_buffer=4096, write_timeout=0.5) as running:
-        with closing(ask_without_reading(running, stream=stream)) as sock:
-            wait_until(lambda: running.serving.places.open == 4)
-            wait_until(lambda: running.serving.places.open == 0)
-            wait_until(lambda: running.serving.num_open == 0)
-            sock.settimeout(30)
-            with pytest.raises(ConnectionError):
-                while sock.recv(65536):
-                    pass
-                raise AssertionError("the answer ended as if it were whole")
+    with (
+        served(send_buffer=4096, write_timeout=0.5) as running,
+        closing(ask_without_reading(running, stream=stream)) as sock,
+    ):
+        wait_until(lambda: running.serving.places.open == 4)
+        wait_until(lambda: running.serving.places.open == 0)
+        wait_until(lambda: running.serving.num_open == 0)
+        sock.settimeout(30)
+        with pytest.raises(ConnectionError):
+            while sock.recv(65536):
+                pass
+            raise AssertionError("the answer ended as if it were whole")
 
 
 def test_of_many_unread_answers_the_oldest_is_cut() -> None:
@@ -354,8 +365,7 @@ def half_closed(running: Running, body: dict[str, Any], version: str = "1.1") ->
     host, port = running.url.removeprefix("http://").split(":")
     sock = socket.create_connection((host, int(port)), timeout=60)
     data = json.dumps({"model": "builtin", **body}).encode()
-    head = f"POST /v1/completions HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
-    sock.sendall(head.encode() + b"\r\n\r\n" + data)
+    sock.sendall(head_of(version, len(data)) + data)
     sock.shutdown(socket.SHUT_WR)
     return sock
 
@@ -391,10 +401,9 @@ def test_who_is_gone_frees_its_place(server: Running) -> None:
 
 
 def test_a_request_that_is_cut_off_in_its_body_is_dropped(server: Running) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
     host, port = server.url.removeprefix("http://").split(":")
     with closing(socket.create_connection((host, int(port)), timeout=60)) as sock:
-        sock.sendall(head)
+        sock.sendall(head_of("1.1", 50) + b"{")
         sock.shutdown(socket.SHUT_WR)
         assert sock.recv(100) == b""
     assert raw(server.url, b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")

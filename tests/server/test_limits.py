@@ -337,6 +337,9 @@ def test_slow_and_endless_headers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -
         assert b" 200 " in raw(running.url, upgrade).split(b"\r\n")[0]
         again = raw(running.url, begin + b"\r\n" + begin)  # a second request of the connection, never ended
         assert again.count(b"HTTP/1.1 200") == 1
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 50\r\n\r\n{"
+        )
         assert b" 408 " in raw(running.url, head).split(b"\r\n")[0]
         assert running.complete(max_tokens=1)

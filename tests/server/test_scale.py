@@ -16,8 +16,8 @@ from running_server import make_llm
 from foretoken.server.config import Settings
 from foretoken.server.fleet_metrics import labelled
 from foretoken.server.gateway import Fleet, ReplicaLost, create_gateway
-from foretoken.server.replica import Replica
 from foretoken.server.keys import Caller
+from foretoken.server.replica import Replica
 from foretoken.server.routing import asked_of, order, ranked, session_of
 from foretoken.server.serving import Serving
 

@@ -38,7 +38,7 @@ def error(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
 
 
 def test_a_gateway_keeps_texts_of_two_keys_apart() -> None:
-    """One prompt with two keys: the second finds nothing, the first finds its own again, also under a salt of its own."""
+    """One prompt with two keys: the second finds nothing, and each finds its own again."""
 
     async def run() -> None:
         async with gateway(Settings(dtype="float32", api_keys=("one", "two"))) as (client, replicas, _):

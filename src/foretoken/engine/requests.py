@@ -259,13 +259,13 @@ class Requests(ABC):
         for run in [run for run in (*self.waiting, *self.running) if run.is_late]:
             self._end(run, "deadline")
         while len(self.running) < self.max_batch:
-            run = self._first_in_turn()
-            if run is None or not self.budget.admits(run):
+            first = self._first_in_turn()
+            if first is None or not self.budget.admits(first):
                 break
-            self.waiting.remove(run)
-            run.stats.queue_s = monotonic() - run.arrived_s
-            self.running.append(run)
-            self._each(self._open, [Turn(run)])
+            self.waiting.remove(first)
+            first.stats.queue_s = monotonic() - first.arrived_s
+            self.running.append(first)
+            self._each(self._open, [Turn(first)])
         if self.budget.left is not None:
             self.texts.prefixes.shrink(self.budget.left)
 

@@ -91,8 +91,8 @@ class Answer:
 
         Raises:
             QueueFull, Draining, EngineDead: they would not be taken.
-            ApiError: 400, more than there can ever be, or a priority that this key may not ask for; 429, the key's quota
-                is used up.
+            ApiError: 400, more than there can ever be, or a priority that this key may not ask for; 429, its quota is
+                used up.
         """
         self._taken(lambda: self._take(count))
 

@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ LARGE = 32 * 1024
 """Characters from which a text counts as large: some ten milliseconds of tokenising."""
 
 
-class FairQueue(Executor):
+class FairQueue:
     """Threads that take what is cheap before what is costly, and leave nothing for ever.
 
     A piece of work is due when as much has been done as was done when it came, and as much again as it costs itself
@@ -36,18 +36,16 @@ class FairQueue(Executor):
         self._done, self._numbers, self._at_large, self._begun = 0.0, count(), 0, 0
         self._changed = threading.Condition()
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, cost: int = 1, **kwargs: Any) -> Future[T]:
+    def submit(self, work: Callable[[], T], cost: int = 1) -> Future[T]:
         """Queue some work.
 
         Args:
-            fn: what is done.
-            args: its arguments.
+            work: what is done.
             cost: how much it is, in characters.
-            kwargs: more arguments.
         """
         future: Future[T] = Future()
         with self._changed:
-            entry = (self._done + cost, next(self._numbers), cost, future, lambda: fn(*args, **kwargs))
+            entry = (self._done + cost, next(self._numbers), cost, future, work)
             heapq.heappush(self._due[cost >= self._large], entry)
             if self._begun < self._threads:
                 self._begun += 1
@@ -92,7 +90,7 @@ GRAMMARS = ThreadPoolExecutor(32, "foretoken-grammars")
 
 
 async def in_thread(
-    pool: Executor, work: Callable[[], T], timeout_s: float | None = None, cost: int | None = None
+    pool: ThreadPoolExecutor | FairQueue, work: Callable[[], T], timeout_s: float | None = None, cost: int = 1
 ) -> T:
     """The result of some work in a thread.
 
@@ -105,5 +103,5 @@ async def in_thread(
     Raises:
         TimeoutError: it takes longer than it may; a thread cannot be stopped and goes on, but nobody waits.
     """
-    future = pool.submit(work) if cost is None else pool.submit(work, cost=cost)
+    future = pool.submit(work, cost) if isinstance(pool, FairQueue) else pool.submit(work)
     return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)
