@@ -21,7 +21,7 @@ import foretoken as ft
 from foretoken.llm import Llm
 from foretoken.server.app import create_app
 from foretoken.server.config import Settings
-from foretoken.server.protocol import GuardedProtocol
+from foretoken.server.protocol import guarded
 from foretoken.server.serving import Serving
 
 
@@ -55,15 +55,17 @@ class Running:
 
 
 @contextmanager
-def served(make: Any = make_llm, **settings: Any) -> Iterator[Running]:
-    """A server with these settings."""
+def served(make: Any = make_llm, send_buffer: int = 0, **settings: Any) -> Iterator[Running]:
+    """A server with these settings, and so many bytes that the system takes of an answer that nobody reads."""
     sock = socket.socket()
+    if send_buffer:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     sock.bind(("127.0.0.1", 0))
     sock.listen(256)
     given = Settings(port=sock.getsockname()[1], **settings)
     serving = Serving(given, make)
     app = create_app(given, serving)
-    config = uvicorn.Config(app, http=GuardedProtocol, lifespan="on", log_config=None, ws="none")
+    config = uvicorn.Config(app, http=guarded(given), lifespan="on", log_config=None, ws="none")
     server = uvicorn.Server(config)
 
     def run() -> None:

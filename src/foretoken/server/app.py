@@ -47,11 +47,5 @@ def create_app(settings: Settings, serving: Serving | None = None) -> FastAPI:
     app.include_router(info.router)
     app.include_router(completions.router)
     app.include_router(chat.router)
-    app.add_middleware(
-        Gate,
-        keys=settings.api_keys,
-        max_body=settings.max_body,
-        body_timeout=settings.body_timeout,
-        admit=state.admit,
-    )
+    app.add_middleware(Gate, settings=settings, places=state.places, admit=state.admit)
     return app

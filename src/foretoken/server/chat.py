@@ -76,7 +76,9 @@ class _Chat:
         kwargs = dict(body.chat_template_kwargs or {})
         prompt = await prompt_of(llm.tokenizer, body.messages, asked, kwargs, generate, body.reasoning_effort)
         constraints = await constraints_of(body, body.n or 1, self.serving)
-        tickets = self.answer.submit(await in_thread(TEXTS, lambda: self._requests(prompt, constraints)))
+        tickets = self.answer.submit(
+            await in_thread(TEXTS, lambda: self._requests(prompt, constraints), cost=self.answer.size)
+        )
         if body.stream:
             self.answer.kind = "chat.completion.chunk"
             events = self.answer.logged(self._events(tickets))

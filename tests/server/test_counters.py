@@ -1,0 +1,272 @@
+"""Counters that one can bill by: compared with a recount of 500 requests, those that were broken off included."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from running_server import Running, make_llm, served
+
+from foretoken.core import RoundTimes
+from foretoken.llm import Llm
+from foretoken.server.config import Settings
+from foretoken.server.metrics import PHASES
+
+PROMPTS = [
+    "def fib(n):\n    return ",
+    "one two three one two three one two",
+    "x",
+    "a b c d e f g h i j k l m n o p q r s t",
+]
+COMPARED = (
+    "request_success_total",
+    "prompt_tokens_total",
+    "prompt_tokens_cached_total",
+    "generation_tokens_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "spec_drafter_share_total",
+    "spec_disabled_total",
+    "request_failure_total",
+    "admission_rejections_total",
+    "time_to_first_token_seconds_count",
+    "request_queue_time_seconds_count",
+    "e2e_request_latency_seconds_count",
+    "request_time_per_output_token_seconds_count",
+)
+
+
+def counters(running: Running) -> dict[str, dict[str, float]]:
+    """Every sample by its name and its own label."""
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(running.client.get("/metrics").text):
+        for sample in family.samples:
+            labels = [value for name, value in sample.labels.items() if name not in ("model_name", "le")]
+            found.setdefault(sample.name.removeprefix("foretoken:"), {})["".join(labels)] = sample.value
+    return {name: {label: value for label, value in values.items() if value} for name, values in found.items()}
+
+
+@dataclass
+class Seen:
+    """One request, as the engine's rounds show it."""
+
+    prompt: int = 0
+    plain_asked: bool = False
+    reason: str = "abort"
+    read: bool = False
+    cached: int = 0
+    tokens: int = 0
+    drafted: list[tuple[int, int, str]] = field(default_factory=list)
+    rounds: int = 0
+    blocks: int = 0
+
+
+class Recount:
+    """Watches an engine from outside its counters: what goes into a round, and what comes out."""
+
+    def __init__(self, llm: Llm) -> None:
+        self.engine, self.seen, self.times, self.rounds = llm.engine, {}, [0.0] * 4, 0
+        self._step, self._add = llm.engine.step, llm.engine.add
+        llm.engine.step, llm.engine.add = self.step, self.add  # type: ignore[method-assign]
+        llm.engine.on_round = self.round
+
+    def add(self, request: Any, arrived_s: float | None = None) -> int:
+        found = self._add(request, arrived_s)
+        self.seen[found] = Seen(len(request.prompt), request.max_draft_tokens == 0)
+        return found
+
+    def round(self, runs: Any, trees: Any, verdicts: Any, times: RoundTimes) -> None:
+        self.rounds += 1
+        for run, tree, verdict in zip(runs, trees, verdicts, strict=True):
+            one = self.seen[run.id]
+            one.rounds += 1
+            one.read, one.cached = True, run.stats.num_prompt_tokens - run.stats.num_prompt_tokens_computed
+            one.drafted.append((len(tree) - 1, len(verdict.path), "known"))
+        parts = [times.draft_s, times.target_s, times.verify_s, times.overhead_s]
+        self.times = [before + part for before, part in zip(self.times, parts, strict=True)]
+
+    def step(self) -> Any:
+        found = self._step()
+        for run, emission in found:
+            one = self.seen[run.id]
+            one.tokens += len(emission.token_ids)
+            one.blocks += len(emission.token_ids) > 0
+            if emission.finish_reason is not None:
+                words = {"eos": "stop", "stop": "stop", "length": "length", "error": "error"}
+                one.reason = words.get(emission.finish_reason, "abort")
+        return found
+
+
+def expected(
+    all_seen: list[Seen], unseen: int, rejected: Counter[str], failed: Counter[str]
+) -> dict[str, dict[str, float]]:
+    """What the counters must say of these, and of so many that were cancelled before the engine had them."""
+    drafts = [draft for one in all_seen for draft in one.drafted if draft[0]]
+    positions = Counter(str(place) for _, accepted, _ in drafts for place in range(accepted))
+    done = [one for one in all_seen if one.reason in ("stop", "length")]
+    begun = [one for one in all_seen if one.rounds]
+    plain = Counter(
+        "asked_for" if one.plain_asked else "plain_is_faster" for one in begun if not any(d for d, _, _ in one.drafted)
+    )
+    reasons = Counter(one.reason for one in all_seen)
+    reasons["abort"] += unseen
+    whole: dict[str, Any] = {
+        "request_success_total": reasons,
+        "prompt_tokens_total": {"": sum(one.prompt for one in all_seen if one.read)},
+        "prompt_tokens_cached_total": {"": sum(one.cached for one in all_seen)},
+        "generation_tokens_total": {"": sum(one.tokens for one in all_seen)},
+        "spec_decode_num_drafts_total": {"": len(drafts)},
+        "spec_decode_num_draft_tokens_total": {"": sum(size for size, _, _ in drafts)},
+        "spec_decode_num_accepted_tokens_total": {"": sum(accepted for _, accepted, _ in drafts)},
+        "spec_decode_num_accepted_tokens_per_pos_total": positions,
+        "spec_drafter_share_total": Counter(who for _, _, who in drafts),
+        "spec_disabled_total": plain,
+        "request_failure_total": failed,
+        "admission_rejections_total": rejected,
+        "time_to_first_token_seconds_count": {"": len(begun)},
+        "request_queue_time_seconds_count": {"": len(begun)},
+        "e2e_request_latency_seconds_count": {"": len(done)},
+        "request_time_per_output_token_seconds_count": {"": sum(one.tokens > 1 for one in done)},
+    }
+    return {name: {k: float(v) for k, v in values.items() if v} for name, values in whole.items()}
+
+
+def ask(running: Running, number: int) -> tuple[str, int]:
+    """One of 500 requests: whole, streamed, refused, or broken off; returns what became of it, and its choices."""
+    rng = random.Random(number)
+    count = rng.choice([1, 1, 1, 2])
+    body: dict[str, Any] = {"model": "builtin", "prompt": rng.choice(PROMPTS), "seed": number, "n": count}
+    body |= {"max_tokens": rng.choice([1, 2, 6, 12]), "ignore_eos": rng.random() < 0.5}
+    if rng.random() < 0.2:
+        body["speculative"] = {"enabled": False}
+    kind = rng.choice(["whole", "stream", "break", "leave", "wrong"]) if number % 2 else "whole"
+    with httpx.Client(base_url=running.url, timeout=120) as client:
+        if kind == "wrong":
+            assert client.post("/v1/completions", json={**body, "max_tokens": 10**6}).status_code == 400
+            return "refused", 0
+        if kind == "leave":
+            body |= {"max_tokens": 500, "ignore_eos": True}
+            try:
+                client.post("/v1/completions", json=body, timeout=rng.choice([0.01, 0.1, 0.3]))
+            except httpx.TimeoutException:
+                return "left", count
+            raise AssertionError("500 tokens in .3 s")
+        if kind in ("stream", "break"):
+            longer = {"max_tokens": 500, "ignore_eos": True} if kind == "break" else {}
+            with client.stream("POST", "/v1/completions", json={**body, **longer, "stream": True}) as answer:
+                for seen, _ in enumerate(answer.iter_lines()):
+                    if kind == "break" and seen > 4:
+                        return "left", count
+            return "done", count
+        answer = client.post("/v1/completions", json=body)
+        return ("done" if answer.status_code == 200 else "rejected"), count
+
+
+def test_every_counter_against_500_requests() -> None:
+    with served(max_running=6, max_queued=400) as running:
+        recount = Recount(running.serving.llm)
+        with ThreadPoolExecutor(12) as pool:
+            results = list(pool.map(lambda number: ask(running, number), range(500)))
+        settle(running)
+        found = counters(running)
+        wanted = expected(list(recount.seen.values()), 0, Counter(), Counter())
+        left = sum(what == "left" for what, _ in results)
+        assert left > 30 and sum(what == "done" for what, _ in results) > 250
+        aborted = found["request_success_total"].pop("abort")
+        early = aborted - wanted["request_success_total"].pop("abort")
+        assert 0 <= early <= sum(count for what, count in results if what == "left"), (
+            "cancelled before the engine had them"
+        )
+        for name in COMPARED:
+            assert found.get(name, {}) == wanted[name], name
+        assert found["rounds_total"] == {"": recount.rounds}
+        for phase, seconds in zip(PHASES, recount.times, strict=True):
+            assert found["spec_step_seconds_total"][phase] == pytest.approx(seconds, rel=1e-6), phase
+        between = [(max(0, one.blocks - 1), one.reason != "abort") for one in recount.seen.values()]
+        sent = found["inter_token_latency_seconds_count"][""]
+        assert sum(count for count, whole in between if whole) <= sent <= sum(count for count, _ in between)
+        done = sum(count for what, count in results if what == "done")
+        reasons = found["request_success_total"]
+        assert reasons["stop"] + reasons["length"] == done
+        assert found["num_requests_running"] == found["num_requests_waiting"] == found["places_taken"] == {}
+        assert found["prefix_cache_bytes"][""] > 0 and found["prefix_cache_texts"][""] > 0
+        assert found["prefix_cache_limit_bytes"] == {"": 2.0**28}
+
+
+def settle(running: Running) -> None:
+    """Until everything has left."""
+    end = time.monotonic() + 60
+    while running.serving.num_open or running.serving.places.open:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    time.sleep(0.1)
+
+
+def test_late_and_refused_requests() -> None:
+    """One that is late is an abort with the tokens that it got, and a failure; one without a place was not admitted."""
+    with served(request_timeout=0.5, max_running=1, max_queued=0, prefix_memory="1MiB") as running:
+        go, step = threading.Event(), running.serving.llm.engine.step
+
+        def slow_step() -> Any:
+            go.wait(60)
+            time.sleep(0.02)
+            return step()
+
+        running.serving.llm.engine.step = slow_step  # type: ignore[method-assign]
+        late: list[httpx.Response] = []
+        body = {"model": "builtin", "prompt": "def f(x):", "max_tokens": 900, "ignore_eos": True}
+        asking = threading.Thread(
+            target=lambda: late.append(httpx.post(f"{running.url}/v1/completions", json=body, timeout=60))
+        )
+        asking.start()
+        while not running.serving.places.open:
+            time.sleep(0.01)
+        assert running.post("/v1/completions", prompt="x").status_code == 503
+        go.set()
+        asking.join(60)
+        assert late[0].status_code == 504
+        settle(running)
+        found = counters(running)
+        assert found["request_success_total"] == {"abort": 1}
+        assert found["request_failure_total"] == {"deadline_exceeded": 1}
+        assert found["admission_rejections_total"] == {"queue_full": 1}
+        assert found["prefix_cache_limit_bytes"] == {"": 2.0**20}
+        generated = found.get("generation_tokens_total", {}).get("", 0)
+        assert generated < 900 and (generated == 0) == (found.get("prompt_tokens_total", {}) == {})
+
+
+def test_rounds_with_drafts_are_counted_apart_from_rounds() -> None:
+    with served() as running:
+        spec = running.complete("one two one two one two", max_tokens=30, ignore_eos=True)["metrics"][
+            "speculative_decoding"
+        ]
+        found = counters(running)
+        assert found["spec_decode_num_drafts_total"] == {"": spec["num_drafts"]}
+        assert 0 < spec["num_drafts"] < spec["num_spec_steps"]
+        assert spec["num_spec_steps"] == found["rounds_total"][""]
+
+
+@pytest.mark.parametrize("text", ["spam " * 12, "def fib(n):\n    return n", "return return return return"])
+def test_a_predictions_tokens_count_once(text: str) -> None:
+    """Both numbers together never exceed the prediction, however often its tokens were tried."""
+    llm = make_llm(Settings())
+    with served() as running:
+        answer = running.complete(
+            "spam spam spam eggs spam", max_tokens=60, ignore_eos=True, prediction={"type": "content", "content": text}
+        )
+        details = answer["usage"]["completion_tokens_details"]
+        size = len(llm.tokenizer(text, add_special_tokens=False)["input_ids"])
+        accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+        assert accepted >= 0 and rejected >= 0 and 0 < accepted + rejected <= size
+        drafted = answer["metrics"]["speculative_decoding"]["num_draft_tokens"]
+        assert drafted >= accepted + rejected
