@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import foretoken
-from foretoken.server import chat, completions, errors, info
+from foretoken.server import chat, completions, errors, info, messages, responses
 from foretoken.server.config import Settings
 from foretoken.server.limits import Gate
 from foretoken.server.serving import Serving
@@ -47,11 +47,14 @@ def create_app(settings: Settings, serving: Serving | None = None) -> FastAPI:
     app.include_router(info.router)
     app.include_router(completions.router)
     app.include_router(chat.router)
+    app.include_router(messages.router)
+    app.include_router(responses.router)
     app.add_middleware(
         Gate,
         keys=settings.api_keys,
         max_body=settings.max_body,
         body_timeout=settings.body_timeout,
         admit=state.admit,
+        root_path=settings.root_path,
     )
     return app

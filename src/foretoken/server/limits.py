@@ -22,7 +22,7 @@ from foretoken.server.errors import ApiError, bad
 requests_log = logging.getLogger("foretoken.requests")
 OPEN = ("/health", "/ready")
 """Routes that need no key: probes of orchestrators have none."""
-WRITERS = ("/v1/completions", "/v1/chat/completions")
+WRITERS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 """Routes that need a place in the engine."""
 DEEPEST = 64
 """Levels of a JSON document."""
@@ -45,6 +45,7 @@ class Gate:
         body_timeout: seconds in which it must have arrived.
         admit: raises an :class:`ApiError` while nothing can be taken: a full server refuses before it reads what was
             asked, or those whom it serves would wait for that.
+        root_path: where a proxy has put the server.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Gate:
         max_body: int,
         body_timeout: float,
         admit: Callable[[], None] | None = None,
+        root_path: str = "",
     ) -> None:
+        self.root_path = root_path.rstrip("/")
         self.app, self.max_body, self.body_timeout, self.admit = app, max_body, body_timeout, admit
         self.keys = [hashlib.sha256(key.encode()).digest() for key in keys]
 
@@ -79,12 +82,13 @@ class Gate:
             await send(message)
 
         try:
-            state["tenant"] = self._check_key(scope["path"], headers)
+            # A proxy may send the path with the prefix that it has put the server under, or without it.
+            state["tenant"] = self._check_key(scope["path"].removeprefix(self.root_path), headers)
             received = await self._body(scope, headers, receive)
             if self.admit is not None and scope["method"] == "POST" and scope["path"].endswith(WRITERS):
                 self.admit()
         except ApiError as error:
-            await error.response(scope, receive, named)
+            await error.response_to(scope["path"])(scope, receive, named)
             return
         await self.app(scope, received, named)
 
@@ -183,6 +187,8 @@ def _id_of(headers: Headers) -> str:
 
 
 def _key_of(headers: Headers) -> str:
+    if "x-api-key" in headers and "authorization" not in headers:  # Anthropic's clients
+        return headers["x-api-key"]
     kind, _, value = headers.get("authorization", "").partition(" ")
     if kind.lower() == "basic":  # what a browser asks for; any name, the key as the password
         try:
