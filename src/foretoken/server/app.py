@@ -40,7 +40,7 @@ def create_app(settings: Settings, serving: Serving | None = None) -> FastAPI:
         lifespan=life,
         docs_url=None,
         redoc_url=None,
-        root_path=settings.root_path,
+        root_path=settings.root_path.rstrip("/"),
     )
     app.state.serving = state
     errors.install(app)
