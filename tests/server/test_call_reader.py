@@ -51,7 +51,7 @@ def read(text: str, most: int | None = None) -> list[Any]:
         ('look{"x": "}"}', [("look", {"x": "}"})]),
         ('<|python_tag|>{"name": "look", "parameters": {"x": 1}}', [("look", {"x": 1})]),
         ('{"name": "look", "parameters": {}}; {"name": "find", "parameters": {}}', [("look", {}), ("find", {})]),
-        ("[look(s=\"a]b'\", t=true), a.b(y=[1, None])]", [("look", {"s": "a]b'", "t": True}), ("a.b", {"y": [1, None]})]),
+        ("[look(s=\"a]b'\", t=true), a.b(y=[None])]", [("look", {"s": "a]b'", "t": True}), ("a.b", {"y": [None]})]),
         ('<tool_call>{"name": "look", "arguments": "{\\"x\\": 1}"}</tool_call>', [("look", {"x": 1})]),
         ('<tool_call>{"name": "look", "arguments": {"s": "\\ud800"}}</tool_call>', [("look", {"s": "\ud800"})]),
     ],
