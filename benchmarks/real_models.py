@@ -121,6 +121,8 @@ def speed(args: Any, arms: dict[str, ft.Llm], prompts: list[list[int]], temperat
         for name, run in runs.items():
             ids, seconds = run(prompt)
             rates[name].append(len(ids) / seconds)
+        latest = ", ".join(f"{name} {values[-1]:.1f}" for name, values in rates.items())
+        print(f"T={temperature:g} conversation {len(rates['plain'])}: {latest}", flush=True)
     medians = {name: statistics.median(values) for name, values in rates.items()}
     for name, value in medians.items():
         ratio = statistics.median(a / b for a, b in zip(rates[name], rates["plain"], strict=True))

@@ -149,6 +149,8 @@ def test_part_of_the_layers_may_be_updated(adapter: Path) -> None:
     ("values", "words"),
     [
         ({"peft_type": "IA3"}, "an adapter of the type 'IA3', and only LORA"),
+        ({"peft_type": "PREFIX_TUNING"}, "'PREFIX_TUNING', which puts learnt rows .* load the model that it is for"),
+        ({"peft_type": "ADAPTION_PROMPT"}, "'ADAPTION_PROMPT', which puts learnt rows .* load the model that it is"),
         ({"use_dora": True, "bias": "all"}, "uses use_dora, bias, and only a plain LORA"),
         ({"init_lora_weights": "pissa"}, "uses init_lora_weights"),
         ({"rank_pattern": {"q_proj": 2}}, "uses rank_pattern"),

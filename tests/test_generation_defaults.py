@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import foretoken as ft
 from foretoken.conversation import turn_ends
@@ -199,3 +200,40 @@ def test_the_templates_end_of_turn_ends_an_answer(folder: Path) -> None:
 def test_every_end_of_text_of_the_file_ends_a_text(folder: Path) -> None:
     llm = ft.load(configure(folder, eos_token_id=[3, 5]), drafter=None)
     assert llm.target.eos_token_ids >= {3, 5}
+
+
+def test_a_second_end_of_text_ends_an_answer(folder: Path) -> None:
+    """Chat models end turns with ``<|im_end|>``, and sometimes a whole text with ``<|endoftext|>``."""
+    tokens = tokenizer()
+    tokens = type(tokens)(tokenizer_object=tokens.backend_tokenizer, eos_token="<eos>")
+    tokens.add_special_tokens({"additional_special_tokens": ["<|endoftext|>"]})
+    end = tokens.convert_tokens_to_ids("<|endoftext|>")
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(len(tokens))
+    prompt = "return n"
+    plain = ft.load(model, drafter=None, tokenizer=tokens).generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
+    first = plain.index(plain[3])
+    with torch.no_grad():  # what was the likeliest token there is now the end of the text
+        model.lm_head.weight[[end, plain[3]]] = model.lm_head.weight[[plain[3], end]]
+    model.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink()  # of a model with a template the tokenizer's names of ends count as well
+    for ends, length in (([1], 8), ([1, end], first + 1)):
+        llm = ft.load(configure(folder, eos_token_id=ends), drafter="ngram")
+        out = llm.generate(prompt, max_new_tokens=8)
+        assert (len(out.token_ids), out.token_ids[first]) == (length, end)
+        assert out.finish_reason == ("eos" if end in ends else "length")
+        assert "<|endoftext|>" not in out.text
+        ids = torch.tensor([llm.encode(prompt)])
+        wanted = AutoModelForCausalLM.from_pretrained(folder).generate(ids, max_new_tokens=8, do_sample=False)
+        assert wanted[0, ids.shape[1] :].tolist() == out.token_ids
+
+
+def test_the_hook_takes_what_generate_passes_alone(folder: Path) -> None:
+    """``generate`` has merged the model's own options already: what it left out is not to be filled in again."""
+    model = LlamaForCausalLM.from_pretrained(configure(folder, **SAMPLING, max_new_tokens=5))
+    hook = ft.CustomGenerate(drafter="ngram")
+    assert hook.llm(model).defaults == GenerationDefaults()
+    ids = torch.tensor([tokenizer()("return n")["input_ids"]])
+    asked = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": 9}
+    assert torch.equal(model.generate(ids, **asked), model.generate(ids, **asked, custom_generate=hook))

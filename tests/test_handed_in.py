@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -94,6 +98,30 @@ def test_dropout_is_off_while_decoding(family: str) -> None:
     assert public.generate(PROMPT, max_new_tokens=12, ignore_eos=True).token_ids == wanted
 
 
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Of one process: weights are spread over it as over many."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_weights_that_are_spread_over_processes(mesh: Any) -> None:
+    network = new_model("llama")
+    fully_shard(network, mesh=mesh)  # FSDP2
+    split = new_model("llama")
+    weight = nn.Parameter(distribute_tensor(split.lm_head.weight.detach(), mesh, [Shard(0)]))
+    split.lm_head.weight = weight  # as in tensor parallel models: some weights only
+    for given in (network, split):
+        with pytest.raises(
+            LoadError, match=r"keeps a part of every weight .*\(DTensor\): save it, and load its path"
+        ) as e:
+            ft.load(given, None)
+        assert "\n" not in str(e.value)
+        with pytest.raises(LoadError, match=r"\(DTensor\)"):
+            ft.load(new_model("llama"), given)
+
+
 class Adapted(nn.Module):
     """As PEFT wraps a model: the adapter's settings beside it, and the model's own forward behind ``**kwargs``."""
 
@@ -121,6 +149,27 @@ def test_prompt_tuning_is_refused_and_other_adapters_run(wanted: list[int]) -> N
     assert written(Adapted(new_model("llama"), is_prompt_learning=False, peft_type="LORA")) == wanted
 
 
+def test_learnt_rows_within_the_attention_run_with_the_model_that_has_them() -> None:
+    network = Adapted(new_model("llama"), is_prompt_learning=False, peft_type="ADAPTION_PROMPT")
+    with pytest.raises(
+        LoadError, match=r"Adapted wraps a model whose attention has learnt rows .*its get_base_model\(\)"
+    ):
+        ft.load(network, None)
+    del network.active_adapter
+    network._active_adapter = "default"  # PEFT's AdaptionPromptModel itself, whose name for it this is
+    with pytest.raises(LoadError, match=r"its get_base_model\(\)"):
+        ft.load(network, None)
+
+
+def test_a_model_within_which_adapters_are(wanted: list[int]) -> None:
+    """What ``get_base_model()`` of a PEFT model gives: Transformers' ``active_adapters()`` is not to be asked there."""
+    network = new_model("llama")
+    network.peft_config = {"default": SimpleNamespace(is_prompt_learning=False, peft_type="LORA")}
+    with pytest.raises((ValueError, ImportError)):  # no adapter that it has loaded, or no PEFT that it knows
+        network.active_adapters()
+    assert written(network) == wanted
+
+
 class Pipeline:
     def __init__(self) -> None:
         self.model, self.tokenizer = new_model("llama"), None
@@ -141,7 +190,7 @@ class Words:
         (Pipeline(), r"a Pipeline is no model, but it has one: give its \.model"),
         ({"weight": torch.zeros(1)}, "a dict of weights or settings is no model"),
         (LlamaForCausalLM, r"LlamaForCausalLM is a class: give LlamaForCausalLM\.from_pretrained"),
-        (3, "a int is no model: give the path"),
+        (3, "an int is no model: give the path"),
         (nn.Linear(2, 2), "a Linear is no Transformers model"),
     ],
 )

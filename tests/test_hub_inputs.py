@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -119,6 +120,24 @@ def test_trained_prompts_of_peft_are_refused_and_its_base_model_goes_on() -> Non
         tuned.generate(ONE, custom_generate=ft.custom_generate, **GREEDY)
     plain, found = both(base, ONE)
     assert torch.equal(plain, found)
+
+
+def test_adapters_of_their_own_for_every_row_are_refused() -> None:
+    """PEFT's ``adapter_names=`` arrives as hooks, which it leaves on the model when an error passes."""
+    model = llama(eos=None)
+    wanted = model.generate(ONE, max_new_tokens=4, do_sample=False)
+
+    def _adapter_names_pre_forward_hook(target: Any, args: Any, kwargs: Any, adapter_names: list[str]) -> Any:
+        raise AssertionError(f"rows of a call that is over: {adapter_names}")
+
+    for module in model.model.layers:
+        hook = partial(_adapter_names_pre_forward_hook, adapter_names=["one", "two"])
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+    with pytest.raises(ValueError, match=r"does not support PEFT's adapter_names= .*leave it out") as caught:
+        model.generate(ONE, max_new_tokens=4, do_sample=False, custom_generate=ft.custom_generate)
+    assert "\n" not in str(caught.value)
+    for more in ({}, {"custom_generate": ft.custom_generate, "drafter": "ngram"}):
+        assert torch.equal(model.generate(ONE, max_new_tokens=4, do_sample=False, **more), wanted)
 
 
 def test_a_prepare_inputs_of_the_callers_is_refused() -> None:

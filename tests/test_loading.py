@@ -313,10 +313,38 @@ def test_broken_tokenizer_files_are_named(good: Path, name: str, content: bytes)
     assert "\n" not in str(caught.value)
 
 
-def test_a_chat_template_with_a_syntax_error_does_not_keep_a_model_from_loading(good: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "tokenizer.json is missing, copy it"),
+        ("{}", "tokenizer.json holds no tokenizer .*copy it again"),
+        ('{"version": "1.0", "model": {}}', "tokenizer.json holds no tokenizer .*copy it again"),
+    ],
+)
+def test_a_tokenizer_without_its_tokens_is_named(good: Path, content: str | None, words: str) -> None:
     save_tokenizer(good, WORDS)
-    (good / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content ")
-    assert ft.load(str(good), None).generate("one two", max_new_tokens=3).token_ids
+    (good / "tokenizer.json").unlink()
+    if content is not None:
+        (good / "tokenizer.json").write_text(content)
+    with pytest.raises(LoadError, match=f"cannot load a tokenizer from .*good: {words}") as caught:
+        ft.load(str(good), None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_chat_template_with_a_syntax_error_does_not_keep_a_model_from_loading(good: Path, inside: bool) -> None:
+    save_tokenizer(good, WORDS)
+    text, name = "{% for message in messages %}\n{{ message.content ", "chat_template.jinja"
+    if inside:
+        name = "tokenizer_config.json"
+        (good / name).write_text(json.dumps({**json.loads((good / name).read_text()), "chat_template": text}))
+    else:
+        (good / name).write_text(text)
+    llm = ft.load(str(good), None)
+    assert llm.generate("one two", max_new_tokens=3).token_ids
+    with pytest.raises(ValueError, match=rf"chat template in .*good/{name} has a syntax error \(line 2: ") as caught:
+        llm.chat([{"role": "user", "content": "one"}])
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -339,17 +367,6 @@ def test_quantised_checkpoints_without_their_package_name_both(
     with pytest.raises(LoadError, match=words) as caught:
         ft.load(str(good), None)
     assert "\n" not in str(caught.value)
-
-
-def test_a_quantisation_that_nobody_reads_is_named(good: Path) -> None:
-    """Transformers leaves a method that it does not know alone, so that the weights seem to be missing."""
-    config = json.loads((good / "config.json").read_text())
-    (good / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "novel"}}))
-    weights = load_file(good / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.qweight"] = weights.pop("model.layers.1.mlp.up_proj.weight").to(torch.int8)
-    save_file(weights, good / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(LoadError, match=r"\(quantised with novel\) lacks 1 weights"):
-        ft.load(str(good), None)
 
 
 def test_a_package_that_is_not_there_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import foretoken as ft
 from foretoken.core import NonFiniteLogitsError
 from foretoken.formats import export_drafter, import_drafter
+from foretoken.loading import LoadError
 from foretoken.loading.adapters import save_adapter
 from formats.tiny_nets import save_net, save_target
 
@@ -95,3 +97,15 @@ def test_finite_weights_that_overflow_are_told_of_the_precision(target: Path) ->
         llm.target.model.model.norm.weight.mul_(1e38)  # type: ignore[attr-defined]
     with pytest.raises(NonFiniteLogitsError, match="check the checkpoint, or load it with dtype=float32"):
         ft.load(llm.target.model, None).generate([1, 2, 3], max_new_tokens=4)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("inflate", [None, 2_000_000])
+def test_a_target_that_is_to_be_quantised(quantize: str, inflate: int | None, target: Path, tmp_path: Path) -> None:
+    """Quantised weights do not show the number, so that it is looked for before."""
+    folder = tmp_path / "nan"
+    shutil.copytree(target, folder)
+    file = spoil(folder, "model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(LoadError, match="holds NaN or inf: copy the file again") as caught:
+        ft.load(folder, None, dtype="float32", quantize=quantize, inflate=inflate)
+    assert f"model.layers.1.mlp.up_proj.weight in {file}" in str(caught.value) and "\n" not in str(caught.value)

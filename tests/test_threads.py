@@ -122,3 +122,25 @@ def plain_logits(target: HuggingFaceModel, sequence: Any) -> torch.Tensor:
     rows = target.forward([Feed(sequence, [4])])[0].logits
     target.commit(sequence, ())
     return rows
+
+
+@pytest.mark.parametrize("drafter", [None, "early_exit,layer=1"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_transformers_own_generate_beside_ours(public: None, drafter: str | None, attention: str) -> None:
+    """It knows nothing of us, so that it waits for nothing: what we switch for a forward must be ours alone."""
+    model = llama(eos=None)
+    model.set_attn_implementation(attention)
+    wanted = plain_texts(model)
+    llm = ft.load(model, drafter=drafter, controller="constant", prefix_cache=False)
+
+    def one(i: int) -> list[int]:
+        if i % 2:
+            ids = torch.tensor([PROMPTS[i]])
+            out: list[int] = model.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist()
+            return out
+        return [*PROMPTS[i], *llm.generate(PROMPTS[i], max_new_tokens=12, ignore_eos=True).token_ids]
+
+    for _ in range(2):
+        assert at_once(one) == wanted
+    assert model.config._attn_implementation == attention
+    assert "_attn_implementation" not in vars(type(model.config))  # the class is as it was, too

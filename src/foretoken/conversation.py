@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from foretoken.core.values import check_text
@@ -189,13 +190,31 @@ def render(
     try:
         text = tokenizer.apply_chat_template(written, tokenize=False, **how)
     except Exception as error:  # templates are programs: they raise what they like
-        words = " ".join(str(error).split())[:300] or type(error).__name__
-        raise ValueError(f"the chat template refuses these messages: {words}") from None
+        raise ValueError(template_fault(error, tokenizer)) from None
     check_text("messages", text)
     ids: list[int] = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         raise ValueError("the chat template writes nothing for these messages")
     return ids
+
+
+def template_fault(error: Exception, tokenizer: Any, longest: int = 300) -> str:
+    """Why a template wrote nothing, in one line: it is damaged (and where it is), or it refuses the messages.
+
+    Args:
+        error: what it raised.
+        tokenizer: whose template it is.
+        longest: most characters of the error's own words.
+    """
+    words = " ".join(str(error).split())[:longest] or type(error).__name__
+    if type(error).__name__ != "TemplateSyntaxError":
+        return f"the chat template refuses these messages: {words}"
+    folder = Path(str(getattr(tokenizer, "name_or_path", "") or ""))
+    files = [name for name in ("chat_template.jinja", "tokenizer_config.json") if (folder / name).is_file()]
+    place = f" in {folder / files[0]}" if files else ""
+    number = getattr(error, "lineno", None)
+    line = f"line {number}: " if number else ""
+    return f"the chat template{place} has a syntax error ({line}{words}): copy it again, or give the prompt as text"
 
 
 def turn_ends(tokenizer: Any) -> frozenset[int]:

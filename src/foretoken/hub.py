@@ -20,15 +20,12 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from foretoken.controllers.base import Controller
 from foretoken.core.noise import samples_of, seeds_of
-from foretoken.drafters.base import Drafter
-from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
 from foretoken.hub_inputs import caller_of_generate, check_supported
 from foretoken.hub_params import params_of
 from foretoken.llm import Llm, load
-from foretoken.loading import load_model, load_tokenizer
-from foretoken.loading.draft_models import given_draft_model
+from foretoken.loading import load_tokenizer
 from foretoken.models.alone import lock_of
 from foretoken.models.watch import Watch
 from foretoken.verifiers.base import Verifier
@@ -193,16 +190,12 @@ class CustomGenerate:
             return self._llm
 
     def _make(self, model: Any, predicted: bool) -> Llm:
-        drafter, target, tokenizer = self.drafter, model, load_tokenizer(model)
-        if drafter is not None and not isinstance(drafter, str | Drafter | list | tuple):
-            target = load_model(model, exact=self.exact)
-            drafter = ModelDrafter(given_draft_model(drafter, target, tokenizer), target=target)
         return load(
-            target,
-            drafter,
+            model,
+            self.drafter,
             self.verifier,
             self.controller,
-            tokenizer=tokenizer,
+            tokenizer=load_tokenizer(model),
             exact=self.exact,
             profile=self.profile,
             allow_lossy=self.allow_lossy,

@@ -72,6 +72,7 @@ def check_supported(
     found.extend(_inputs_that_would_be_dropped(given, input_ids))
     found.extend(_ways_of_its_own(model))
     if found:
+        _forget_rows(model)
         raise ValueError(f"foretoken.custom_generate does not support {', '.join(found)}: leave it out of this call")
 
 
@@ -116,6 +117,15 @@ def _ways_of_its_own(model: Any) -> Iterator[str]:
         yield "a prepare_inputs_for_generation that was written on the model"
     if any(_name_of(hook) in PEFT_HOOKS for m in model.modules() for hook in m._forward_pre_hooks.values()):
         yield "PEFT's adapter_names= or alora_offsets=, which count the rows of a batch"
+
+
+def _forget_rows(model: Any) -> None:
+    """Take away the hooks of this call that PEFT leaves on the model when an error passes: they know its rows alone."""
+    for module in model.modules():
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if _name_of(hook) in PEFT_HOOKS:
+                module._forward_pre_hooks.pop(key, None)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _name_of(hook: Any) -> str:

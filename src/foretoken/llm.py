@@ -20,7 +20,16 @@ from foretoken.engine.output import Output as Output
 from foretoken.engine.output import Piece as Piece
 from foretoken.engine.output import Pieces, output_of
 from foretoken.engine.request import Request
-from foretoken.loading import BUILTIN, build_controller, build_drafter, default_drafter, load_model, load_tokenizer
+from foretoken.loading import (
+    BUILTIN,
+    Part,
+    build_controller,
+    build_drafter,
+    check_specs,
+    default_drafter,
+    load_model,
+    load_tokenizer,
+)
 from foretoken.loading import read_profile as read_profile
 from foretoken.loading.generation_defaults import GenerationDefaults, read_defaults
 from foretoken.loading.memory import told_when_full
@@ -40,7 +49,8 @@ class Llm:
     """A target, a drafter, a verifier and a controller, ready to generate.  Made by :func:`load`.
 
     Several threads may use one: they take turns between rounds, and one round serves the requests of all of them.  A
-    service that wants its requests served together whatever its threads do has :class:`foretoken.AsyncLlm`.
+    service that wants its requests served together whatever its threads do has :class:`foretoken.AsyncLlm`; while one
+    serves it, an :class:`Llm` may be called directly, too.
 
     The target's network may change between two requests (training steps, ``load_state_dict``, adapters, ``to``, hooks):
     that is noticed when a request begins, which is answered by the network as it is then, and when one ends, which is
@@ -57,6 +67,7 @@ class Llm:
 
     Attributes:
         defaults: sampling options that the model comes with, for requests that leave them out.
+        calls: whose turn it is, and what every request has gained.
     """
 
     def __init__(
@@ -81,7 +92,7 @@ class Llm:
             allow_lossy=allow_lossy,
             prefix_bytes=prefix_bytes,
         )
-        self._calls = Calls(self.engine)
+        self.calls = Calls(self.engine)
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -161,7 +172,7 @@ class Llm:
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Piece]:
         """Generate for one prompt, yielding a piece per round."""
         pieces = Pieces(self.tokenizer)
-        for run, emission in self._calls.follow(self.request(prompt, **options)):
+        for run, emission in self.calls.follow(self.request(prompt, **options)):
             yield pieces.push(run, emission)
 
     def request(self, prompt: Prompt, **options: Unpack[Options]) -> Request:
@@ -209,7 +220,7 @@ class Llm:
         return self.target.describe()
 
     def _run(self, requests: Sequence[Request]) -> list[Output]:
-        return [output_of(run, self.tokenizer) for run in self._calls.finish(requests)]
+        return [output_of(run, self.tokenizer) for run in self.calls.finish(requests)]
 
     @property
     def plain(self) -> Llm:
@@ -228,7 +239,7 @@ def _prediction_of(value: Any, index: int, single: bool) -> Any:
 @told_when_full
 def load(
     target: Any = BUILTIN,
-    drafter: str | Drafter | Sequence[str | Drafter] | None = "auto",
+    drafter: Part | Sequence[Part] | None = "auto",
     verifier: str | Verifier = "auto",
     controller: str | Controller = "auto",
     *,
@@ -254,8 +265,9 @@ def load(
             layers and an MTP head of its own), the path of a model, of a low-rank update of one or of a GGUF file, a
             hub id, a ``PreTrainedModel`` (also offloaded by accelerate, compiled or in a ``DataParallel``; it is put
             into eval mode and stays so) or a :class:`LanguageModel`.
-        drafter: a spec string (``"ngram,n=3,k=8"``, ``"model:./draft,k=5"``), a drafter, a list of them (an
-            ensemble), ``None`` for plain decoding, or ``"auto"``.
+        drafter: a spec string (``"ngram,n=3,k=8"``, ``"model:./draft,k=5"``), a drafter, a draft model (a
+            ``PreTrainedModel``, the target's own too, or a :class:`LanguageModel`), a list of them (an ensemble),
+            ``None`` for plain decoding, or ``"auto"``.
         verifier: a name, a verifier, or ``"auto"`` for the best lossless rule.
         controller: a spec string, a controller, or ``"auto"``.
         tokenizer: a Transformers tokenizer; found beside the target by default.
@@ -303,6 +315,7 @@ def load(
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
+    check_specs(drafter=drafter, verifier=verifier, controller=controller)
     how: dict[str, Any] = {"inflate": inflate, "pack": pack, "quantize": quantize, "tensor_parallel": tensor_parallel}
     model = load_model(target, dtype=dtype, device=device, exact=exact, **how)
     if model is not target or graphs != "auto":  # a language model that is handed in stays as it is

@@ -30,7 +30,8 @@ class CommonOptions(TypedDict, total=False):
         frequency_penalty: subtracted per occurrence in the output.
         logit_bias: added to single tokens' logits.
         logits_processor: Transformers ``LogitsProcessor`` objects.
-        stop: string or strings that end the text.  The text of a special token stands for that token.
+        stop: string or strings that end the text.  The text of a special token, alone or within
+            a string, stands for that token.
         include_stop: leave the stop string in the text.
         stop_token_ids: tokens that end the text.
         ignore_eos: go on after an end-of-text id.

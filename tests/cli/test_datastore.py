@@ -42,6 +42,21 @@ def test_build_and_use(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert drafted.stats.num_draft_tokens > 0
 
 
+def test_the_model_may_come_first(corpus: Path, tmp_path: Path) -> None:
+    stores = [tmp_path / name for name in ("one", "two", "three")]
+    lines = (["builtin", str(corpus)], [str(ZOO / "target"), str(corpus)], [str(corpus), "--target", "builtin"])
+    for words, out in zip(lines, stores, strict=True):
+        assert main(["datastore", "build", *words, "--out", str(out)]) == 0
+    assert stores[0].read_bytes() == stores[1].read_bytes() == stores[2].read_bytes()
+
+
+def test_several_texts_are_no_model(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["datastore", "build", str(corpus), str(corpus / "one.py"), "--out", str(tmp_path / "s"), "--json"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["documents"] == 3
+
+
 def test_people_read_one_line(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["datastore", "build", str(corpus / "one.py"), "--out", str(tmp_path / "store")]) == 0
     out = capsys.readouterr().out.splitlines()

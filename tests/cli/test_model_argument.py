@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from foretoken.cli.main import app
-from foretoken.cli.model_argument import model_and_prompt, model_before, names_model, one_model
+from foretoken.cli.model_argument import existing_model, model_and_prompt, model_before, names_model, one_model
+from foretoken.loading import ZOO, LoadError
 
 NOWHERE = "/no/such/model"
 PROMPT = "for item in"
+HEAVY = {"torch", "transformers", "numpy", "safetensors", "matplotlib"}
 
 
 @pytest.fixture
@@ -32,6 +38,8 @@ LOADING = (
     "train medusa MODEL --data {data} --out {out}",
     "train distill MODEL --data {data} --out {out}", "train boost MODEL --data {data} --out {out}",
     "train specdec_pp MODEL --data {data} --out {out}",
+    "export MODEL medusa --out {out}", "import MODEL {data} --out {out}",
+    "datastore build MODEL {data} --out {out}", "serve MODEL",
 )  # fmt: skip
 
 
@@ -59,12 +67,70 @@ def test_the_help_names_both(run: Any, command: str) -> None:
     assert "[MODEL]" in page.split("\n\n")[0] + page and "--target" in page
 
 
-def test_no_help_page_lists_all_methods(run: Any) -> None:
-    import typer
+WITHOUT_MODEL = {"methods", "plan", "bench report", "bench serve", "train lm"}
+"""Commands that run no model of the user's, or make one."""
 
-    names = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    for command in sorted(set(names) - {"parity"}):
-        page = " ".join(run(command, "--help").out.split())
+
+def commands(group: Any = None, name: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every command that does something by itself, with its name."""
+    group = typer.main.get_command(app) if group is None else group
+    inner = getattr(group, "commands", {})
+    if not inner or group.invoke_without_command:
+        yield " ".join(name), group
+    for word, command in inner.items():
+        yield from commands(command, (*name, word))
+
+
+def test_every_command_takes_model_and_target(run: Any) -> None:
+    assert {name for name, _ in commands()} >= WITHOUT_MODEL
+    for name, command in commands():
+        takes_target = any("--target" in parameter.opts for parameter in command.params)
+        usage = next(line for line in run(*name.split(), "--help").out.splitlines() if "Usage:" in line)
+        assert takes_target is ("[MODEL]" in usage) is (name not in WITHOUT_MODEL), name
+
+
+def test_a_wrong_path_is_told_before_anything_heavy_is_imported(files: dict[str, str]) -> None:
+    lines = [line.replace("MODEL", NOWHERE).format(**files).split() for line in (*LOADING, "generate MODEL x --seed 3")]
+    code = f"""
+import sys
+from foretoken.cli.main import main
+for line in {lines!r}:
+    assert main(line) == 2, line
+    assert not {HEAVY!r} & set(sys.modules), (line, {HEAVY!r} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.splitlines()
+    assert len(said) == len(lines) and all(NOWHERE in line and line.startswith("error: ") for line in said), said
+
+
+def test_a_damaged_model_is_told_as_early(tmp_path: Path) -> None:
+    half, file = tmp_path / "half", tmp_path / "w.gguf"
+    half.mkdir()
+    (half / "config.json").write_text("{}")
+    (half / "model.safetensors").write_bytes((100).to_bytes(8, "little") + b"{")
+    file.write_bytes(b"PK\x03\x04")
+    for source, said in ((half, "half-written"), (file, "is not a GGUF file"), ("builtin:nosuch", "builtin:hybrid")):
+        with pytest.raises(LoadError, match=said) as error:
+            existing_model(str(source), None)
+        assert "\n" not in str(error.value)
+    for source in ("builtin", "builtin:early_exit", str(ZOO / "target")):
+        assert existing_model(source, None) == source
+
+
+def test_serve_has_the_model_of_target_and_of_neither(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.server.lifecycle.listener", lambda settings: settings.model)
+    chosen: list[str] = []
+    monkeypatch.setattr("foretoken.server.lifecycle.run", lambda settings, sock: chosen.append(sock) or 0)
+    monkeypatch.setenv("FORETOKEN_MODEL", "builtin:hybrid")
+    for line in ("serve", "serve --target builtin", "serve builtin", "serve builtin --target builtin"):
+        assert run(*line.split()).code == 0
+    assert chosen == ["builtin:hybrid", "builtin", "builtin", "builtin"]
+
+
+def test_no_help_page_lists_all_methods(run: Any) -> None:
+    for command, _ in commands():
+        page = " ".join(run(*command.split(), "--help").out.split())
         assert not {"ngram_cache", "shared_vocab", "pass_tokens"} <= set(page.replace(",", " ").split()), command
 
 

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import foretoken as ft
 from foretoken.cli.chat import Session
+from foretoken.cli.options import Common
+from foretoken.loading.generation_defaults import GenerationDefaults
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and 'bad' in m.content %}{{ raise_exception('no bad systems') }}"
@@ -118,13 +120,13 @@ def test_an_answer_that_ends_at_once_says_why(run: Any, chat_model: str, tmp_pat
 
 def test_an_empty_completion_of_a_chat_model_names_the_template(run: Any, chat_model: str, tmp_path: Path) -> None:
     ends = ending_at_once(chat_model, tmp_path / "ends", PROMPT)
-    assert "--raw leaves its chat template out" in run("generate", ends, PROMPT, "--raw", *LENGTH).err
+    assert "--raw leaves the chat template out" in run("generate", ends, PROMPT, "--raw", *LENGTH).err
 
 
 def test_an_answer_that_begins_with_a_stop_string_says_so(run: Any, chat_model: str) -> None:
     text = expected(chat_model, f"<user>{PROMPT}<assistant>").text
     result = run("generate", chat_model, PROMPT, *LENGTH, "--stop", text[:2])
-    assert f"it began with the stop string {text[:2]!r}" in result.err
+    assert f"the answer is empty: the answer began with what was to stop it, {text[:2]!r}\n" in result.err
 
 
 # -- sampling that the model brings along ----------------------------------------------------------------------------
@@ -159,6 +161,12 @@ def test_batch_uses_the_models_own_sampling(run: Any, sampling_model: str, tmp_p
     answers = {row["id"]: row["text"] for row in map(json.loads, (tmp_path / "out").read_text().splitlines())}
     assert answers["1"] == expected(sampling_model, PROMPT, temperature=0.7, top_k=5, seed=3).text
     assert answers["2"] == expected(sampling_model, PROMPT).text
+
+
+def test_other_commands_leave_the_models_own_sampling_out(sampling_model: str) -> None:
+    """They pass every option themselves: what they measure must not change with a file beside the model."""
+    assert Common(target=sampling_model).load().defaults == GenerationDefaults()
+    assert Common(target=sampling_model).load(own_sampling=True).defaults.sampling["temperature"] == 0.7
 
 
 # -- chat ------------------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def test_seeds_hold_in_the_middle_of_32(name: str, controller: str) -> None:
         return Request(prompt, params, 6 + (5 * i) % 23, seed=i)
 
     alone = fresh()
-    wanted = [alone._calls.finish([request(i)])[0].output for i in range(32)]
+    wanted = [alone.calls.finish([request(i)])[0].output for i in range(32)]
 
     async def scenario(engine: AsyncLlm) -> list[list[int]]:
         async def asked(i: int) -> list[int]:

@@ -77,7 +77,7 @@ def test_a_stream_that_is_left_early_is_forgotten() -> None:
     stream = llm.stream([3, 4, 5], max_new_tokens=50)
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    assert not llm.engine.busy and not target._sequences and not draft._sequences and not llm._calls._boxes
+    assert not llm.engine.busy and not target._sequences and not draft._sequences and not llm.calls._boxes
 
 
 class Interrupting(NgramDrafter):
@@ -100,7 +100,7 @@ def test_an_interrupted_generate_leaves_nothing_behind(at: int) -> None:
     llm = Llm(target, Interrupting(at), None, ConstantController(), None)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2, 1, 2], [3, 3, 3]], max_new_tokens=20)
-    assert not llm.engine.busy and not target._sequences and not llm._calls._boxes
+    assert not llm.engine.busy and not target._sequences and not llm.calls._boxes
     again = llm.generate([1, 2, 1, 2], max_new_tokens=20)
     assert again.token_ids == llm.plain.generate([1, 2, 1, 2], max_new_tokens=20).token_ids
 

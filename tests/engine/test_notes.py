@@ -24,8 +24,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 ASK = [{"role": "user", "content": "The dog?"}]
-BARE = "the model ended its turn at once: the prompt was given without its chat template; use llm.chat or messages"
-PLAIN = "the model ended its text at once, with its first token"
+PLAIN = "the model ended its answer at once, with <|im_end|>"
+BARE = f"{PLAIN}: the prompt was given without the model's chat template, which llm.chat and messages apply"
 
 
 @cache
@@ -71,7 +71,8 @@ def test_a_prompt_in_the_template_is_not_blamed() -> None:
 
 
 def test_models_whose_templates_name_no_token_or_that_have_none() -> None:
-    assert writer("", chat_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")).chat(ASK).note == PLAIN
+    other = writer("", chat_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")).chat(ASK).note
+    assert other == PLAIN.replace("<|im_end|>", chat_tokenizer().eos_token)
     llm = writer("")
     llm.tokenizer = copy.deepcopy(chatml())
     llm.tokenizer.chat_template = None
@@ -93,6 +94,26 @@ def test_a_stop_that_comes_first_is_named() -> None:
     assert llm.chat(ASK, stop="cat").note == ""
     first = llm.chat(ASK, max_new_tokens=1).token_ids
     assert llm.chat(ASK, stop_token_ids=first).note == f"the answer began with what was to stop it, {first[0]}"
+
+
+def test_an_answer_of_blanks_says_so() -> None:
+    llm = writer(" \n ")
+    blanks = len(ids_of(" \n "))
+    out = llm.chat(ASK)
+    assert (out.text.strip(), out.note) == (
+        "",
+        f"the model ended its answer after {blanks} blank tokens, with <|im_end|>",
+    )
+    assert list(llm.stream(ASK))[-1].note == out.note
+    cut = "all that was written, 1 token, is white space or special tokens"
+    assert llm.chat(ASK, max_new_tokens=1).note == list(llm.stream(ASK, max_new_tokens=1))[-1].note == cut
+
+
+def test_token_ids_alone_are_no_blanks() -> None:
+    llm = writer("The cat.")
+    llm.tokenizer = None
+    silent = Llm(llm.target, NgramDrafter(), None, ConstantController(), None)
+    assert silent.generate(ids_of("The dog?")).note == ""
 
 
 def test_servers_and_batches_hand_it_on(tmp_path: Path) -> None:

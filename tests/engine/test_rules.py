@@ -240,12 +240,6 @@ def test_a_special_token_as_a_stop_string_is_its_id(include: bool, more: dict[st
     assert output.text == STORY[:8] + ("<eos>" if include else "")
 
 
-def test_a_special_token_within_other_text_is_refused() -> None:
-    llm = Llm(Writer(IDS, len(PROMPT)), None, None, None, tokenizer())
-    with pytest.raises(OptionError, match=r"holds the special token '<eos>' and more.*alone"):
-        llm.generate(PROMPT, stop=["x", "<eos>\nUser:"])
-
-
 # -- kinds of values -------------------------------------------------------------------------------------------------
 
 NAN, INF = float("nan"), float("inf")

@@ -36,6 +36,11 @@ def model(file: Path) -> GgufModel:
     return GgufModel(file, cache_type="f32")
 
 
+def test_it_is_named_after_what_runs_it(file: Path) -> None:
+    told = GgufModel(file, threads=3).describe()
+    assert (told["forward"], told["threads"], told["exactness"]) == ("llama.cpp", 3, "rounding")
+
+
 def tokens(count: int, seed: int = 0) -> list[int]:
     return [random.Random(seed + i).randrange(32) for i in range(count)]
 

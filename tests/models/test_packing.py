@@ -15,16 +15,16 @@ from hybrids import hybrid
 from torch import Tensor, nn
 
 import foretoken as ft
-from foretoken.models import product_costs
+from foretoken.models import packing, product_costs
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.layouts import HalfLayout, halved, usable_layouts
 from foretoken.models.packing import (
+    Home,
     PackedLinear,
     Packing,
     Projection,
     num_parameters,
     pack_linears,
-    take_place,
     unpack_linears,
     weight_bytes,
 )
@@ -213,17 +213,32 @@ def _scaled(projection: Projection) -> Projection:
 
 
 def test_the_wrong_rows_are_caught() -> None:
-    """The control of :func:`take_place`: layers that swap their outputs give other logits."""
+    """The control of :meth:`Home.take_place`: layers that swap their outputs give other logits."""
     plain, network = half_model(torch.bfloat16), half_model(torch.bfloat16)
     mlp = network.model.layers[0].mlp
     made = Packing("half" if "half" in usable_layouts(torch.bfloat16) else "plain").projection(
         mlp.up_proj, mlp.gate_proj
     )
-    take_place(network, [mlp.gate_proj, mlp.up_proj], made)
+    Home(network).take_place([mlp.gate_proj, mlp.up_proj], made)
     ids = torch.tensor([prompt_of(12)])
     with torch.inference_mode():
         wanted, got = plain(ids).logits, network(ids).logits
     assert float((wanted - got).square().mean().sqrt() / wanted.std()) > 0.05
+
+
+def test_a_deeper_model_is_not_walked_through_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk for every layer would be what takes longest when a deep model is loaded."""
+    walks: list[int] = []
+    real = packing._children
+    monkeypatch.setattr(packing, "_children", lambda model: walks.append(1) or real(model))
+    monkeypatch.setattr("foretoken.models.packing.fastest_layout", lambda dtype, shapes, names: names[-1])
+    counts = []
+    for layers in (2, 5):
+        walks.clear()
+        model = HuggingFaceModel(new_model("llama", num_hidden_layers=layers).bfloat16(), in_place=True)
+        assert model.is_lean and any(isinstance(module, PackedLinear) for module in model.model.modules())
+        counts.append(len(walks))
+    assert counts[0] == counts[1] <= 2
 
 
 def test_there_is_never_a_second_copy_of_all_weights() -> None:

@@ -69,10 +69,12 @@ def test_int4_is_within_half_a_step(group: int) -> None:
 
 
 def test_a_wide_weight_is_quantised_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Int8Weight.of(weight())
-    monkeypatch.setattr(quantised_weights, "AT_ONCE", 7)
-    parts = Int8Weight.of(weight())
+    whole, whole4 = Int8Weight.of(weight()), Int4Weight.of(weight(), 32)
+    monkeypatch.setattr(quantised_weights, "AT_ONCE", 7 * 64)
+    parts, parts4 = Int8Weight.of(weight()), Int4Weight.of(weight(), 32)
     assert torch.equal(whole.values, parts.values) and torch.equal(whole.scale, parts.scale)
+    assert torch.equal(whole4.values, parts4.values)
+    assert torch.equal(whole4.scale, parts4.scale) and torch.equal(whole4.zero, parts4.zero)
 
 
 def test_a_row_of_zeros_stays_zero() -> None:

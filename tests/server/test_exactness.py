@@ -66,7 +66,7 @@ def test_a_model_that_keeps_what_was_asked_for_is_served(exactness: str, exact: 
 
 def test_the_start_names_how_the_model_runs_and_what_it_was_refused(log: pytest.LogCaptureFixture) -> None:
     started("rounding")
-    told = next(line for line in log.records if line.getMessage().startswith("loaded builtin: public forward"))
+    told = next(line for line in log.records if line.getMessage().startswith("loaded builtin: table forward"))
     assert told.getMessage().endswith("exact up to rounding (this test says so)")
     assert {"forward", "weights", "exactness", "exactness_why", "threads", "refused"} <= set(vars(told)["fields"])
     warnings = [line.getMessage() for line in log.records if line.levelno == logging.WARNING]
@@ -76,7 +76,7 @@ def test_the_start_names_how_the_model_runs_and_what_it_was_refused(log: pytest.
 def test_the_speculation_route_names_it_too() -> None:
     with served(lambda _: told_model("bitwise"), exact="bitwise") as running:
         found = running.client.get("/v1/spec").json()
-    assert (found["forward"], found["exactness"], found["exactness_why"]) == ("public", "bitwise", "this test says so")
+    assert (found["forward"], found["exactness"], found["exactness_why"]) == ("table", "bitwise", "this test says so")
     assert [one["path"] for one in found["refused"]] == ["lean forward", "int4 kernel"]
     assert found["threads"] >= 1
 

@@ -148,7 +148,7 @@ def refused(*flags: str) -> str:
 
 def test_what_cannot_start_says_so_in_one_line(tmp_path: Path) -> None:
     """R14."""
-    assert "there is no model at" in refused("/nowhere/at/all")
+    assert "/nowhere/at/all is not a folder with a model" in refused("/nowhere/at/all")
     assert "can be reached by others" in refused("builtin", "--host", "0.0.0.0")
     assert "no size" in refused("builtin", "--kv-memory", "many")
     config = tmp_path / "serve.yaml"

@@ -233,6 +233,18 @@ def test_what_chat_refuses(server: Running) -> None:
     assert refused(messages=[{"role": "user", "content": "word " * 2000}])["code"] == "context_length_exceeded"
 
 
+def test_what_limits_the_context_is_said(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.serving.llm.target, "context_why", "the tables of frequencies end there")
+    for body in (
+        {"prompt": [5] * 1000, "max_tokens": 25},
+        {"prompt": [5] * 1024, "max_tokens": 1},
+        {"prompt": "x" * 2_000_000, "max_tokens": 1},
+    ):
+        said = error_of(server.post("/v1/completions", **body), 400)
+        assert said["code"] == "context_length_exceeded"
+        assert said["message"].endswith(" (the tables of frequencies end there)")
+
+
 def test_the_context_is_a_limit(server: Running) -> None:
     ids = [5] * 1000
     assert server.complete(ids, max_tokens=24)["usage"]["completion_tokens"] == 24

@@ -44,9 +44,9 @@ def batch_command(
     (max_new_tokens, temperature, seed, stop, prediction, ...).  With --seed, line i (from 0) has the seed plus i.
     Exit code 1: some lines failed; their answers say why.
     """
-    common.check()
     model, files = model_before(words, "IN OUT")
     common, (source, out) = common.of(model), map(Path, files)
+    common.check()
     jobs = read_jobs(source, common.asked)
     with output_file(out) as file:
         done = finished_ids(out)

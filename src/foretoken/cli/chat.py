@@ -127,7 +127,7 @@ class Session:
         A chat model's answer is kept as it is, so that the next turn begins with the same tokens and reads only what
         is new.
         """
-        said, token_ids = "", []
+        said = ""
         last: Piece | None = None
         stop = None if self._has_template else ["\nUser:"]
         pieces = self.llm.stream(prompt, stop=stop, **options)
@@ -136,7 +136,6 @@ class Session:
                 sys.stdout.write(last.text if said.strip() else (said + last.text).lstrip())
                 sys.stdout.flush()
                 said += last.text
-                token_ids += last.token_ids
         except KeyboardInterrupt:
             self.llm.engine.close()
             sys.stdout.write(" (stopped)")
@@ -145,7 +144,7 @@ class Session:
         sys.stdout.write("\n")
         sys.stdout.flush()
         if last is not None and last.stats is not None:
-            tell_empty(self.llm, said, token_ids, last.finish_reason, last.stop_reason)
+            tell_empty(self.llm, last.note)
             self._count(last.stats, last.finish_reason == "length")
         return said if self._has_template else said.strip()
 

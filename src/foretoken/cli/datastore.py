@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from foretoken.cli.model_argument import HELP, Target, WordsCommand, existing_model, is_model, names_model
 from foretoken.cli.options import Json
 
 app = typer.Typer(help="Build the datastores of retrieval drafters.", no_args_is_help=True)
@@ -17,16 +19,25 @@ def _group() -> None:
     """Build the datastores of retrieval drafters."""
 
 
-@app.command("build")
+@app.command("build", cls=WordsCommand)
 def build_command(
-    data: Annotated[list[Path], typer.Argument(help="Folders or files: .txt .md .rst .py, .jsonl with 'text' rows.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] DATA...",
+            help="DATA: folders or files, .txt .md .rst .py, .jsonl with 'text' rows. MODEL, whose tokenizer encodes "
+            f"them: {HELP}",
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="File to write; an old one stays intact until the new one is complete.")],
-    target: Annotated[str, typer.Option(help="Whose tokenizer: builtin, a model folder or a hub id.")] = "builtin",
+    target: Target = None,
     as_json: Json = False,
 ) -> None:
     """Encode text, sort its suffixes, and write a datastore that loads as retrieval:FILE."""
     if out.is_dir():
         raise ValueError(f"{out} is a folder: --out names the file to write")
+    model, data = _model_and_data(words)
+    source = existing_model(model, target)
     missing = [path for path in data if not path.exists()]
     if missing:
         raise ValueError(f"no such file or folder: {missing[0]}")
@@ -39,9 +50,9 @@ def build_command(
     from foretoken.loading import load_tokenizer
 
     with json_only(as_json):
-        tokenizer = load_tokenizer(target)
+        tokenizer = load_tokenizer(source)
         if tokenizer is None:
-            raise ValueError(f"{target} has no tokenizer: point --target to a model folder that has one")
+            raise ValueError(f"{source} has no tokenizer: give a MODEL that has one")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("reading", total=None)
@@ -57,3 +68,10 @@ def build_command(
             f"{report['documents']:,} documents, {report['tokens']:,} tokens, {report['bytes'] / 1e6:.1f} MB -> {out} "
             f"(use it with --drafter retrieval:{out})"
         )
+
+
+def _model_and_data(words: Sequence[str]) -> tuple[str | None, list[Path]]:
+    """What ``[MODEL] DATA...`` was given: the first of several words is MODEL where it names one and is no text."""
+    first = words[0]
+    has_model = len(words) > 1 and names_model(first) and (is_model(first) or not Path(first).expanduser().exists())
+    return (first if has_model else None), [Path(word) for word in words[has_model:]]

@@ -66,7 +66,7 @@ def _common_and_folders(common: Common, words: Sequence[str]) -> tuple[Common, l
     if "target" not in common.given:
         return common.of(next(iter(words), None)), [Path(word) for word in words[1:]]
     repeated = words[:1] == [common.target]
-    return common, [Path(word) for word in words[repeated:]]
+    return common.of(None), [Path(word) for word in words[repeated:]]
 
 
 @dataclass(frozen=True)

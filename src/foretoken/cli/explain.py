@@ -143,6 +143,7 @@ def _joined(pieces: Sequence[Piece]) -> Output:
         last.stop_reason,
         rounds=[one for piece in pieces for one in piece.rounds],
         why=last.why,
+        note=last.note,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foretoken.cli.model_argument import HELP, Target, model_before, one_model
+from foretoken.cli.model_argument import HELP, Target, existing_model, model_before
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
 from foretoken.formats.catalogue import ENGINES, methods, names
@@ -36,11 +36,12 @@ def export_command(
     as_json: Json = False,
 ) -> None:
     """Write a drafter in a layout that vLLM, SGLang, Hugging Face and others load."""
+    model, (drafter,) = model_before(words, "DRAFTER")
+    chosen = existing_model(model, target)
     with json_only(as_json):
         from foretoken.formats import export_drafter
 
-        model, (drafter,) = model_before(words, "DRAFTER")
-        report = export_drafter(drafter, out, format, one_model(model, target), engine, force)
+        report = export_drafter(drafter, out, format, chosen, engine, force)
     _show(report, as_json, f"{report['method']} in the format {report['format']}")
     if report["ready"] and not as_json:
         typer.echo(f"{engine}: {report['ready']}")
@@ -61,11 +62,12 @@ def import_command(
     as_json: Json = False,
 ) -> None:
     """Read a drafter that another project trained, check it against its target, and keep it as one of ours."""
+    model, (source,) = model_before(words, "SOURCE")
+    chosen = existing_model(model, target)
     with json_only(as_json):
         from foretoken.formats import import_drafter
 
-        model, (source,) = model_before(words, "SOURCE")
-        report = import_drafter(Path(source), out, one_model(model, target), method, force)
+        report = import_drafter(Path(source), out, chosen, method, force)
     _show(report, as_json, f"{report['method']} from the format {report['format']}")
     if not as_json:
         typer.echo(f"use it with --drafter {report['drafter']}")

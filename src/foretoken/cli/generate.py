@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PROMPT = "The captain looked out over the sea and said nothing for a long time."
 STDIN_WAIT_S = 1.0
+NOTHING_TO_COMPARE = "--compare needs a drafter: --drafter none is plain decoding on both sides"
 CUT = "; cut there: --max-new-tokens allows more"
 Words = Annotated[
     list[str] | None,
@@ -60,10 +61,11 @@ def generate_command(
     common: Common,
 ) -> None:
     """Answer a prompt, or complete it: a model with a chat template gets the prompt as a user's turn."""
-    common.check()
     check_turn(system, raw)
     if repeat < 1:
         raise ValueError(f"--repeat must be at least 1, not {repeat}")
+    if compare and common.drafter == "none":
+        raise ValueError(NOTHING_TO_COMPARE)
     common, text = common_and_prompt(common, words, prompt_file)
     expected = {} if prediction is None else {"prediction": read_text(prediction)}
     with json_only(as_json):
@@ -76,7 +78,7 @@ def generate_command(
             report = result.public()
         elif as_json or (explain and not has_colour(screen())):
             output = llm.generate(task.prompt, **options, explain=explain)
-            tell_empty(llm, output.text, output.token_ids, output.finish_reason, output.stop_reason, raw)
+            tell_empty(llm, output.note, raw)
             report = _report(output)
     if as_json:
         print_json({**report, **_used(llm, options), **_inflated(llm)})
@@ -84,6 +86,7 @@ def generate_command(
         _print_comparison(task, result, explain)
     elif explain and has_colour(screen()):
         output = stream_explained(screen(), llm, task.prompt, options, task.echo)
+        tell_empty(llm, output.note, raw)
         _print_stats(output.stats, output.seed, task.is_cut(output.finish_reason))
     elif explain:
         _print_prompt(task)
@@ -151,14 +154,16 @@ def _inflated(llm: Llm) -> dict[str, Any]:
 
 
 def common_and_prompt(common: Common, words: Sequence[str] | None, file: Path | None) -> tuple[Common, str]:
-    """The options with their MODEL, and the prompt.
+    """The options with their MODEL, checked, and the prompt.
 
     Raises:
-        ValueError: two models, two prompts, more than two words, or an unreadable file.
+        ValueError: two models or none, a wrong option, two prompts, more than two words, or an unreadable file.
         OSError: no such file.
     """
     model, prompt = model_and_prompt(words or (), "target" in common.given)
-    return common.of(model), read_prompt(prompt, file)
+    common = common.of(model)
+    common.check()
+    return common, read_prompt(prompt, file)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -216,17 +221,15 @@ def _stream(task: Task, options: dict[str, Any]) -> None:
     pieces = task.llm.stream(task.prompt, **options)
     last = next(pieces)  # a bad prompt is an error before anything is printed
     _print_prompt(task)
-    text, token_ids = last.text, list(last.token_ids)
-    sys.stdout.write(text)
+    sys.stdout.write(last.text)
     try:
         for last in pieces:
-            text, token_ids = text + last.text, [*token_ids, *last.token_ids]
             sys.stdout.write(last.text)
             sys.stdout.flush()
     finally:  # an interrupted line is ended too
         sys.stdout.write("\n")
         sys.stdout.flush()
-    tell_empty(task.llm, text, token_ids, last.finish_reason, last.stop_reason, task.raw)
+    tell_empty(task.llm, last.note, task.raw)
     if last.stats is not None:
         _print_stats(last.stats, last.seed, task.is_cut(last.finish_reason))
 
@@ -254,7 +257,7 @@ def _compare(task: Task, options: dict[str, Any], repeat: int) -> Comparison:
 
     llm = task.llm
     if llm.drafter is None:
-        raise ValueError("--compare needs a drafter: --drafter none is plain decoding on both sides")
+        raise ValueError(NOTHING_TO_COMPARE)
     if options.get("temperature", 0) > 0 and options["seed"] is None:
         options = {**options, "seed": 0}
     with status_line() as say:

@@ -34,18 +34,34 @@ def one_model(model: str | None, target: str | None) -> str:
     return model or target or BUILTIN
 
 
+def existing_model(model: str | None, target: str | None) -> str:
+    """:func:`one_model`, where there is such a model: a wrong path is told before seconds are spent on imports.
+
+    Raises:
+        ValueError: two different ones, or none at that place.
+    """
+    from foretoken.io.checkpoints import check_source
+
+    chosen = one_model(model, target)
+    check_source(chosen)
+    return chosen
+
+
 def names_model(text: str) -> bool:
     """Whether a lone argument is a MODEL rather than a text: ``builtin``, a model folder, a GGUF file, a path or
     ``org/name``, without spaces."""
+    return is_model(text) or _HUB_ID.fullmatch(text) is not None or _PATH.fullmatch(text) is not None
+
+
+def is_model(text: str) -> bool:
+    """Whether a text names a model that is on this machine."""
     if text == BUILTIN or text.startswith(f"{BUILTIN}:"):
         return True
     try:
         place = Path(text).expanduser()
-        if any((place / file).is_file() for file in CONFIGS) or (place.suffix == ".gguf" and place.is_file()):
-            return True
+        return any((place / file).is_file() for file in CONFIGS) or (place.suffix == ".gguf" and place.is_file())
     except (OSError, ValueError, RuntimeError):  # longer than a path can be, or with a zero byte
         return False
-    return _HUB_ID.fullmatch(text) is not None or _PATH.fullmatch(text) is not None
 
 
 def model_and_prompt(words: Sequence[str], has_target: bool) -> tuple[str | None, str | None]:

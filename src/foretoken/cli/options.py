@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.model_argument import HELP, GroupModel, Model, one_model
+from foretoken.cli.model_argument import HELP, GroupModel, Model, existing_model, one_model
 from foretoken.registry import find, parse_spec
 
 if TYPE_CHECKING:
@@ -73,13 +73,18 @@ class Common:
 
     given: frozenset[str] = frozenset()
 
-    def of(self, model: str | None) -> Common:
-        """These options for a MODEL that was given as an argument.
+    def of(self, model: str | None, is_run: bool = True) -> Common:
+        """These options for a MODEL that was given as an argument, or was not.
+
+        Args:
+            model: the argument.
+            is_run: whether the model is about to be run, so that it must be there.
 
         Raises:
-            ValueError: ``--target`` names another one.
+            ValueError: ``--target`` names another one, or there is no such model.
         """
-        return dataclasses.replace(self, target=one_model(model, self.target if "target" in self.given else None))
+        choose = existing_model if is_run else one_model
+        return dataclasses.replace(self, target=choose(model, self.target if "target" in self.given else None))
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -96,10 +101,12 @@ class Common:
         """Find wrong names and values before seconds are spent on loading.
 
         Raises:
-            ValueError: an unknown method, or a sampling option outside its range.
+            ValueError: an unknown method, a drafter's path that is not there, or an option outside its range.
         """
         if self.drafter not in ("auto", "none"):
-            find("drafter", parse_spec(self.drafter).name)
+            check_drafter(self.drafter)
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.verifier != "auto":
             find("verifier", parse_spec(self.verifier).name)
         if self.controller != "auto":
@@ -118,7 +125,6 @@ class Common:
             ValueError: an unknown name or option, parts that do not fit, or a bad checkpoint.
         """
         self.check()
-        self._check_reachable()
         from foretoken.llm import load
         from foretoken.sampling import SamplingParams
 
@@ -147,7 +153,6 @@ class Common:
         Raises:
             ValueError: a bad checkpoint, dtype, device or size.
         """
-        self._check_reachable()
         from foretoken.loading import load_model
 
         target = load_model(
@@ -159,13 +164,6 @@ class Common:
         )
         self._tell_inflated(target)
         return target
-
-    def _check_reachable(self) -> None:
-        """A model that cannot be fetched is found out before seconds are spent on imports."""
-        from foretoken.io.hub_ids import is_hub_id, place_of
-
-        if self.target != "builtin" and is_hub_id(self.target):
-            place_of(self.target)
 
     def _tell_inflated(self, target: LanguageModel) -> None:
         """Whatever is printed below is about an inflated target: say so first."""
@@ -211,13 +209,28 @@ def with_common(
             chosen = values.pop("model") if model != "own" else None
             shared_values = {f.name: values.pop(f.name) for f in fields}
             common = Common(**shared_values, given=given_options(ctx))
-            command(common=common if chosen is None else common.of(chosen), **values)
+            if model != "own":
+                common = common.of(chosen, is_run=ctx.invoked_subcommand is None)
+            command(common=common, **values)
 
         run.__signature__ = inspect.Signature([*first, *parameters, *shared])  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in (*first, *parameters, *shared)}
         return run
 
     return decorate
+
+
+def check_drafter(spec: str) -> None:
+    """Find a drafter's unknown name, or a path that is not there, before anything is imported.
+
+    Raises:
+        ValueError: either.
+    """
+    parsed = parse_spec(spec)
+    find("drafter", parsed.name)
+    path = parsed.path
+    if path is not None and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
+        raise ValueError(f"drafter {parsed.name!r}: there is no file or folder {path}")
 
 
 def given_options(ctx: typer.Context) -> frozenset[str]:

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,18 @@ def screen(stderr: bool = False) -> Console:
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def check_out(out: Path) -> None:
+    """Find that a file cannot be written before minutes are spent on what goes into it.
+
+    Raises:
+        ValueError: its folder is not there, or it is a folder itself.
+    """
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a folder: give the name of a file")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out} cannot be written: No such file or directory")
 
 
 def has_colour(console: Console) -> bool:

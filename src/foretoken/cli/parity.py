@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.options import Common, Json, with_common
+from foretoken.cli.options import Common, Json, check_drafter, with_common
 from foretoken.cli.output import json_only, print_json
 from foretoken.cli.parity_certificate import before_certifying, verify_certificate, write_certificate
 from foretoken.cli.parity_report import print_report, run_on
-from foretoken.registry import find, parse_spec, rows
 
 if TYPE_CHECKING:
     from foretoken.models.base import LanguageModel
     from foretoken.parity.report import Report
     from foretoken.parity.run import Settings
 
-_NAMES = ", ".join(row.name for row in rows("drafter"))
 _DIFFERENCE, _INTERRUPTED = 1, 130
 _TOKENS, _SAMPLES, _FALSE_ALARM = 32, 128, 1e-3
 """Defaults of the run."""
@@ -66,7 +64,7 @@ def parity_command(
     common.check()
     for spec in drafter or ():
         if spec != "auto":
-            find("drafter", parse_spec(spec).name)
+            check_drafter(spec)
     if verify is not None:
         own: dict[str, Any] = {"certificate": certificate, "prompts": prompts, "mode": mode, "samples": samples}
         own |= {"false_alarm": false_alarm, "repetition_penalty": repetition_penalty}

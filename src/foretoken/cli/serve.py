@@ -8,11 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from foretoken.cli.model_argument import HELP, Model, one_model
+
 Given = typer.Option
 
 
 def serve_command(
-    model: Annotated[str | None, typer.Argument(help="builtin, a model folder, a GGUF file, or a hub id.")] = None,
+    model: Model = None,
+    target: Annotated[str | None, Given(help=f"The same as MODEL: {HELP}")] = None,
     config: Annotated[
         Path | None,
         Given(help="YAML file with any of these settings (examples/serve.yaml).", envvar="FORETOKEN_CONFIG"),
@@ -78,14 +81,17 @@ def serve_command(
     flags: dict[str, Any] = {
         name: value
         for name, value in locals().items()
-        if name not in ("config", "api_key", "api_key_file", "replicas", "ray_address")
+        if name not in ("target", "config", "api_key", "api_key_file", "replicas", "ray_address")
     }
+    if target is not None:
+        flags["model"] = one_model(model, target)
+    from foretoken.io.checkpoints import check_source
     from foretoken.server.config import settings_from
-    from foretoken.server.lifecycle import check_model, listener, run
+    from foretoken.server.lifecycle import listener, run
 
     flags["api_keys"] = _keys(api_key, api_key_file)
     settings = settings_from(flags, config)
-    check_model(settings)
+    check_source(settings.model)
     _check_extra()
     if replicas > 1:
         from foretoken.server.scale import check_ray, serve_replicas

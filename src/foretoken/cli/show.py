@@ -10,7 +10,7 @@ import typer
 
 from foretoken.cli.generate import PromptFile, Words, common_and_prompt
 from foretoken.cli.options import Common, Json, with_common
-from foretoken.cli.output import json_only, print_json
+from foretoken.cli.output import check_out, json_only, print_json
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ def show_command(
     common: Common,
 ) -> None:
     """Answer or complete a prompt and draw what happened: rounds, token trees, and why drafts were rejected."""
-    common.check()
     check_turn(system, raw)
     kind = out.suffix.lower()
     if kind not in KINDS:
         raise ValueError(f"--out {out} must end in {' or '.join(KINDS)}")
+    check_out(out)
     row = _row_of(prompt_file)
     common, text = common_and_prompt(common, words, prompt_file)
     with json_only(as_json):
@@ -51,7 +51,7 @@ def show_command(
         options = {**llm.defaults.sampling, **common.asked}
         prompt = prompt_for(llm, text, system, raw, common.target) if row is None else row.encode(llm.tokenizer)
         output = llm.generate(prompt, **options, explain=True)
-        tell_empty(llm, output.text, output.token_ids, output.finish_reason, output.stop_reason, raw)
+        tell_empty(llm, output.note, raw)
         from foretoken.show.run import shown
 
         text = str(_in_words(llm, prompt)) if row is not None and row.messages else text

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.memory import keep_freed_memory
-from foretoken.cli.model_argument import Model, Target, one_model
+from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.options import Json
 from foretoken.cli.output import json_only, print_json
 from foretoken.cli.train_options import Data, Every, Steps, load_target, progress_bars
@@ -60,10 +60,10 @@ def distill_command(
     as_json: Json = False,
 ) -> None:
     """Align a draft model with its target (DistillSpec); resumes by itself from OUT/checkpoints."""
+    chosen = existing_model(model, target)
     from foretoken.training.distill import Distiller
     from foretoken.training.workshop import DistillConfig, load_student
 
-    chosen = one_model(model, target)
     config = DistillConfig(
         loss=loss, text=text, mix=mix, beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
         context=context, prompt=prompt, written=written, refresh=refresh, lr=lr, seed=seed,
@@ -108,10 +108,10 @@ def boost_command(
     as_json: Json = False,
 ) -> None:
     """Train draft models one after another, each on what the earlier ones miss (SpecInfer's boost-tuning)."""
+    chosen = existing_model(model, target)
     from foretoken.training.boost import Boost, Stage, ready_spec
     from foretoken.training.workshop import DistillConfig
 
-    chosen = one_model(model, target)
     config = DistillConfig(
         loss=loss, text="teacher", beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
         context=context, prompt=prompt, written=written, lr=lr, seed=seed,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.memory import keep_freed_memory
-from foretoken.cli.model_argument import Model, Target, one_model
+from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import print_json, screen
 from foretoken.cli.train_options import (
     Blocks,
@@ -71,7 +71,7 @@ def make_command(method: str) -> Callable[..., None]:
         as_json: Report = False,
     ) -> None:
         report = train(
-            method, data, out, one_model(model, target), key_values(setting), corpus, features, device,
+            method, data, out, existing_model(model, target), key_values(setting), corpus, features, device,
             save_every, eval_every,
             steps=steps, batch_size=batch_size, context=context, seed=seed, **({} if lr is None else {"lr": lr}),
             text=text, written_blocks=written_blocks, written_temperature=written_temperature,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.memory import keep_freed_memory
-from foretoken.cli.model_argument import Model, Target, one_model
+from foretoken.cli.model_argument import Model, Target, existing_model
 from foretoken.cli.output import json_only, print_json, screen
 from foretoken.cli.train_drafter import HELD_PROMPTS, PROMPT_TOKENS, held_out
 from foretoken.cli.train_options import (
@@ -60,6 +60,7 @@ def specdec_pp_command(
     as_json: Report = False,
 ) -> None:
     """Train a head that stops drafts before a rejection (SpecDec++); resumes by itself from OUT/checkpoints."""
+    chosen, settings = existing_model(model, target), key_values(setting)
     from foretoken.training.cards.stop_head import write_stop_card
     from foretoken.training.recipes.specdec_pp import SpecdecPpRecipe
     from foretoken.training.trainer import TrainConfig, Trainer
@@ -69,7 +70,6 @@ def specdec_pp_command(
         steps=steps, batch_size=batch_size, context=context, lr=lr, seed=seed, text=text,
         written_blocks=written_blocks, written_temperature=written_temperature,
     )  # fmt: skip
-    chosen, settings = one_model(model, target), key_values(setting)
     with json_only(as_json):
         judge, guesser, tokenizer = load_pair(chosen, draft, device)
         if context > min(judge.context_length, guesser.context_length):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli.options import Common, Json, given_options, with_common
-from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.output import check_out, json_only, print_json, screen
 
 if TYPE_CHECKING:
     from foretoken.tune.tuned import Job, Outcome
@@ -49,6 +49,7 @@ def tune_command(
         return
     if out is None:
         raise ValueError("Missing option '--out': name a file for the profile")
+    check_out(out)
     with json_only(as_json):
         job = _job(common, drafters, prompts, new_tokens, max_prompts, minutes)
         outcome = _tuned(job, out, resume)

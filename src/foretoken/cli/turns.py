@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -71,21 +70,8 @@ def tell_defaults(llm: Llm) -> None:
         screen(stderr=True).print(f"sampling: {llm.defaults}", style="dim", soft_wrap=True)
 
 
-def tell_empty(
-    llm: Llm, text: str, token_ids: Sequence[int], finish_reason: str | None, stop_reason: Any, raw: bool = False
-) -> None:
-    """Say on stderr why an answer shows nothing, if it does."""
-    if text.strip():
-        return
-    if finish_reason == "eos" and token_ids:
-        token = llm.tokenizer.convert_ids_to_tokens(int(token_ids[-1])) if llm.tokenizer is not None else token_ids[-1]
-        at_once = "at once" if len(token_ids) == 1 else f"after {len(token_ids) - 1} blank tokens"
-        why = f"the model ended its answer {at_once}, with {token}"
-    elif finish_reason == "stop":
-        why = f"it began with the stop string {stop_reason!r}"
-    else:
-        why = f"its {len(token_ids)} tokens are white space or special ones"
-    advice = ""
-    if raw and is_chat_model(llm):
-        advice = "; it is a chat model, and --raw leaves its chat template out"
-    screen(stderr=True).print(f"the answer is empty: {why}{advice}", soft_wrap=True)
+def tell_empty(llm: Llm, note: str, raw: bool = False) -> None:
+    """Say on stderr why an answer shows nothing, if it does: ``note`` is the output's."""
+    if note:
+        advice = "; --raw leaves the chat template out" if raw and is_chat_model(llm) else ""
+        screen(stderr=True).print(f"the answer is empty: {note}{advice}", soft_wrap=True)

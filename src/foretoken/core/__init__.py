@@ -21,7 +21,7 @@ from foretoken.core.scores import (
     is_large,
 )
 from foretoken.core.tree import Kind, TokenTree
-from foretoken.core.values import OptionError
+from foretoken.core.values import OptionError, with_article
 from foretoken.core.verdict import Verdict
 
 __all__ = [
@@ -44,4 +44,5 @@ __all__ = [
     "Verdict",
     "argmaxes",
     "is_large",
+    "with_article",
 ]

@@ -118,4 +118,13 @@ def _members(option: str, value: Any, wanted: str) -> tuple[Any, ...]:
 
 def _shown(value: Any) -> str:
     """A value in a message of one line."""
-    return ascii(value)[:60] if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    return (
+        ascii(value)[:60]
+        if value is None or isinstance(value, str | int | float)
+        else with_article(type(value).__name__)
+    )
+
+
+def with_article(name: str) -> str:
+    """The name of a type in a sentence: ``"a list"``, ``"an int"``."""
+    return f"an {name}" if name[:1].lower() in ("a", "e", "i", "o") else f"a {name}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from time import monotonic
@@ -24,7 +24,7 @@ from foretoken.engine.errors import (
     failure_of,
 )
 from foretoken.engine.output import Output, Piece, Pieces, output_of
-from foretoken.engine.request import Request
+from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.status import EngineStatus as EngineStatus
 from foretoken.engine.tickets import Ticket as Ticket
 from foretoken.engine.tickets import hand_over
@@ -45,7 +45,7 @@ class AsyncLlm:
     """An :class:`~foretoken.llm.Llm` that serves many askers at once.
 
     Args:
-        llm: what is served; nobody else may use it meanwhile.
+        llm: what is served.  Its own methods may be called meanwhile, from other threads: a round serves everybody.
         max_running: most requests that run together.
         max_queued: most requests that wait besides; more are refused.
         kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
@@ -72,7 +72,9 @@ class AsyncLlm:
             raise ValueError(f"max_queued must be at least 0, not {max_queued}")
         self.llm, self.max_running, self.max_queued = llm, max_running, max_queued
         kept = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
-        llm.engine.serve(max_running, kv_memory, prefill_chunk, kept)
+        self._turn = llm.calls.turn  # before ``_lock``, where both are held
+        with self._turn:
+            llm.engine.serve(max_running, kv_memory, prefill_chunk, kept)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._new: list[Ticket] = []
@@ -90,8 +92,16 @@ class AsyncLlm:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the engine's thread."""
+        """Start the engine's thread.
+
+        Raises:
+            ValueError: another one serves the same :class:`Llm`.
+        """
         if self._thread is None:
+            with self._turn:
+                if self.llm.calls.others is not None:
+                    raise ValueError("another AsyncLlm serves this Llm: ask that one, or close it first")
+                self.llm.calls.others = self._take_gains
             self._beat = monotonic()
             self._thread = threading.Thread(target=self._serve, name="foretoken-engine", daemon=True)
             self._thread.start()
@@ -248,12 +258,14 @@ class AsyncLlm:
                 self._show_life()
                 self._take_in()
                 self._check_target()
+                self._fail_lost(RuntimeError("the request was dropped when a round was broken off: ask again"))
                 if not self.llm.engine.busy:
                     self._wake.wait(IDLE_S)
                     self._wake.clear()
                     continue
                 try:
-                    self._hand_out()
+                    self.llm.calls.round()
+                    self._check_target()
                     mishaps = 0
                 except TargetGone:
                     raise
@@ -274,7 +286,8 @@ class AsyncLlm:
         self._beat = monotonic()
         controller = self.llm.engine.controller
         if controller is not None and self._beat - self._reported > IDLE_S:
-            self._report, self._reported = controller.report(), self._beat
+            with self._turn:
+                self._report, self._reported = controller.report(), self._beat
 
     def _check_target(self) -> None:
         """End the engine where its target is gone: nobody can be served, and nobody should be told otherwise."""
@@ -292,34 +305,38 @@ class AsyncLlm:
         for ticket in self._new[:]:
             self._enter(ticket)
         for ticket in cancelled:
-            if ticket.id is not None and self._tickets.pop(ticket.id, None) is not None:
-                self.llm.engine.cancel(ticket.id)
+            with self._turn:
+                if ticket.id is not None and self._tickets.pop(ticket.id, None) is not None:
+                    self.llm.engine.cancel(ticket.id)
         for function, future in calls:
             if not future.set_running_or_notify_cancel():
                 continue  # who asked has gone
             try:
-                future.set_result(function(self.llm))
+                with self._turn:
+                    found = function(self.llm)
+                future.set_result(found)
             except Exception as error:  # the caller's own
                 future.set_exception(error)
 
     def _enter(self, ticket: Ticket) -> None:
         """Without the lock while the engine looks at it: the event loop must not wait for that."""
         failed = None
-        try:
-            ticket.id = self.llm.engine.add(ticket.request, arrived_s=ticket.arrived_s)
-        except Exception as error:  # of this request alone
-            failed = RequestFailed(str(error), "error")
-        with self._lock:
-            self._new.remove(ticket)
-            if ticket.id is not None:
-                self._tickets[ticket.id] = ticket
+        with self._turn:  # from here until the ticket is where gains are looked up
+            try:
+                ticket.id = self.llm.engine.add(ticket.request, arrived_s=ticket.arrived_s)
+            except Exception as error:  # of this request alone
+                failed = RequestFailed(str(error), "error")
+            with self._lock:
+                self._new.remove(ticket)
+                if ticket.id is not None:
+                    self._tickets[ticket.id] = ticket
         if failed is not None:
             ticket.put(failed)
 
-    def _hand_out(self) -> None:
-        """One round; everybody gets what is theirs."""
-        emissions = self.llm.engine.step()
-        self._check_target()
+    def _take_gains(self, emissions: Sequence[tuple[Running, Emission]]) -> None:
+        """Everybody gets what is theirs of a round, which the engine's thread has run or a direct caller of the Llm."""
+        if self.llm.engine.target.trouble is not None:
+            return  # the engine's thread ends, and says so to all
         with self._lock:
             gains = [(self._tickets[run.id], (run, emission)) for run, emission in emissions if run.id in self._tickets]
             for run, emission in emissions:
@@ -329,7 +346,7 @@ class AsyncLlm:
 
     def _fail_lost(self, error: Exception) -> None:
         """Tell those whose requests were dropped when a round failed as a whole."""
-        with self._lock:
+        with self._turn, self._lock:
             lost = [key for key in self._tickets if not self.llm.engine.holds(key)]
             tickets = [self._tickets.pop(key) for key in lost]
         for ticket in tickets:
@@ -346,4 +363,10 @@ class AsyncLlm:
         for _, future in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(kind(reason))
-        self.llm.engine.close()
+        with self._turn:
+            self.llm.calls.others = None
+            for ticket in open_:
+                if ticket.id is not None:
+                    self.llm.engine.cancel(ticket.id)
+            if kind is not EngineClosed:  # what is left behind is nobody's to go on with
+                self.llm.engine.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Emission, Request, Running
@@ -18,12 +18,17 @@ class Calls:
 
     Args:
         engine: what serves them.
+
+    Attributes:
+        turn: held by whoever touches the engine.
+        others: takes what requests gain that are nobody's call: those of a thread that serves the same engine.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._boxes: dict[int, deque[tuple[Running, Emission]]] = {}
-        self._turn = lock_of(engine.target, "call")  # the target's: another engine of the same one shares its cache
+        self.turn = lock_of(engine.target, "call")  # the target's: another engine of the same one shares its cache
+        self.others: Callable[[Sequence[tuple[Running, Emission]]], None] | None = None
 
     def follow(self, request: Request) -> Iterator[tuple[Running, Emission]]:
         """What a request gains, round by round; who stops listening cancels it.
@@ -62,13 +67,13 @@ class Calls:
         return [done[request_id] for request_id in ids]
 
     def _enter(self, request: Request) -> int:
-        with self._turn:
+        with self.turn:
             request_id = self._engine.add(request)
             self._boxes[request_id] = deque()
             return request_id
 
     def _exit(self, request_id: int) -> None:
-        with self._turn:
+        with self.turn:
             self._boxes.pop(request_id, None)
             self._engine.cancel(request_id)
 
@@ -76,19 +81,25 @@ class Calls:
         """What a request gained in its next round."""
         box = self._boxes[request_id]
         while not box:
-            with self._turn:
-                self._round(request_id)
+            with self.turn:
+                if not box:  # else another thread has served this request meanwhile
+                    self._check_held(request_id)
+                    self.round()
         run, emission = box.popleft()
         if emission.error is not None:
             raise emission.error
         return run, emission
 
-    def _round(self, request_id: int) -> None:
-        """One round, unless another thread has served this request meanwhile."""
-        if self._boxes[request_id]:
-            return
+    def _check_held(self, request_id: int) -> None:
         if not self._engine.holds(request_id):
             raise RuntimeError("the request was dropped when a round was broken off: ask again")
-        for run, emission in self._engine.step():
-            if run.id in self._boxes:
-                self._boxes[run.id].append((run, emission))
+
+    def round(self) -> None:
+        """One round for everybody."""
+        with self.turn:
+            others: list[tuple[Running, Emission]] = []
+            for run, emission in self._engine.step():
+                box = self._boxes.get(run.id)
+                (others if box is None else box).append((run, emission))
+            if others and self.others is not None:
+                self.others(others)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.constraints import CannotGoOn
-from foretoken.core import OptionError
 from foretoken.engine.request import Request, Running
 from foretoken.engine.stopping import FinishReason
 from foretoken.models.base import LanguageModel
@@ -22,11 +21,13 @@ class Ends:
         stops: as a stop string does.
         named: stop strings that are the text of a special token, by its id.  Text is decoded without special tokens,
             so that such a string would never be met in it.
+        special: ids of all special tokens, by their text, where there are stop strings.
     """
 
     eos: frozenset[int]
     stops: frozenset[int]
     named: Mapping[int, str]
+    special: Mapping[str, int]
 
     @property
     def ids(self) -> frozenset[int]:
@@ -38,27 +39,13 @@ def ends_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> E
     """The ids that end a request's text.
 
     A constraint ends the text where nothing may follow, even with ``ignore_eos``.
-
-    Raises:
-        OptionError: a stop string with a special token's text and more.
     """
     eos = frozenset() if request.ignore_eos else target.eos_token_ids
     if request.constraint is not None:
         eos = target.eos_token_ids | request.constraint.ends
-    return Ends(eos, request.stop_token_ids, _named(request.stop, tokenizer))
-
-
-def _named(stops: Sequence[str], tokenizer: Any | None) -> dict[int, str]:
-    special = special_tokens(tokenizer) if stops else {}
-    for stop in stops:
-        inside = [text for text in special if text in stop]
-        if inside and stop not in special:
-            raise OptionError(
-                "stop",
-                f"stop {stop!r} holds the special token {max(inside, key=len)!r} and more, and text is decoded without "
-                "special tokens: give the special token alone",
-            )
-    return {special[stop]: stop for stop in stops if stop in special}
+    special = special_tokens(tokenizer) if request.stop else {}
+    named = {special[stop]: stop for stop in request.stop if stop in special}
+    return Ends(eos, request.stop_token_ids, named, special)
 
 
 def special_tokens(tokenizer: Any | None) -> dict[str, int]:

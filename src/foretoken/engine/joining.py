@@ -21,7 +21,7 @@ def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -
     """What decides where the output ends.
 
     Raises:
-        ValueError: stop strings that are empty, that hold a special token and more, or without a tokenizer.
+        ValueError: stop strings that are empty, or without a tokenizer.
     """
     ends = ends_of(request, target, tokenizer)
     return Stopper(
@@ -31,6 +31,7 @@ def stopper_of(request: Request, target: LanguageModel, tokenizer: Any | None) -
         tokenizer,
         stop_ids=ends.stops,
         named=ends.named,
+        special=ends.special,
         include=request.include_stop,
         min_tokens=request.min_tokens,
     )
@@ -75,9 +76,6 @@ def rules(request: Request, target: LanguageModel, tokenizer: Any | None) -> lis
     """What a request's fields besides its sampling ask of the logits, in the order in which they are asked.
 
     With a constraint, ``ignore_eos`` means to go on for as long as the constraint lets it.
-
-    Raises:
-        OptionError: a stop string that cannot be met.
     """
     found: list[LogitsProcessor] = []
     ends = ends_of(request, target, tokenizer).ids

@@ -31,7 +31,7 @@ class Output:
         prompt_logprobs: of the prompt's tokens, where they were asked for; the first has none.
         rounds: what happened, round by round, with ``explain=True``.
         why: why it drafted as it did in the end, as the controller says.
-        note: one line for the user where the text ended before it began; empty otherwise.
+        note: one line for the user where the text shows nothing; empty otherwise.
     """
 
     text: str
@@ -114,8 +114,12 @@ class Pieces:
             list(emission.rounds),
             prompt,
             run.why if final else "",
-            note_of(run, self._tokenizer) if final else "",
+            note_of(run, self._tokenizer, self._whole(run)) if final else "",
         )
+
+    def _whole(self, run: Running) -> str:
+        """The text of a finished request."""
+        return self._text.text[: run.stopper.cut] + run.stopper.suffix
 
     def _certain(self, run: Running, final: bool) -> str:
         """New text; what may still turn out to be the beginning of a stop string is held back."""
@@ -154,23 +158,32 @@ def output_of(run: Running, tokenizer: Any | None) -> Output:
         run.prompt_logprobs if run.request.prompt_logprobs is not None else None,
         run.rounds,
         run.why,
-        note_of(run, tokenizer),
+        note_of(run, tokenizer, text),
     )
 
 
-def note_of(run: Running, tokenizer: Any | None) -> str:
-    """Why a finished text has nothing in it, if it has not."""
-    stopper, alone = run.stopper, len(run.output) == 1
+def note_of(run: Running, tokenizer: Any | None, text: str) -> str:
+    """Why a finished text shows nothing; empty where it shows something, or where there is no tokenizer to show it."""
+    stopper, ids = run.stopper, run.output
     if run.finish_reason == "stop" and stopper.reason is not None:
-        empty = stopper.cut == 0 if stopper.cut is not None else alone and not stopper.suffix
-        return f"the answer began with what was to stop it, {stopper.reason!r}" if empty else ""
-    if run.finish_reason != "eos" or not alone:
+        empty = not stopper.suffix and (stopper.cut == 0 if stopper.cut is not None else len(ids) == 1)
+        if empty:
+            return f"the answer began with what was to stop it, {stopper.reason!r}"
+    ended_at_once = run.finish_reason == "eos" and len(ids) == 1
+    if not ids or text.strip() or (tokenizer is None and not ended_at_once):
         return ""
+    if run.finish_reason != "eos":
+        return f"all that was written, {_count(ids, 'token')}, is white space or special tokens"
+    when = "at once" if ended_at_once else f"after {_count(ids[:-1], 'blank token')}"
+    token = ids[-1] if tokenizer is None else tokenizer.convert_ids_to_tokens(int(ids[-1]))
+    note = f"the model ended its answer {when}, with {token}"
     if _lacks_template(run.request.prompt, tokenizer):
-        return (
-            "the model ended its turn at once: the prompt was given without its chat template; use llm.chat or messages"
-        )
-    return "the model ended its text at once, with its first token"
+        note += ": the prompt was given without the model's chat template, which llm.chat and messages apply"
+    return note
+
+
+def _count(ids: Sequence[int], what: str) -> str:
+    return f"{len(ids)} {what}{'' if len(ids) == 1 else 's'}"
 
 
 def _lacks_template(prompt: Sequence[int], tokenizer: Any | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,13 +14,14 @@ class Detokenizer:
 
     Args:
         tokenizer: a Transformers tokenizer, or ``None`` (no text).
+        special: write special tokens, too.
     """
 
     CONTEXT = 16
     """Tokens kept as left context, at least: decoding a token may depend on the ones before it."""
 
-    def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any | None, special: bool = False) -> None:
+        self._tokenizer, self._skip = tokenizer, not special
         self._ids: list[int] = []
         self._start = self._shown = 0
         self._before = ""  # the text of what lies between start and shown
@@ -52,7 +54,53 @@ class Detokenizer:
         return new
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True)) if ids and self._tokenizer else ""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._skip)) if ids and self._tokenizer else ""
+
+
+class Strings:
+    """Looks for strings in the text of a growing token list, token by token.
+
+    Args:
+        tokenizer: a Transformers tokenizer.
+        strings: what to look for.
+        special: ids of special tokens, whose text is a part of what the strings are looked for in; without any, special
+            tokens have no text.
+    """
+
+    def __init__(self, tokenizer: Any, strings: Sequence[str], special: frozenset[int] = frozenset()) -> None:
+        self._tokenizer, self._strings, self._special = tokenizer, strings, special
+        self._text = Detokenizer(tokenizer, special=bool(special))
+        self._ids: list[int] = []
+        self._begins: list[int] = []  # of every token's text
+        self._old = 0
+
+    def push(self, token: int) -> None:
+        """Append a token."""
+        self._old = len(self._text.text)
+        self._ids.append(token)
+        self._begins.append(self._old)
+        self._text.push([token])
+
+    def match(self) -> tuple[int, str] | None:
+        """The first string that the last token completed, and where it begins in the text without special tokens."""
+        text = self._text.text
+        # A match may begin in the text of earlier tokens, and ends in this one's.
+        places = ((text.find(s, max(0, self._old - len(s) + 1)), s) for s in self._strings)
+        first = min(((place, s) for place, s in places if place >= 0), default=None)
+        if first is None or not self._special:
+            return first
+        return self._shown(first[0]), first[1]
+
+    def _shown(self, place: int) -> int:
+        """How much text without special tokens there is before a place in the text with them."""
+        token = bisect_right(self._begins, place) - 1
+        before = Detokenizer(self._tokenizer)
+        for one in self._ids[:token]:  # one by one: half a character at the end holds back its own text alone
+            before.push([one])
+        if self._ids[token] not in self._special:
+            return len(before.text) + place - self._begins[token]
+        before.flush()
+        return len(before.text)
 
 
 class Stopper:
@@ -65,14 +113,16 @@ class Stopper:
         tokenizer: needed for stop strings.
         stop_ids: other ids that end the text, as if they were stop strings.
         named: ids of special tokens whose text is a stop string; they end the text as that string does.
+        special: ids of special tokens by their text: stop strings that hold one and more are looked for in the text
+            with special tokens, as Transformers does.
         include: leave the stop string in the text.
         min_tokens: a stop string ends the text only where a later token than so many completes it, wherever the string
             began; one that is complete earlier is text like any other.  (Ids that come earlier do end the text: a
             processor lets them come only where nothing else may follow.)
 
     Attributes:
-        cut: how much of the text is kept, where a stop string ended it.
-        suffix: what the text has behind that: the stop string, where it is a special token's and was asked for.
+        cut: how much of the text (without special tokens) is kept, where a stop string ended it.
+        suffix: what the text has behind that: the stop string, where it was asked for.
         reason: the stop string or the id that ended it.
     """
 
@@ -85,6 +135,7 @@ class Stopper:
         *,
         stop_ids: frozenset[int] = frozenset(),
         named: Mapping[int, str] | None = None,
+        special: Mapping[str, int] | None = None,
         include: bool = False,
         min_tokens: int = 0,
     ) -> None:
@@ -96,7 +147,11 @@ class Stopper:
         self._stop_ids, self._include, self._least = stop_ids, include, min_tokens
         self._named: Mapping[int, str] = named or {}
         self.reason: str | int | None = None
-        self._text = Detokenizer(tokenizer) if stop else None
+        mixed = [s for s in stop if any(text in s for text in special or ()) and s not in self._named.values()]
+        plain = [s for s in stop if s not in mixed and s not in self._named.values()]
+        ids = frozenset((special or {}).values())
+        self._watched = [Strings(tokenizer, plain)] if plain else []
+        self._watched += [Strings(tokenizer, mixed, ids)] if mixed else []
         self._count = 0
         self.cut: int | None = None
         self.suffix = ""
@@ -114,28 +169,22 @@ class Stopper:
             if token in self._stop_ids:
                 self.reason = token
                 return i + 1, "stop"
-            if self._text is not None and self._matches(token):
+            if self._matches(token):
                 return i + 1, "stop"
             if self._count >= self._max:
                 return i + 1, "length"
         return len(tokens), None
 
     def _matches(self, token: int) -> bool:
-        written = self._text
-        if written is None:
-            return False
-        old = len(written.text)
-        written.push([token])
-        text = written.text
+        for watched in self._watched:
+            watched.push(token)
         if self._count <= self._least:
             return False
-        # A match may begin in the text of earlier tokens, and ends in this one's.
-        found = ((text.find(s, max(0, old - len(s) + 1)), s) for s in self._stop)
-        places = [(place, s) for place, s in found if place >= 0]
-        if places:
-            self.cut, self.reason = min(places)
-            self.cut += len(self.reason) if self._include else 0
-        return bool(places)
+        matches = [match for watched in self._watched if (match := watched.match()) is not None]
+        if matches:
+            self.cut, self.reason = min(matches)
+            self.suffix = self.reason if self._include else ""
+        return bool(matches)
 
     @property
     def held_back(self) -> int:

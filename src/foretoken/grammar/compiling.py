@@ -94,7 +94,7 @@ def _schema(spec: Any) -> Any:
         except json.JSONDecodeError as error:
             raise ValueError(f"the schema is no JSON: {error}") from None
     if not isinstance(spec, dict | bool):
-        raise ValueError(f"a schema is an object, not a {type(spec).__name__}")
+        raise ValueError(f"a schema is an object, not a value of type {type(spec).__name__}")
     if _depth(spec) > DEEPEST:
         raise ValueError(f"the schema is nested more than {DEEPEST} levels deep")
     if len(json.dumps(spec)) > LONGEST:

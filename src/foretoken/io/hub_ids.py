@@ -47,7 +47,7 @@ def place_of(source: str) -> str:
 
     if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT, int(time.monotonic() / REMEMBERED_S)):
         return source
-    folder = _cached_folder(source)
+    folder = cached_folder(source)
     if folder is not None:
         return folder
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
@@ -57,7 +57,8 @@ def place_of(source: str) -> str:
     )
 
 
-def _cached_folder(source: str) -> str | None:
+def cached_folder(source: str) -> str | None:
+    """The folder of a hub id in the hub's cache; ``None`` where it is not there."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     files = [try_to_load_from_cache(source, file, cache_dir=constants.HF_HUB_CACHE) for file in FILES]

@@ -33,6 +33,8 @@ VARIANTS = (
     "arrow_config", "kasa_config", "monteclora_config", "velora_config",
 )  # fmt: skip
 """Settings of PEFT that change what the tensors mean; all of them are off in a plain LoRA."""
+PROMPTS = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT")
+"""Kinds of PEFT's adapters that are no update of weights."""
 PLAIN = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "orthogonal")}
 """The same with the values that a plain LoRA has; other starts (``"pissa"``, ``"olora"``) change the base model too."""
 
@@ -67,6 +69,11 @@ def read_adapter(folder: Path) -> AdapterConfig:
             scale = alpha / (rank**0.5 if found.get("use_rslora") else rank)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         raise LoadError(f"{file} is damaged or half-written: copy it again") from None
+    if kind in PROMPTS:
+        raise LoadError(
+            f"{file} is an adapter of the type {kind!r}, which puts learnt rows before or beside every text and cannot "
+            f"be merged: load the model that it is for, {base or 'which it does not name'}, or one with a LORA"
+        )
     if kind != "LORA":
         raise LoadError(f"{file} is an adapter of the type {kind!r}, and only LORA can be merged: merge it with PEFT")
     variants = [name for name in VARIANTS if found.get(name)]

@@ -1,22 +1,23 @@
-"""Where checkpoints are, and whether a folder holds a whole one: found before Transformers reads it."""
+"""What is read of checkpoints with the libraries that read them; where they are is :mod:`foretoken.io.checkpoints`."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from safetensors import safe_open
 
-from foretoken.io import hub_ids
-
-BUILTIN = "builtin"
-ZOO = Path(__file__).parent.parent / "zoo"
-ADAPTER_CONFIG = "adapter_config.json"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-
-class LoadError(ValueError):
-    """A model or tokenizer could not be loaded; the message says what to do."""
+from foretoken.io.checkpoints import ADAPTER_CONFIG as ADAPTER_CONFIG
+from foretoken.io.checkpoints import BUILTIN as BUILTIN
+from foretoken.io.checkpoints import PICKLES as PICKLES
+from foretoken.io.checkpoints import ZOO as ZOO
+from foretoken.io.checkpoints import LoadError as LoadError
+from foretoken.io.checkpoints import check_folder as check_folder
+from foretoken.io.checkpoints import is_adapter as is_adapter
+from foretoken.io.checkpoints import is_builtin as is_builtin
+from foretoken.io.checkpoints import is_gguf as is_gguf
+from foretoken.io.checkpoints import local_folder as local_folder
+from foretoken.io.checkpoints import place_of as place_of
+from foretoken.io.checkpoints import resolve as resolve
 
 
 def cause_of(error: Exception) -> str:
@@ -27,78 +28,6 @@ def cause_of(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def place_of(path: str) -> str:
-    """Where Transformers reads a folder or a hub id from (:func:`foretoken.io.hub_ids.place_of`).
-
-    Raises:
-        LoadError: neither is there, and the hub does not answer.
-    """
-    try:
-        return hub_ids.place_of(path)
-    except hub_ids.UnreachableError as error:
-        raise LoadError(str(error)) from None
-
-
-def resolve(name: str | Path, role: str = "target") -> str:
-    """``builtin`` -> the zoo's folder, a local folder -> itself, anything else -> a hub id, unchanged.
-
-    ``builtin:NAME`` is a low-rank update of the built-in target, or another whole model with its tokenizer.
-
-    Raises:
-        LoadError: an unknown NAME; lists the valid ones.
-    """
-    if str(name) == BUILTIN:
-        return str(ZOO / role)
-    if not is_builtin(name):
-        return str(name)
-    others = {f"{BUILTIN}:{folder.name}": folder for folder in sorted(ZOO.glob("*")) if _is_other(folder)}
-    if str(name) not in others:
-        raise LoadError(f"unknown built-in model {str(name)!r}: choose one of {', '.join([BUILTIN, *others])}")
-    return str(others[str(name)])
-
-
-def _is_other(folder: Path) -> bool:
-    """Whether a folder of the zoo is a model beside the built-in target and its draft model."""
-    whole = (folder / "config.json").exists() and folder.name not in ("target", "draft")
-    return whole or is_adapter(folder)
-
-
-def is_builtin(source: object) -> bool:
-    """Whether a source is the built-in target, an update of it or a model beside it: all have the same tokenizer."""
-    return str(source).split(":")[0] == BUILTIN
-
-
-def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an update of a model and no whole one."""
-    return (folder / ADAPTER_CONFIG).exists() and not (folder / "config.json").exists()
-
-
-def check_folder(folder: Path) -> None:
-    """Look at a local checkpoint before Transformers does.
-
-    Raises:
-        LoadError: no config, only pickled weights, missing or half-written safetensors files.
-    """
-    if not folder.is_dir():
-        raise LoadError(f"{folder} is not a folder with a model (config.json and *.safetensors)")
-    if not (folder / "config.json").exists():
-        raise LoadError(f"{folder} has no config.json: point to a Hugging Face model folder")
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        pickles = [p.name for p in folder.iterdir() if p.suffix in PICKLES]
-        if pickles:
-            raise LoadError(
-                f"{folder} holds pickled weights only ({pickles[0]}), which can run code when loaded: "
-                "convert them with save_pretrained(safe_serialization=True)"
-            )
-        raise LoadError(f"{folder} holds no *.safetensors weights: the checkpoint is incomplete")
-    missing = _indexed_shards(folder / "model.safetensors.index.json") - {p.name for p in shards}
-    if missing:
-        raise LoadError(f"{folder} lacks {sorted(missing)[0]}: copy the missing shards and try again")
-    for shard in shards:
-        _check_shard(shard)
-
-
 def file_of(folder: Path, tensor: str) -> Path:
     """The file that holds a tensor; the folder itself where none has one of that name."""
     for shard in sorted(folder.glob("*.safetensors")):
@@ -106,27 +35,3 @@ def file_of(folder: Path, tensor: str) -> Path:
             if tensor in opened.keys():  # noqa: SIM118 (no mapping)
                 return shard
     return folder
-
-
-def _indexed_shards(index: Path) -> set[str]:
-    """File names that a shard index lists; none when there is no index."""
-    if not index.exists():
-        return set()
-    try:
-        return set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise LoadError(f"{index} is damaged or half-written: copy it again") from None
-
-
-def _check_shard(shard: Path) -> None:
-    """A safetensors file says in its header how long it must be."""
-    size = shard.stat().st_size
-    try:
-        with shard.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_size))
-        end = 8 + header_size + max(v["data_offsets"][1] for k, v in header.items() if k != "__metadata__")
-    except (ValueError, KeyError, TypeError, MemoryError, OverflowError):
-        raise LoadError(f"{shard} is no safetensors file: it is damaged or half-written, copy it again") from None
-    if size < end:
-        raise LoadError(f"{shard} has {size} of {end} bytes: it was half-written, copy it again")

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from foretoken.loading.checkpoints import BUILTIN, is_builtin, resolve
+from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.models import load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.models import wrap
@@ -52,16 +53,27 @@ def build_draft_model(
     return draft
 
 
-def given_draft_model(network: Any, target: LanguageModel, tokenizer: Any | None) -> LanguageModel:
-    """A draft model that is handed in as a ``PreTrainedModel``, checked against the target like one from a folder.
+def given_draft_model(given: Any, target: LanguageModel, tokenizer: Any | None) -> LanguageModel:
+    """A draft model that is handed in, checked against the target like one from a folder.
+
+    Args:
+        given: a ``PreTrainedModel``, which may be the target's own network, or a :class:`LanguageModel`.
+        target: what it drafts for.
+        tokenizer: the target's, if there is one.
 
     Raises:
-        ValueError: another vocabulary or tokenizer than the target's.
+        ValueError: no model that can be decoded, the target itself, or another vocabulary or tokenizer than the
+            target's.
     """
-    draft, name = wrap(network), type(network).__name__
+    given = unwrapped(given)
+    check_handed_in(given)
+    name = type(given).__name__
+    if given is target:
+        raise ValueError(f"this {name} is the target itself, whose texts are its own: give its .model to draft with it")
+    draft = given if isinstance(given, LanguageModel) else wrap(given)
     check_vocabularies(target, draft, name)
-    if tokenizer is not None:
-        check_same_tokenizer(tokenizer, load_tokenizer(network), name)
+    if tokenizer is not None and not isinstance(given, LanguageModel):
+        check_same_tokenizer(tokenizer, load_tokenizer(given), name)
     return draft
 
 

@@ -7,18 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from foretoken.core import with_article
 from foretoken.drafters.base import BuildContext, Drafter, Verify
 from foretoken.drafters.ensemble import EnsembleDrafter
+from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.nested import works_nested
+from foretoken.drafters.nets.store import IMPORTED
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
-from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model
+from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model
 from foretoken.loading.native_heads import has_head, read_head
 from foretoken.models.base import LanguageModel
 from foretoken.registry import convert_options, find, parse_spec, rows, split_specs
 from foretoken.verifiers.compatibility import inner_rule
 
+Part = str | Drafter | LanguageModel | nn.Module
+"""What a drafter can be given as."""
+ACCEPTED = 'give a spec string ("ngram,k=8", "model:PATH"), a drafter, a draft model, a list of these, or None'
 DEFAULT_GROUP = "router,drafters=(model,k=8|ngram,k=10)"
 
 
@@ -46,14 +52,9 @@ class LoadingContext(BuildContext):
         """By its row in the registry."""
         if spec == "none":
             return None
-        parsed = parse_spec(spec)
-        row = find("drafter", parsed.name)
-        cls = row.load()
-        options = convert_options("drafter", parsed.name, cls, parsed.options)
+        cls, path, options = _read_spec("drafter", spec)
         builder = getattr(cls, "build", None)
-        if builder is None and parsed.path is not None:
-            raise ValueError(f"drafter {parsed.name!r} takes no path; its options: {row.example}")
-        built: Drafter = cls(**options) if builder is None else builder(parsed.path, self, **options)
+        built: Drafter = cls(**options) if builder is None else builder(path, self, **options)
         built.spec = spec
         return built
 
@@ -62,9 +63,25 @@ class LoadingContext(BuildContext):
         chosen = default_members(self.target, self.source)[:most] if specs is None else split_specs(specs)
         return self.group(chosen)
 
-    def group(self, specs: Sequence[str | Drafter]) -> list[Drafter]:
-        """The drafters of a list of specs and drafters."""
-        found = [spec if isinstance(spec, Drafter) else self.drafter(spec) for spec in specs]
+    def part(self, given: Part | None) -> Drafter | None:
+        """The drafter that a spec, a drafter or a draft model stands for.
+
+        Raises:
+            ValueError: it is none of these; or what it stands for does not fit.
+        """
+        if given is None or isinstance(given, Drafter):
+            return given
+        if isinstance(given, str):
+            return self.drafter(given)
+        if isinstance(given, Path):
+            raise ValueError(f"a path is no drafter: give model:{given} for a draft model, or NAME:{given}")
+        if isinstance(given, LanguageModel) or (isinstance(given, nn.Module) and not isinstance(given, type)):
+            return ModelDrafter(given_draft_model(given, self.target, self.tokenizer), target=self.target)
+        raise ValueError(f"{with_article(type(given).__name__)} is no drafter: {ACCEPTED}")
+
+    def group(self, specs: Sequence[Part | None]) -> list[Drafter]:
+        """The drafters of a list of specs, drafters and draft models."""
+        found = [self.part(spec) for spec in specs]
         if None in found:
             raise ValueError("a list of drafters cannot hold 'none': leave it out")
         return [drafter for drafter in found if drafter is not None]
@@ -97,23 +114,49 @@ class LoadingContext(BuildContext):
         return read_head(getattr(self.target, "model", None))
 
 
+def check_specs(**specs: Any) -> None:
+    """Find what is wrong with spec strings, by role, before a model is loaded for them; objects are left alone.
+
+    Raises:
+        ValueError: an unknown name or option, a value of the wrong type, or a path for what takes none.
+    """
+    for role, given in specs.items():
+        for spec in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(spec, str) and spec not in ("auto", "none"):
+                _read_spec(role, spec)
+
+
+def _read_spec(role: Any, spec: str) -> tuple[type[Any], str | None, dict[str, Any]]:
+    """The class that a spec names, its path and its options."""
+    parsed = parse_spec(spec)
+    row = find(role, parsed.name)
+    cls = row.load()
+    options = convert_options(role, parsed.name, cls, parsed.options)
+    if parsed.path is not None and not hasattr(cls, "build"):
+        more = f"; its options: {row.example}" if role == "drafter" else ""
+        raise ValueError(f"{role} {parsed.name!r} takes no path{more}")
+    return cls, parsed.path, options
+
+
 def build_drafter(
-    spec: str | Drafter | Sequence[str | Drafter] | None,
+    spec: Part | Sequence[Part] | None,
     target: LanguageModel,
     *,
     target_source: Any = BUILTIN,
     tokenizer: Any | None = None,
     device: str | torch.device | None = None,
 ) -> Drafter | None:
-    """A drafter from a spec string; the ensemble of a list of spec strings and drafters.
+    """A drafter from a spec string or a draft model; the ensemble of a list of spec strings, drafters and draft models.
 
     Raises:
-        ValueError: unknown name or option, an empty list, or a draft model that does not fit the target.
+        ValueError: something else, an unknown name or option, an empty list, or a draft model that does not fit.
     """
     if spec is None or isinstance(spec, Drafter):
         return spec
     context = LoadingContext(target, target_source, tokenizer, device)
-    return context.drafter(spec) if isinstance(spec, str) else EnsembleDrafter(context.group(spec))
+    if isinstance(spec, list | tuple):
+        return EnsembleDrafter(context.group(spec))
+    return context.part(spec)  # type: ignore[arg-type]
 
 
 def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
@@ -170,5 +213,9 @@ def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
         return ZOO / name
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder with a trained drafter: make one with `foretoken train {name}`")
+        theirs = f", or import another project's with `foretoken import MODEL FOLDER --out {path}`"
+        raise ValueError(
+            f"{folder} is not a folder with a trained drafter: make one with `foretoken train {name}`"
+            f"{theirs if name in IMPORTED else ''}"
+        )
     return folder

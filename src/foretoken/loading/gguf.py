@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.loading.checkpoints import LoadError
+from foretoken.loading.checkpoints import is_gguf as is_gguf
 
 if TYPE_CHECKING:
     from foretoken.models.gguf import GgufModel
     from foretoken.models.gguf_tokenizer import GgufTokenizer
 
-SUFFIX = ".gguf"
 REASONS = {
     "dtype": "its weights are stored as they run; choose a file with other weights",
     "device": "it runs where llama.cpp was built for",
@@ -23,19 +23,6 @@ REASONS = {
 """Why a GGUF file does not take an option."""
 USUAL = (None, "", "auto", False)
 """Values of an option that ask for nothing."""
-
-
-def is_gguf(source: object) -> bool:
-    """Whether a source is the path of a GGUF file: by its name, or by how it starts."""
-    if not isinstance(source, str | Path):
-        return False
-    if str(source).lower().endswith(SUFFIX):
-        return True
-    path = Path(source).expanduser()
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
 
 
 def load_gguf(path: str | Path, **options: Any) -> GgufModel:

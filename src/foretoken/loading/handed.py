@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from foretoken.core import with_article
 from foretoken.loading.checkpoints import LoadError
+from foretoken.loading.stored import check_method
 from foretoken.models.base import LanguageModel
 from foretoken.models.placement import has_no_weights
 
@@ -41,50 +43,65 @@ def check_handed_in(source: Any) -> None:
         raise LoadError(_what(source))
     name = type(source).__name__
     if name == "FullyShardedDataParallel":
-        raise LoadError(f"a {name} keeps a part of every weight here: save it, and load its path")
+        raise LoadError(f"{with_article(name)} keeps a part of every weight here: save it, and load its path")
     if not hasattr(getattr(source, "config", None), "get_text_config"):
-        raise LoadError(f"a {name} is no Transformers model (it has no configuration): {EXPECTED}")
+        raise LoadError(f"{with_article(name)} is no Transformers model (it has no configuration): {EXPECTED}")
     if getattr(source.config, "is_encoder_decoder", False):
         raise LoadError(f"{name} is an encoder and a decoder, and only decoders alone are run: give a causal model")
-    tuned = _prompt_tuning(source)
-    if tuned:
+    check_method(getattr(source.config, "quantization_config", None), name)
+    shared = next((type(weight).__name__ for weight in source.parameters() if hasattr(weight, "device_mesh")), "")
+    if shared:
         raise LoadError(
-            f"{name} puts learnt rows before every text ({tuned}), which is not supported: merge a LoRA instead, or "
-            "give the model without its adapter"
+            f"{with_article(name)} keeps a part of every weight in each of several processes ({shared}): save it, and "
+            "load its path, with tensor_parallel=N to split it here"
         )
+    _check_adapters(source, name)
     if has_no_weights(source):
         raise LoadError(f"{name} has no weights (they are on the device meta): load it with from_pretrained")
 
 
 def _what(source: Any) -> str:
     """One line about something that is no network."""
-    kind = type(source).__name__
+    kind = with_article(type(source).__name__)
     if source is None:
         return f"no model was given (None): {EXPECTED}"
     if isinstance(source, type):
         return f"{source.__name__} is a class: give {source.__name__}.from_pretrained(PATH), or the path itself"
     if isinstance(getattr(source, "model", None), nn.Module):
-        return f"a {kind} is no model, but it has one: give its .model, with tokenizer=(its .tokenizer)"
+        return f"{kind} is no model, but it has one: give its .model, with tokenizer=(its .tokenizer)"
     if hasattr(source, "convert_ids_to_tokens"):
-        return f"a {kind} is a tokenizer: give it as tokenizer=..., and as the model the path it was loaded from"
+        return f"{kind} is a tokenizer: give it as tokenizer=..., and as the model the path it was loaded from"
     if hasattr(source, "get_text_config"):
-        return f"a {kind} has no weights: give the model, or the path that the configuration was loaded from"
+        return f"{kind} has no weights: give the model, or the path that the configuration was loaded from"
     if isinstance(source, Mapping):
-        return f"a {kind} of weights or settings is no model: give a model that has them, or save it and give its path"
-    return f"a {kind} is no model: {EXPECTED}"
+        return f"{kind} of weights or settings is no model: give a model that has them, or save it and give its path"
+    return f"{kind} is no model: {EXPECTED}"
 
 
-def _prompt_tuning(model: nn.Module) -> str:
-    """The kind of an active PEFT adapter that adds rows to the prompt (prompt tuning, prefix tuning); else empty."""
+def _check_adapters(model: nn.Module, name: str) -> None:
+    """Refuse an active PEFT adapter that is not in the layers of the model that it wraps."""
+    for settings in _active(model):
+        kind = getattr(settings, "peft_type", "prompt learning")
+        kind = str(getattr(kind, "value", kind))
+        if getattr(settings, "is_prompt_learning", False):
+            raise LoadError(
+                f"{name} puts learnt rows before every text ({kind}), which is not supported: merge a LoRA instead, or "
+                "give the model without its adapter"
+            )
+        if getattr(settings, "is_adaption_prompt", False) or kind == "ADAPTION_PROMPT":
+            raise LoadError(
+                f"{name} wraps a model whose attention has learnt rows ({kind}): give that model, its get_base_model()"
+            )
+
+
+def _active(model: nn.Module) -> list[Any]:
+    """Settings of the adapters that a wrapper of PEFT has switched on.
+
+    What adapters are switched on within a model's own layers (as Transformers' ``active_adapters()`` tells) is no
+    matter: those run with the layers.
+    """
     settings = getattr(model, "peft_config", None)
-    if not isinstance(settings, Mapping):
-        return ""
-    active: Any = getattr(model, "active_adapter", None) or getattr(model, "active_adapters", None)
-    names = [active] if isinstance(active, str) else list(active() if callable(active) else active or settings)
-    chosen = [settings[name] for name in names if name in settings]
-    return next((_kind(one) for one in chosen if getattr(one, "is_prompt_learning", False)), "")
-
-
-def _kind(settings: Any) -> str:
-    kind = getattr(settings, "peft_type", "prompt learning")
-    return str(getattr(kind, "value", kind))
+    active = getattr(model, "active_adapter", None) or getattr(model, "_active_adapter", None)
+    if not isinstance(settings, Mapping) or active is None or callable(active):
+        return []
+    return [settings[name] for name in ([active] if isinstance(active, str) else active) if name in settings]

@@ -9,18 +9,19 @@ import torch
 
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import (
-    BUILTIN,
     LoadError,
     cause_of,
     check_folder,
     file_of,
     is_adapter,
+    local_folder,
     place_of,
     resolve,
 )
 from foretoken.loading.gguf import is_gguf, load_gguf
 from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.memory import moved
+from foretoken.loading.stored import check_method, check_storage, quantisation_of
 from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
@@ -29,7 +30,7 @@ from foretoken.models.inflated import InflatedModel
 from foretoken.models.inflation import inflate as inflate_network
 from foretoken.models.inflation import shape_for
 from foretoken.models.packing import check_packable
-from foretoken.models.quantised_linear import quantise_linears
+from foretoken.models.quantised_linear import check_kind, quantise_linears
 
 DTYPES = {
     "float32": torch.float32,
@@ -81,6 +82,8 @@ def load_model(
         return load_parallel(source, tensor_parallel, dtype=dtype, device=device, exact=exact, **others)
     if is_gguf(source):
         return load_gguf(source, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
+    if quantize is not None:
+        check_kind(quantize)
     ours = pack is True or (pack == "auto" and exact != "approximate")
     if quantize is not None and inflate is None and not isinstance(source, str | Path):
         raise ValueError("quantize=... changes weights, and a model that is handed in is not ours: give its path")
@@ -92,8 +95,8 @@ def load_model(
         return source
     given = not isinstance(source, str | Path)
     network = source if given else _load_network(source, role, dtype, device)
-    if role == "draft" and not given:
-        _check_draft(network, Path(resolve(source, role)).expanduser())
+    if not given and (role == "draft" or quantize is not None):
+        _check_finite(network, source, role)
     if pack is True:
         check_packable(network)
     if quantize is not None:
@@ -102,11 +105,13 @@ def load_model(
     return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(source))
 
 
-def _check_draft(network: Any, folder: Path) -> None:
-    """Refuse a draft model whose weights are not finite: nobody would see more of it than that no draft is right."""
+def _check_finite(network: Any, source: str | Path, role: str) -> None:
+    """Refuse weights that are not finite where nobody would find them later: of a draft model nobody would see more
+    than that no draft is right, and quantised weights do not show what they were made from."""
     name = first_not_finite(weights_of(network))
     if name is not None:
-        raise LoadError(f"{name} in {file_of(folder, name)} holds NaN or inf: {REMEDY}")
+        file = file_of(Path(resolve(source, role)).expanduser(), name)
+        raise LoadError(f"{name} in {file} holds NaN or inf: {REMEDY}")
 
 
 def _load_inflated(
@@ -124,6 +129,8 @@ def _load_inflated(
     if isinstance(source, LanguageModel):
         raise ValueError(f"only a checkpoint or a Transformers model can be inflated, not {type(source).__name__}")
     small = _load_network(source, role, dtype, device) if isinstance(source, str | Path) else source
+    if quantize is not None and small is not source:
+        _check_finite(small, source, role)
     shape = shape_for(small.config.get_text_config(), size)
     big = inflate_network(small, shape)
     if quantize is not None:
@@ -136,14 +143,13 @@ def _load_network(
 ) -> Any:
     """The ``PreTrainedModel`` of a path, a hub id or ``"builtin"``, checked before it is read."""
     wanted, device = parse_dtype(dtype), parse_device(device)
-    path = resolve(source, role)
-    local = Path(path).expanduser()
+    local = local_folder(source, role)
+    if local is None:
+        return _from_pretrained(place_of(resolve(source, role)), wanted, device)
     if is_adapter(local):
         return _load_updated(local, dtype, device)
-    if local.exists() or str(source) == BUILTIN or path.startswith((".", "/", "~")):
-        check_folder(local)
-        path = str(local)
-    return _from_pretrained(place_of(path), wanted, device)
+    check_folder(local)
+    return _from_pretrained(str(local), wanted, device)
 
 
 def _load_updated(folder: Path, dtype: str | torch.dtype | None, device: str | torch.device | None) -> Any:
@@ -175,6 +181,9 @@ def _from_pretrained(
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as hf_logging
 
+    told = quantisation_of(path)
+    check_method(told, path)
+    place = f"{path} (quantised with {told['quant_method']})" if told.get("quant_method") else path
     before = hf_logging.get_verbosity()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
@@ -189,35 +198,24 @@ def _from_pretrained(
             **({} if split is None else {"distributed_config": split}),
         )
     except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
-        raise LoadError(f"cannot load a model from {path}{_quantised(path)}: {cause_of(error)}") from error
+        raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
     finally:
         hf_logging.set_verbosity(before)
         hf_logging.enable_progress_bar()
     model, info = loaded
+    if not told:  # else Transformers has read it with the package that wrote it
+        check_storage(model, path, info.get("unexpected_keys", ()))
     for key, found, wanted in sorted(info.get("mismatched_keys", ())):
         raise LoadError(
-            f"{path}{_quantised(path)} has a config.json that does not fit its weights: {key} is {list(found)} in the "
+            f"{place} has a config.json that does not fit its weights: {key} is {list(found)} in the "
             f"file and {list(wanted)} in the configuration; copy both from the same checkpoint"
         )
     missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
     if missing:
         raise LoadError(
-            f"{path}{_quantised(path)} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is "
-            "incomplete"
+            f"{place} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
         )
     return moved(model, device, path)
-
-
-def _quantised(path: str) -> str:
-    """In words, the package that a checkpoint says it was quantised with: most such failures are the want of it."""
-    from transformers import PreTrainedConfig
-
-    try:
-        told = PreTrainedConfig.get_config_dict(path)[0].get("quantization_config")
-    except Exception:  # whatever is wrong with the configuration, the first error has said it
-        return ""
-    method = told.get("quant_method") if isinstance(told, dict) else None
-    return f" (quantised with {method})" if method else ""
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

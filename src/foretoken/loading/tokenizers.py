@@ -65,6 +65,22 @@ def _damaged(folder: Path) -> str:
         return f"{TEMPLATE} is damaged (it is no text), copy it again"
     except OSError:
         pass
+    return _no_vocabulary(folder)
+
+
+def _no_vocabulary(folder: Path) -> str:
+    """That the file with the tokens is missing, or holds something else; empty where there is one."""
+    if not folder.is_dir() or any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
+        return ""
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return f"{file.name} is missing, copy it from where the model is from"
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # the package has no errors of its own
+        return f"{file.name} holds no tokenizer ({cause_of(error)}), copy it again"
     return ""
 
 

@@ -1,15 +1,16 @@
-"""One thread at a time in a network whose forward something is switched for.
+"""One thread at a time in a network whose forward something is switched for, and nobody else sees what is switched.
 
-Attention functions, hooks of taps and replaced sublayers are written on the network itself, which other threads may be
-using: through another :class:`~foretoken.models.base.LanguageModel` that wraps it, or through the hook for
-``model.generate``.
+Hooks of taps and replaced sublayers are written on the network itself, which other threads may be using: through
+another :class:`~foretoken.models.base.LanguageModel` that wraps it, through the hook for ``model.generate``, or without
+us, through Transformers' own ``generate``.  The first two wait for each other; for the third, what is switched looks
+at the thread that asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Lock, RLock
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Lock, RLock, get_ident, local
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -46,15 +47,71 @@ def alone(network: Any) -> Iterator[None]:
                 module.training = True
 
 
+def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A function for this thread alone: others get what ``elsewhere`` gives, or ``None``."""
+    thread = get_ident()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if get_ident() == thread:
+            return function(*args, **kwargs)
+        return None if elsewhere is None else elsewhere(*args, **kwargs)
+
+    return run
+
+
 @contextmanager
 def switched_attention(owner: Any) -> Iterator[None]:
-    """Use our attention for a forward, in which nobody else runs the model, then put back what was there."""
-    with alone(owner.model):
-        before = [config._attn_implementation_internal for config in owner._configs]
-        for config in owner._configs:
-            config._attn_implementation_internal = owner._attention
+    """Use our attention for a forward of this thread, in which no other of ours runs the model."""
+    with alone(owner.model), ExitStack() as classes:
+        for kind in {type(config) for config in owner._configs}:
+            classes.enter_context(_answering_by_thread(kind))
+        before = getattr(_NAMES, "by_config", {})
+        _NAMES.by_config = {**before, **{id(config): owner._attention for config in owner._configs}}
         try:
             yield
         finally:
-            for config, name in zip(owner._configs, before, strict=True):
-                config._attn_implementation_internal = name
+            _NAMES.by_config = before
+
+
+_NAMES = local()
+"""Of every thread: the attention that it uses, by the identity of the configuration that is asked for it."""
+_ANSWERING: dict[type, int] = {}
+"""How many forwards run with configurations of a class."""
+NAME = "_attn_implementation"
+
+
+@contextmanager
+def _answering_by_thread(kind: type) -> Iterator[None]:
+    """Inside the block configurations of a class name the attention of the thread that asks.
+
+    The name is not written on the configuration: other threads would read it there, and run without a causal mask.
+    """
+    with _GUARD:
+        count = _ANSWERING[kind] = _ANSWERING.get(kind, 0) + 1
+        if count == 1:
+            setattr(kind, NAME, _Answering(getattr(kind, NAME), kind.__dict__.get(NAME)))
+    try:
+        yield
+    finally:
+        with _GUARD:
+            _ANSWERING[kind] -= 1
+            if not _ANSWERING[kind]:
+                own = kind.__dict__[NAME].own
+                delattr(kind, NAME) if own is None else setattr(kind, NAME, own)
+
+
+class _Answering(property):
+    """The property of a class of configurations that names their attention, where a thread may have its own.
+
+    Args:
+        honest: what the class has otherwise, perhaps from a parent.
+        own: the same, if it is the class's own.
+    """
+
+    def __init__(self, honest: property, own: Any) -> None:
+        super().__init__(self._read, honest.fset)
+        self._honest, self.own = honest, own
+
+    def _read(self, config: Any) -> Any:
+        name = getattr(_NAMES, "by_config", {}).get(id(config))
+        return name if name is not None or self._honest.fget is None else self._honest.fget(config)

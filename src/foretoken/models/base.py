@@ -198,6 +198,7 @@ class LanguageModel(ABC):
         capabilities: what the model offers.
         run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
         run_rows: rows of hidden states that it computed in this time, padding included.
+        forward_name: what computes its forwards where no lean one does: ``"public"`` for Transformers' own.
         exactness: ``"bitwise"``: the bits of a token's logits do not depend on what is scored beside it, so that text
             with drafts, in batches and alone is the same; ``"rounding"``: near-ties may fall differently.
         exactness_why: how that is known, in words.
@@ -209,6 +210,7 @@ class LanguageModel(ABC):
     weights_version: int = 0
     _watch: Watch | None = None
 
+    forward_name: str = "public"
     exactness: str = "rounding"
     exactness_why: str = "this kind of model was not tried"
     refused: tuple[Refusal, ...] = ()
@@ -228,7 +230,7 @@ class LanguageModel(ABC):
     def describe(self) -> dict[str, Any]:
         """How the model runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``."""
         return {
-            "forward": "public" if not getattr(self, "is_lean", False) else "lean",
+            "forward": "lean" if getattr(self, "is_lean", False) else self.forward_name,
             "weights": str(getattr(self, "dtype", "")).removeprefix("torch."),
             "exactness": self.exactness,
             "exactness_why": self.exactness_why,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.models.alone import switched_attention
+from foretoken.models.alone import only_here, switched_attention
 from foretoken.models.base import CapabilityError
 from foretoken.models.cache import growing_cache
 from foretoken.models.masks import RowPlan, additive_mask
@@ -59,7 +59,7 @@ def embedding_rows(network: Any, ids: Tensor, rows: Tensor, first: int) -> Itera
     def after(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         return put_in(output, ids, rows, first)
 
-    handle = network.get_input_embeddings().register_forward_hook(after)
+    handle = network.get_input_embeddings().register_forward_hook(only_here(after))
     try:
         yield known_ids(ids, first)
     finally:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,8 @@ class GgufModel(LanguageModel):
         GgufError: the file cannot be opened, is no causal language model, or llama-cpp-python is missing.
         ValueError: a context or a number of threads below 1, or an unknown type of cache.
     """
+
+    forward_name = "llama.cpp"
 
     def __init__(
         self,
@@ -102,6 +105,10 @@ class GgufModel(LanguageModel):
                 file.seek(size * place // HASHED_PLACES)
                 found.update(file.read(4096))
         return f"{self.weights.architecture}-{found.hexdigest()}"
+
+    def describe(self) -> dict[str, Any]:
+        """How the model runs, as :meth:`LanguageModel.describe`."""
+        return {**super().describe(), "threads": self.threads}
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from foretoken.models.alone import only_here
 from foretoken.models.base import CapabilityError
 from foretoken.models.taps import decoder_layers
 
@@ -117,7 +118,7 @@ def running(model: nn.Module, plan: LayerPlan, hidden: Tensor | None = None) -> 
     try:
         if not plan.is_whole:
             layers = decoder_layers(model)
-            restores.append(layers[plan.start].register_forward_hook(_check_output).remove)
+            restores.append(layers[plan.start].register_forward_hook(only_here(_check_output)).remove)
             for index, layer in enumerate(layers):
                 inside = plan.start <= index < plan.end(len(layers))
                 if not inside:
@@ -136,8 +137,9 @@ def running(model: nn.Module, plan: LayerPlan, hidden: Tensor | None = None) -> 
 
 
 def _replace(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    """Set ``module.forward`` on the instance; the result puts back what was there."""
+    """Set ``module.forward`` on the instance, for this thread alone; the result puts back what was there."""
     own = module.__dict__.get("forward")
+    before = module.forward
 
     def restore() -> None:
         if own is None:
@@ -145,7 +147,7 @@ def _replace(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], Non
         else:
             module.__dict__["forward"] = own
 
-    module.__dict__["forward"] = forward
+    module.__dict__["forward"] = only_here(forward, before)
     return restore
 
 

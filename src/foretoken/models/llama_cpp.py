@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from foretoken.io.checkpoints import gguf_fault
+
 ERROR_LEVEL = 4
 """``GGML_LOG_LEVEL_ERROR``."""
-MAGIC = b"GGUF"
 TRUNCATED = ("not within the file bounds", "failed to read", "exceeds remaining file size")
 """What llama.cpp says of a file that ends before its header or its weights do."""
 
@@ -121,12 +122,9 @@ class Weights:
 
 
 def _check_magic(path: Path) -> None:
-    if not path.is_file():
-        raise GgufError(f"there is no file {path}: give the path of a GGUF file")
-    with path.open("rb") as file:
-        magic = file.read(4)
-    if magic != MAGIC:
-        raise GgufError(f"{path} is not a GGUF file: it starts with {magic!r} instead of {MAGIC!r}")
+    fault = gguf_fault(path)
+    if fault is not None:
+        raise GgufError(fault)
 
 
 def _refusal(path: Path, found: Library) -> str:

@@ -124,6 +124,41 @@ def _made(weight: Tensor, layout: str) -> Layout | None:
         return None
 
 
+class Home:
+    """A model in which projections take the place of linear layers.
+
+    Where its layers are is looked up once, and again only where somebody else has changed them: a walk through a model
+    of hundreds of layers for every one of them would take longer than to lay their weights out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._places: dict[int, tuple[nn.Module, str]] = {}
+        self._tied: set[int] = set()
+
+    def take_place(self, linears: Sequence[nn.Linear], projection: Projection) -> None:
+        """Let the projection that was made of ``linears``, one behind the other, take their place, so that there are no
+        two copies of their weights."""
+        start = 0
+        for linear in linears:
+            stop = start + linear.out_features
+            if projection.layout.name == "plain" and len(linears) > 1:
+                linear.weight = nn.Parameter(projection.weight[start:stop], requires_grad=False)
+            elif projection.layout.name != "plain":
+                parent, name = self._place_of(linear)
+                packed = PackedLinear(projection, start, stop, id(linear.weight) in self._tied)
+                setattr(parent, name, packed)
+                self._places[id(packed)] = (parent, name)
+            start = stop
+
+    def _place_of(self, linear: nn.Module) -> tuple[nn.Module, str]:
+        place = self._places.get(id(linear))
+        if place is None or getattr(place[0], place[1], None) is not linear:
+            self._places = {id(child): (parent, name) for parent, name, child in _children(self.model)}
+            self._tied = _embedded(self.model)
+        return self._places[id(linear)]
+
+
 @dataclass(frozen=True)
 class Packing:
     """How linear layers of a model become projections.
@@ -131,13 +166,13 @@ class Packing:
     Attributes:
         layout: of their weights, ``"auto"`` or a name of :mod:`foretoken.models.layouts`.
         blocks: whether a row's bits must not depend on how many rows there are.
-        home: the model in which projections take the place of the layers that they are made of; ``None``: they are
-            copies beside it.
+        home: where projections take the place of the layers that they are made of; ``None``: they are copies beside
+            the model.
     """
 
     layout: str = "auto"
     blocks: bool = False
-    home: nn.Module | None = None
+    home: Home | None = None
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype, device: torch.device, blocks: bool, in_place: bool) -> Packing:
@@ -145,7 +180,7 @@ class Packing:
         shapes = [tuple(m.weight.shape) for m in plain_linears(model)]
         narrow = dtype in NARROW and shapes
         layout = fastest_layout(dtype, shapes, usable_layouts(dtype, device)) if narrow else "auto"
-        return cls(layout, blocks, model if in_place else None)
+        return cls(layout, blocks, Home(model) if in_place else None)
 
     @property
     def way(self) -> str:
@@ -167,7 +202,7 @@ class Packing:
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         made = Projection(weight, torch.cat(biases) if biases else None, self.layout, self.blocks)
         if self.home is not None:
-            take_place(self.home, linears, made)
+            self.home.take_place(linears, made)
         return made
 
 
@@ -246,6 +281,25 @@ def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
     return (module for module in model.modules() if isinstance(module, nn.Linear) and is_plain(module))
 
 
+def dtype_of(linear: Any) -> torch.dtype:
+    """Of a linear layer's weight, packed or not; nothing is unpacked."""
+    found: torch.dtype = linear.projection.dtype if isinstance(linear, PackedLinear) else linear.weight.dtype
+    return found
+
+
+def joined_weight(linears: Sequence[Any]) -> Tensor:
+    """The weights of linear layers, one below the other [sum of outs, in]; a projection that they share is unpacked
+    once."""
+    projections = {id(getattr(linear, "projection", linear)): linear for linear in linears}
+    first, last = linears[0], linears[-1]
+    if len(projections) == 1 and isinstance(first, PackedLinear):
+        size = sum(linear.out_features for linear in linears)
+        if last.stop - first.start == size:
+            return first.projection.weight[first.start : last.stop]
+    weights = [linear.weight.detach() for linear in linears]
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
 def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
     """Let packed layers take the place of every ``nn.Linear`` below ``model`` that they are faster than; returns how
     many.
@@ -262,21 +316,6 @@ def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
             setattr(parent, name, PackedLinear(projection))
             count += 1
     return count
-
-
-def take_place(model: nn.Module, linears: Sequence[nn.Linear], projection: Projection) -> None:
-    """Let the projection that was made of ``linears``, one behind the other, take their place below ``model``, so that
-    there are no two copies of their weights."""
-    start, tied = 0, _embedded(model)
-    places = {id(child): (parent, name) for parent, name, child in _children(model)}
-    for linear in linears:
-        stop = start + linear.out_features
-        if projection.layout.name == "plain" and len(linears) > 1:
-            linear.weight = nn.Parameter(projection.weight[start:stop], requires_grad=False)
-        elif projection.layout.name != "plain":
-            parent, name = places[id(linear)]
-            setattr(parent, name, PackedLinear(projection, start, stop, id(linear.weight) in tied))
-        start = stop
 
 
 def unpack_linears(model: nn.Module) -> int:

@@ -117,9 +117,12 @@ def measured(
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     draws = torch.Generator().manual_seed(0)  # never torch's own: a caller's seed must not depend on what is timed
     weight = torch.randn(out, width, generator=draws)
+    bits = {product.bits for product in products}
+    stored: dict[int, Any] = {b: Int4Weight.of(weight, group) if b == 4 else Int8Weight.of(weight) for b in bits}
     found = dict.fromkeys(products, 0.0)
     for product in products:
-        copies = [make_product(product, weight, None, group) for _ in range(COPIES)]
+        made = product(stored[product.bits], None)
+        copies = [made, *(made.copied() for _ in range(COPIES - 1))]
         for x in (torch.randn(count, width, generator=draws) for count in rows):
             spent: list[float] = []
             for turn in range(TRIES + 1):

@@ -98,6 +98,16 @@ def is_ready_made(model: Any) -> bool:
     return getattr(model.config, "quantization_config", None) is not None
 
 
+def check_kind(kind: str) -> None:
+    """Refuse what weights cannot be quantised to.
+
+    Raises:
+        ValueError: another kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"quantize must be one of {', '.join(KINDS)}, not {kind!r}")
+
+
 def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
     """Replace every ``nn.Linear`` below ``model`` by a quantised one, one after another; returns how many.
 
@@ -114,8 +124,7 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
         ValueError: another kind.
         CapabilityError: the weights are not on the CPU, or there is nothing to quantise.
     """
-    if kind not in KINDS:
-        raise ValueError(f"quantize must be one of {', '.join(KINDS)}, not {kind!r}")
+    check_kind(kind)
     if model.device.type != "cpu":
         raise CapabilityError(f"quantize={kind} is for the cpu, and the weights are on {model.device}: use device=cpu")
     if not available():

@@ -5,6 +5,7 @@ All products are row-independent: what else is in a call changes a row's result 
 
 from __future__ import annotations
 
+import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -61,6 +62,10 @@ class QuantisedProduct(ABC):
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual + x W^T (+ bias)`` [n, out]."""
         return residual + self(x)
+
+    def copied(self) -> QuantisedProduct:
+        """The same product with memory of its own, without laying the weight out once more."""
+        return copy.deepcopy(self)
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:

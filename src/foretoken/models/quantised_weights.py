@@ -7,6 +7,7 @@ bfloat16, because PyTorch's packed products take them so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,8 +19,9 @@ GROUPS = (32, 64, 128)
 """Weights that share an int4 scale."""
 ROWS4 = 16
 """The packed int4 product takes outputs in blocks of this many."""
-AT_ONCE = 4096
-"""Rows of a weight that are quantised in one go: a large vocabulary's projection needs no second copy in float32."""
+AT_ONCE = 2**18
+"""Numbers of a weight that are quantised in one go: they stay in a cache from one operation to the next, and a large
+vocabulary's projection needs no second copy in float32."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,12 @@ class Int8Weight:
     @classmethod
     def of(cls, weight: Tensor) -> Int8Weight:
         """Quantise [out, in], row by row."""
-        scale = (torch.linalg.vector_norm(weight.detach(), torch.inf, dim=1).float() / 127).clamp_min(1e-30)
-        scale = scale.to(torch.bfloat16)
         values = torch.empty(weight.shape, dtype=torch.int8)
-        for start in range(0, len(weight), AT_ONCE):
-            rows = slice(start, start + AT_ONCE)
-            wide = weight.detach()[rows].float() / scale[rows].float()[:, None]
-            values[rows] = wide.round_().clamp_(-127, 127)
+        scale = torch.empty(len(weight), dtype=torch.bfloat16)
+        for rows in _parts(weight):
+            wide = weight.detach()[rows].to(torch.float32, copy=True)
+            scale[rows] = (torch.linalg.vector_norm(wide, torch.inf, dim=1) / 127).clamp_min_(1e-30)
+            values[rows] = wide.div_(scale[rows].float()[:, None]).round_().clamp_(-127, 127)
         return cls(values, scale)
 
     def dequantised(self) -> Tensor:
@@ -75,12 +76,19 @@ class Int4Weight:
         """
         if not fits_int4(weight.shape, group):
             raise ValueError(f"int4 needs [{ROWS4} a, {group} b] weights, not {list(weight.shape)}")
-        wide = weight.detach().float().unflatten(1, (-1, group))  # [out, in / group, group]
-        low, high = wide.amin(-1), wide.amax(-1)
-        scale = ((high - low) / 15).clamp_min(1e-30).to(torch.bfloat16)
-        zero = (low + 8 * scale.float()).to(torch.bfloat16)
-        values = (wide - zero.float()[..., None]).div_(scale.float()[..., None]).add_(8).round_().clamp_(0, 15)
-        return cls(values.flatten(1).to(torch.int32), scale, zero, group)
+        values = torch.empty(weight.shape, dtype=torch.int32)
+        scale = torch.empty(len(weight), weight.shape[1] // group, dtype=torch.bfloat16)
+        zero = torch.empty_like(scale)
+        for rows in _parts(weight):
+            wide = (
+                weight.detach()[rows].to(torch.float32, copy=True).unflatten(1, (-1, group))
+            )  # [n, in / group, group]
+            low, high = wide.amin(-1), wide.amax(-1)
+            scale[rows] = ((high - low) / 15).clamp_min_(1e-30)
+            zero[rows] = low + 8 * scale[rows].float()
+            wide = wide.sub_(zero[rows].float()[..., None]).div_(scale[rows].float()[..., None])
+            values[rows] = wide.add_(8).round_().clamp_(0, 15).flatten(1).to(torch.int32)
+        return cls(values, scale, zero, group)
 
     def dequantised(self) -> Tensor:
         """[out, in] float32."""
@@ -89,6 +97,12 @@ class Int4Weight:
 
 
 Quantised = Int8Weight | Int4Weight
+
+
+def _parts(weight: Tensor) -> Iterator[slice]:
+    """Rows of a weight [out, in] that are quantised in one go."""
+    count = max(1, AT_ONCE // max(1, weight.shape[1]))
+    return (slice(start, start + count) for start in range(0, len(weight), count))
 
 
 def fits_int4(shape: Any, group: int) -> bool:

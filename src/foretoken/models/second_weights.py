@@ -22,7 +22,7 @@ from foretoken.models.call import Call
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.inflation import available_bytes
 from foretoken.models.layers import LayerPlan, _replace
-from foretoken.models.packing import PackedLinear, Packing, is_plain
+from foretoken.models.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
 from foretoken.models.quantised import available, fastest_draft_product, make_product
 from foretoken.models.quantised_linear import QuantisedLinear, is_ready_made
 from foretoken.models.quantised_products import QuantisedProduct
@@ -95,9 +95,9 @@ class QuantisedWeights:
         else:
             for linear in linears(owner.model):
                 pick = scheme.head_product if linear is head else scheme.product
-                product = pick(linear.weight.shape)
+                product = pick((linear.out_features, linear.in_features))
                 if product is not None:
-                    made = make_product(product, linear.weight, linear.bias, scheme.group)
+                    made = make_product(product, joined_weight([linear]), linear.bias, scheme.group)
                     self.products[linear] = made
                     self.all_products.append(made)
 
@@ -152,9 +152,8 @@ class QuantisedPacking:
         if product is None:
             own = {id(getattr(linear, "projection", None)): getattr(linear, "projection", None) for linear in linears}
             return next(iter(own.values())) if len(own) == 1 and None not in own.values() else self._copied(linears)
-        weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        made = make_product(product, weight, torch.cat(biases) if biases else None, self.scheme.group)
+        made = make_product(product, joined_weight(linears), torch.cat(biases) if biases else None, self.scheme.group)
         self.made.append(made)
         return made
 
@@ -200,7 +199,7 @@ def check_quantisable(owner: HuggingFaceModel, scheme: Scheme) -> None:
     kind = type(decoder_layers(owner.model)[0]).__name__
     if not inner:
         raise CapabilityError(f"the {kind} layers of this target have no nn.Linear whose weights could be quantised")
-    odd = next((str(m.weight.dtype) for m in inner if not m.weight.is_floating_point()), None)
+    odd = next((str(dtype_of(m)) for m in inner if not dtype_of(m).is_floating_point), None)
     if odd is not None:
         raise CapabilityError(f"the target's weights are {odd} already: only floating-point weights can be quantised")
     shapes = [(m.out_features, m.in_features) for m in inner]
@@ -209,7 +208,14 @@ def check_quantisable(owner: HuggingFaceModel, scheme: Scheme) -> None:
             f"no layer of this target fits bits={scheme.bits}: int4 needs outputs in multiples of 16 and inputs in "
             f"multiples of group={scheme.group}, and {kind} layers have {list(shapes[0])}; use bits=8"
         )
-    check_room(sum(bytes_of(shape, scheme) for shape in shapes) + (0 if head is None else head.weight.numel()))
+    check_room(sum(bytes_of(shape, scheme) for shape in shapes) + _size_of(head))
+
+
+def _size_of(head: Any) -> int:
+    """Numbers in the vocabulary projection, which may be missing, or none of PyTorch's."""
+    if isinstance(head, nn.Linear | PackedLinear):
+        return head.out_features * head.in_features
+    return 0 if head is None else int(head.weight.numel())
 
 
 def bytes_of(shape: tuple[int, int], scheme: Scheme) -> int:

@@ -29,6 +29,7 @@ class TableModel(LanguageModel):
     """
 
     capabilities = Capabilities(taps=False, layer_windows=False)
+    forward_name = "table"
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from foretoken.models.alone import only_here
 from foretoken.models.base import CapabilityError
 
 
@@ -70,16 +71,16 @@ def _hook(decoder: nn.Module, layers: nn.ModuleList, name: str, found: dict[str,
         def decoder_after(_: nn.Module, __: Any, output: Any) -> None:
             found[name] = output[0] if isinstance(output, tuple) else output.last_hidden_state
 
-        return decoder.register_forward_hook(decoder_after)
+        return decoder.register_forward_hook(only_here(decoder_after))
     index = int(name.partition(":")[2])
     if index == 0:
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
             found[name] = args[0] if args else kwargs["hidden_states"]
 
-        return layers[0].register_forward_pre_hook(before, with_kwargs=True)
+        return layers[0].register_forward_pre_hook(only_here(before), with_kwargs=True)
 
     def layer_after(_: nn.Module, __: Any, output: Any) -> None:
         found[name] = output[0] if isinstance(output, tuple) else output
 
-    return layers[index - 1].register_forward_hook(layer_after)
+    return layers[index - 1].register_forward_hook(only_here(layer_after))

@@ -186,7 +186,7 @@ def _read(file: Path | None) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ValueError(f"{file} must hold names and values, not a {type(found).__name__}")
+        raise ValueError(f"{file} must hold names and values, not data of type {type(found).__name__}")
     return {str(name).replace("-", "_"): value for name, value in found.items()}
 
 

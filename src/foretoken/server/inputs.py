@@ -89,7 +89,8 @@ def encoded(text: str, serving: Serving, special: bool, field: str) -> list[int]
     context = serving.llm.target.context_length
     if len(text) > LONGEST_TOKEN * context:
         raise bad(
-            f"the text has {len(text)} characters, which do not fit into the model's context of {context} tokens",
+            f"the text has {len(text)} characters, which do not fit into the model's context of {context} tokens"
+            f"{_because(serving)}",
             field,
             "context_length_exceeded",
         )
@@ -143,18 +144,26 @@ def engine_requests(
     return found
 
 
+def _because(serving: Serving) -> str:
+    """What limits the context, in brackets; empty where that is the model's configuration alone."""
+    why = serving.llm.target.context_why
+    return f" ({why})" if why else ""
+
+
 def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body: Shared, field: str) -> None:
     """The field that is to blame is named, which the engine does not know."""
     context, asked = serving.llm.target.context_length, options["max_new_tokens"]
     limit = "max_tokens" if getattr(body, "max_tokens", None) is not None else "max_completion_tokens"
     if size >= context:
         raise bad(
-            f"the prompt has {size} tokens and the model's context is {context}", field, "context_length_exceeded"
+            f"the prompt has {size} tokens and the model's context is {context}{_because(serving)}",
+            field,
+            "context_length_exceeded",
         )
     if size + asked > context:
         raise bad(
             f"{limit} is {asked}, but after a prompt of {size} tokens only {context - size} of the context's {context} "
-            "are left",
+            f"are left{_because(serving)}",
             limit,
             "context_length_exceeded",
         )

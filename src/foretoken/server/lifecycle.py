@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from foretoken.server.config import Settings
@@ -46,18 +45,6 @@ def listener(settings: Settings) -> socket.socket:
         ) from None
     found.set_inheritable(True)
     return found
-
-
-def check_model(settings: Settings) -> None:
-    """Find a path that is not there before seconds are spent on imports.
-
-    Raises:
-        ValueError: there is nothing at the path.
-    """
-    model = settings.model
-    looks_like_path = model.startswith((".", "/", "~")) or model.endswith(".gguf")
-    if looks_like_path and not Path(model).expanduser().exists():
-        raise ValueError(f"there is no model at {model}: give a folder, a GGUF file, a hub id or builtin")
 
 
 def run(settings: Settings, sock: socket.socket) -> int:

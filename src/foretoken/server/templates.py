@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.conversation import has_template as has_template
+from foretoken.conversation import template_fault
 from foretoken.server.errors import bad
 from foretoken.server.schemas import Message, Tool, ToolCall
 from foretoken.server.workers import TEMPLATES, in_thread
@@ -71,11 +72,7 @@ async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
     except TimeoutError:
         raise bad("the chat template takes too long for these messages", "messages") from None
     except Exception as error:  # the template's own: it refuses roles, orders, missing fields
-        raise bad(f"the chat template refuses these messages: {str(error)[:200]}", "messages") from None
-    if not shows_tools:
-        raise bad("this model's chat template has no place for tools, so it cannot be told of them", "tools")
-    _check_calls(written, text)
-    return text
+        raise bad(template_fault(error, tokenizer, 200), "messages") from None
 
 
 def _check(conversation: Conversation) -> None:

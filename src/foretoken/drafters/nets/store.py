@@ -20,6 +20,10 @@ from foretoken.models.parts import Fingerprint
 CONFIG = "drafter.json"
 WEIGHTS = "model.safetensors"
 VERSION = 1
+IMPORTED = ("eagle", "eagle3", "medusa", "mtp")
+"""Methods whose drafters other projects train, in layouts that ``foretoken import`` reads."""
+PUBLIC = (".json", ".safetensors", ".bin", ".pt")
+"""Files of such a layout."""
 
 
 def save_drafter(
@@ -78,6 +82,11 @@ def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[
     """
     file = folder / CONFIG
     if not file.exists():
+        if method in IMPORTED and folder.is_dir() and any(file.suffix in PUBLIC for file in folder.iterdir()):
+            raise ValueError(
+                f"{folder} is in another project's layout (it has no {CONFIG}): import it first, "
+                f"`foretoken import MODEL {folder} --out OUT`, and use {method}:OUT"
+            )
         raise ValueError(f"{folder} holds no trained {what} ({CONFIG}): give the --out of `foretoken train {method}`")
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

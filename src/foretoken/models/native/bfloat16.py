@@ -30,12 +30,16 @@ def laid_out(weight: Tensor) -> Tensor:
     blocks = -(-out // WIDTH)
     if out % WIDTH:
         weight = torch.cat((weight, weight.new_zeros(blocks * WIDTH - out, inner)))
-    return weight.reshape(blocks, WIDTH, inner // 2, 2).transpose(1, 2).contiguous()
+    if weight.storage_offset() % 2 or not weight.is_contiguous():
+        weight = weight.clone(memory_format=torch.contiguous_format)
+    pairs = weight.view(torch.int32)  # two numbers move as one
+    return pairs.view(blocks, WIDTH, inner // 2).transpose(1, 2).contiguous()[..., None].view(weight.dtype)
 
 
 def in_rows(packed: Tensor, out: int) -> Tensor:
     """The weight [out, in] that :func:`laid_out` was given; a copy."""
-    return packed.transpose(1, 2).reshape(len(packed) * WIDTH, -1)[:out].contiguous()
+    pairs = packed.view(torch.int32)[..., 0]
+    return pairs.transpose(1, 2).reshape(len(packed) * WIDTH, -1)[:out].contiguous().view(packed.dtype)
 
 
 def product(x: Tensor, packed: Tensor, out: int, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:

@@ -25,13 +25,12 @@ def fits(inner: int) -> bool:
 
 def laid_out8(weight: Int8Weight) -> tuple[Tensor, Tensor]:
     """Bytes [ceil(out / 32), in / 4, 32, 4] and scales [ceil(out / 32) * 32]."""
-    values = (weight.values.to(torch.int16) + 128).to(torch.uint8)
-    return _blocks(values, FOUR), _filled(weight.scale)
+    return _blocks(weight.values.view(torch.uint8) ^ 128), _filled(weight.scale)  # plus 128
 
 
 def values8(packed: Tensor, out: int) -> Tensor:
     """The values [out, in] that :func:`laid_out8` was given."""
-    return (_rows(packed, out).to(torch.int16) - 128).to(torch.int8)
+    return (_rows(packed, out) ^ 128).view(torch.int8)
 
 
 def laid_out4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
@@ -40,7 +39,7 @@ def laid_out4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
     eights = weight.values.to(torch.uint8).unflatten(1, (-1, 2, FOUR))
     bytes_ = (eights[:, :, 0] | eights[:, :, 1] << 4).flatten(1)
     both = _filled(torch.stack([weight.scale, weight.zero], -1))  # [out, in / group, 2]
-    return _blocks(bytes_, FOUR), both.unflatten(0, (-1, WIDTH)).permute(0, 2, 3, 1).contiguous()
+    return _blocks(bytes_), both.unflatten(0, (-1, WIDTH)).permute(0, 2, 3, 1).contiguous()
 
 
 def values4(packed: Tensor, out: int) -> Tensor:
@@ -70,14 +69,16 @@ def product(x: Tensor, packed: Tensor, scales: Tensor, out: int, group: int) -> 
     return result
 
 
-def _blocks(rows: Tensor, inputs: int) -> Tensor:
-    """Bytes [out, n] as [ceil(out / 32), n / inputs, 32, inputs]."""
-    return _filled(rows).view(-1, WIDTH, rows.shape[1] // inputs, inputs).transpose(1, 2).contiguous()
+def _blocks(rows: Tensor) -> Tensor:
+    """Bytes [out, n] as [ceil(out / 32), n / 4, 32, 4]; four of them move as one number."""
+    words = _filled(rows.contiguous()).view(torch.int32)  # [out, n / 4]
+    return words.view(-1, WIDTH, words.shape[1]).transpose(1, 2).contiguous()[..., None].view(torch.uint8)
 
 
 def _rows(packed: Tensor, out: int) -> Tensor:
     """The bytes [out, n] that :func:`_blocks` was given."""
-    return packed.transpose(1, 2).reshape(len(packed) * WIDTH, -1)[:out]
+    words = packed.view(torch.int32)[..., 0]
+    return words.transpose(1, 2).reshape(len(packed) * WIDTH, -1)[:out].contiguous().view(torch.uint8)
 
 
 def _filled(x: Tensor) -> Tensor:

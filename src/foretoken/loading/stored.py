@@ -1,0 +1,120 @@
+"""How a checkpoint's weights are stored: quantised ones that nothing undoes are refused, not read as plain numbers.
+
+Transformers skips a ``quantization_config`` that it does not know, reads 8-bit weights as the numbers that they are
+stored as, and leaves scales out for which the model has no place.  Each gives a model that runs and writes nonsense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import nn
+
+from foretoken.io import hub_ids
+from foretoken.io.checkpoints import LoadError, header_of, shards_of
+
+REMEDY = "take the full checkpoint (bfloat16 or float16), a GGUF file of it, or one whose quantization_config is there"
+NARROW = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F4", "F6_E2M3", "F6_E3M2", "I8", "U8"}
+"""What safetensors calls types of 8 bits and fewer; ``BOOL`` is for masks."""
+OF_ACTIVATIONS = ("input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "input_global_scale")
+"""Scales of activations and of the cache: weights mean the same without them."""
+
+
+def quantisation_of(path: str) -> Mapping[str, Any]:
+    """The ``quantization_config`` of a folder or a hub id, of its text model where the whole has none; else empty."""
+    from transformers import PreTrainedConfig
+
+    try:
+        config: Any = PreTrainedConfig.get_config_dict(path)[0]
+    except Exception:  # whatever is wrong with the configuration, loading says it
+        return {}
+    inner = config.get("text_config")
+    told = config.get("quantization_config") or (isinstance(inner, Mapping) and inner.get("quantization_config"))
+    return told if isinstance(told, Mapping) else {}
+
+
+def check_method(told: Any, place: str) -> None:
+    """Refuse a quantisation that Transformers passes over.
+
+    Args:
+        told: the ``quantization_config``, if there is one.
+        place: the model, in words.
+
+    Raises:
+        LoadError: names the method, and what to do.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    settings = told if isinstance(told, Mapping) else vars(told) if told is not None else {}
+    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method") or ""))
+    known = settings.get("load_in_8bit") or settings.get("load_in_4bit") or method in AUTO_QUANTIZATION_CONFIG_MAPPING
+    if method and not known:
+        raise LoadError(
+            f"{place} is quantised with {method}, which Transformers {transformers.__version__} does not read: "
+            "take the full checkpoint, a GGUF file of it, or one that was quantised in another way"
+        )
+
+
+def check_storage(network: Any, path: str, unread: Iterable[str]) -> None:
+    """Look at what a loaded model was read from.
+
+    Args:
+        network: the ``PreTrainedModel``.
+        path: the folder or the hub id that it was loaded from.
+        unread: names of tensors that the checkpoint has and the model does not.
+
+    Raises:
+        LoadError: weights are quantised, and nothing has undone that; or a tensor is left out that would change what a
+            weight of the model means.
+    """
+    folder = Path(path).expanduser()
+    files = shards_of(folder if folder.is_dir() else Path(hub_ids.cached_folder(path) or folder))
+    for file in files:
+        _check_narrow(file)
+    for name in sorted(name for name in unread if _belongs(network, name)):
+        if any(_holds(file, name) for file in files):
+            owner, _, leaf = name.rpartition(".")
+            remedy = "copy it from the same checkpoint" if leaf == "bias" else REMEDY
+            raise LoadError(
+                f"{path} has {name}, and {owner} has no place for it in the model of config.json, whose text would be "
+                f"another one without it: {remedy}"
+            )
+
+
+def _check_narrow(file: Path) -> None:
+    """Refuse a weight of 8 bits or fewer in a checkpoint that does not say what they stand for."""
+    for name, entry in header_of(file).items():
+        if entry["dtype"] in NARROW and not name.endswith("bias"):  # masks of older models are called so
+            raise LoadError(
+                f"{name} in {file} is stored as {entry['dtype']}, and config.json has no quantization_config that says "
+                f"what the numbers stand for: {REMEDY}"
+            )
+
+
+def _belongs(network: nn.Module, name: str) -> bool:
+    """Whether a tensor is one of a layer that has weights of its own in the model."""
+    owner, _, leaf = name.rpartition(".")
+    if leaf in OF_ACTIVATIONS:
+        return False
+    try:
+        module = network.get_submodule(owner)
+    except AttributeError:
+        return False
+    return bool(owner) and getattr(module, "weight", None) is not None
+
+
+def _holds(file: Path, name: str) -> bool:
+    """Whether a file has a tensor of that name (or with another beginning) that is not all zeros, as unused biases."""
+    with safe_open(file, "pt") as opened:
+        stored = next((key for key in opened.keys() if _same(key, name)), None)  # noqa: SIM118 (no mapping)
+        return stored is not None and bool(torch.count_nonzero(opened.get_tensor(stored)))
+
+
+def _same(stored: str, name: str) -> bool:
+    """Whether two names are one, up to the prefix that a model of another class has."""
+    return stored == name or stored.endswith(f".{name}") or name.endswith(f".{stored}")
