@@ -21,7 +21,7 @@ import foretoken as ft
 from foretoken.llm import Llm
 from foretoken.server.app import create_app
 from foretoken.server.config import Settings
-from foretoken.server.protocol import GuardedProtocol
+from foretoken.server.protocol import guarded
 from foretoken.server.serving import Serving
 
 
@@ -63,7 +63,7 @@ def served(make: Any = make_llm, **settings: Any) -> Iterator[Running]:
     given = Settings(port=sock.getsockname()[1], **settings)
     serving = Serving(given, make)
     app = create_app(given, serving)
-    config = uvicorn.Config(app, http=GuardedProtocol, lifespan="on", log_config=None, ws="none")
+    config = uvicorn.Config(app, http=guarded(given), lifespan="on", log_config=None, ws="none")
     server = uvicorn.Server(config)
 
     def run() -> None:

@@ -16,15 +16,16 @@ from running_server import make_llm
 from foretoken.server.config import Settings
 from foretoken.server.fleet_metrics import labelled
 from foretoken.server.gateway import Fleet, ReplicaLost, create_gateway
+from foretoken.server.keys import Caller
 from foretoken.server.replica import Replica
-from foretoken.server.routing import order, ranked, session_of
+from foretoken.server.routing import asked_of, order, ranked, session_of
 from foretoken.server.serving import Serving
 
 NAMES = ["a", "b", "c", "d"]
 
 
-def body(**fields: Any) -> bytes:
-    return json.dumps(fields).encode()
+def body(**fields: Any) -> dict[str, Any]:
+    return fields
 
 
 def user(text: str) -> dict[str, str]:
@@ -55,12 +56,12 @@ def test_prompts_with_the_same_beginning_have_one_session() -> None:
 def test_a_named_session_comes_before_the_text() -> None:
     named = {"x-session-id": "s"}
     assert session_of(named, body(prompt="one")) == session_of(named, body(prompt="two")) != ""
-    assert session_of({}, body(prompt="one", prompt_cache_key="s")) == session_of(named, b"")
+    assert session_of({}, body(prompt="one", prompt_cache_key="s")) == session_of(named, {})
 
 
 @pytest.mark.parametrize("given", [b"", b"{", b"[]", b"null", b'{"prompt": 3}', b'{"messages": []}', b"\xff\xfe"])
 def test_what_has_no_beginning_has_no_session(given: bytes) -> None:
-    assert session_of({}, given) == ""
+    assert session_of({}, asked_of(given)) == ""
 
 
 def test_when_a_replica_leaves_only_its_sessions_move() -> None:
@@ -139,7 +140,7 @@ class InMemory:
         self.num_ready = 2
 
     async def answer(
-        self, scope: dict[str, Any], body: bytes, session: str
+        self, scope: dict[str, Any], body: bytes, session: str, caller: Caller
     ) -> AsyncGenerator[list[Mapping[str, Any]], None]:
         self.asked.append(session)
         fate = self.script.pop(0) if self.script else "well"
@@ -152,7 +153,7 @@ class InMemory:
         seen = 0
         whole = False
         try:
-            async for piece in self._replica.answer(scope, body):
+            async for piece in self._replica.answer(scope, body, caller):
                 if fate == "lost with its head":
                     yield [message for message in piece if message["type"] == "http.response.start"]
                     raise ReplicaLost("gone")
@@ -183,7 +184,7 @@ async def gateway(
     replicas = InMemory(settings, list(script))
     fleet = Fleet(settings, replicas)  # type: ignore[arg-type]
     transport = httpx.ASGITransport(create_gateway(fleet), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", timeout=60) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
         await fleet.start()
         assert fleet.failed is None, fleet.failed
         try:

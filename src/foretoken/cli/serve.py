@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,14 +43,24 @@ def serve_command(
     prefix_cache: Annotated[
         bool | None, Given("--prefix-cache/--no-prefix-cache", help="Reuse texts with the same beginning [yes].")
     ] = None,
+    prefix_memory: Annotated[str | None, Given(help="Memory of reused texts, as 256MiB [256MiB].")] = None,
     api_key: Annotated[
         list[str] | None, Given(help="Key that opens every route; may be given again.", envvar="FORETOKEN_API_KEY")
     ] = None,
     api_key_file: Annotated[Path | None, Given(help="File with a key a line.", envvar="FORETOKEN_API_KEY_FILE")] = None,
+    key_running: Annotated[int | None, Given(help="Choices of one key that run together [no limit].")] = None,
+    key_queued: Annotated[int | None, Given(help="Choices of one key that wait besides [no limit].")] = None,
+    key_tokens_per_minute: Annotated[int | None, Given(help="Tokens of one key [no limit].")] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        Given(help="Another name that clients may call the server; may be given again; * for all."),
+    ] = None,
     insecure: Annotated[bool | None, Given("--insecure", help="Allow a public address without a key.")] = None,
     max_body: Annotated[int | None, Given(help="Bytes of a request [2097152].")] = None,
     request_timeout: Annotated[float | None, Given(help="Seconds of a request [600].")] = None,
     body_timeout: Annotated[float | None, Given(help="Seconds in which a request must have arrived [20].")] = None,
+    write_timeout: Annotated[float | None, Given(help="Seconds that an answer may stay unread [30].")] = None,
+    max_unread: Annotated[int | None, Given(help="Answers that may stay unread together [32].")] = None,
     shutdown_timeout: Annotated[float | None, Given(help="Seconds to finish in after SIGTERM [30].")] = None,
     watchdog: Annotated[
         float | None, Given(help="Seconds of silence after which the engine counts as hung [60].")
@@ -86,23 +95,27 @@ def serve_command(
     if target is not None:
         flags["model"] = one_model(model, target)
     from foretoken.io.checkpoints import check_source
+    from foretoken.server import logs
     from foretoken.server.config import settings_from
     from foretoken.server.lifecycle import listener, run
 
+    logs.keep_standard_files()
     flags["api_keys"] = _keys(api_key, api_key_file)
+    flags["allowed_host"] = tuple(allowed_host or ()) or None
     settings = settings_from(flags, config)
     check_source(settings.model)
     _check_extra()
+    logs.install()
     if replicas > 1:
         from foretoken.server.scale import check_ray, serve_replicas
 
         check_ray()
         sock = listener(settings)
-        print(f"starting {replicas} replicas of {settings.model} ...", file=sys.stderr, flush=True)
+        logs.say(f"starting {replicas} replicas of {settings.model} ...")
         code = serve_replicas(settings, replicas, ray_address, sock)
     else:
         sock = listener(settings)
-        print(f"loading {settings.model} ...", file=sys.stderr, flush=True)
+        logs.say(f"loading {settings.model} ...")
         code = run(settings, sock)
     if code:
         raise typer.Exit(code)
@@ -114,7 +127,7 @@ def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...] | None:
     Raises:
         ValueError: a file that cannot be read, or an empty key.
     """
-    found = list(given or ())
+    found = [" ".join(one.split()) for one in given or ()]
     if file is not None:
         try:
             found += [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]

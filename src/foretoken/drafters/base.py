@@ -96,9 +96,9 @@ class Drafter(ABC):
         """The budget, or a larger one where the drafter knows what follows and so needs no guess."""
         return budget
 
-    def from_prediction(self, context: Context) -> bool:
-        """Whether the last draft was taken from the caller's prediction (for the statistics)."""
-        return False
+    def predicted_from(self, context: Context) -> int | None:
+        """Where in the caller's prediction the last draft began (for the statistics); ``None`` for other drafts."""
+        return None
 
     def start(self, context: Context) -> None:  # noqa: B027
         """A request joined: do what should count as prefill (``context.hidden`` holds the prompt's taps)."""

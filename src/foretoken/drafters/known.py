@@ -86,9 +86,9 @@ class KnownDrafter(GroupDrafter):
         size = len(tokens)
         return replace(budget, max_depth=max(budget.max_depth, size), max_nodes=max(budget.max_nodes, size))
 
-    def from_prediction(self, context: Context) -> bool:
-        """Whether the last draft was the caller's."""
-        return bool(context.state.get((self, "predicted"), False))
+    def predicted_from(self, context: Context) -> int | None:
+        """Where in the prediction the last draft began, if it was the caller's."""
+        return self.prediction.predicted_from(context) if context.state.get((self, "predicted"), False) else None
 
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """What is known, and the inner drafter's guesses for the other requests."""

@@ -28,12 +28,13 @@ class PredictionSource(NgramSource):
     Attributes:
         at: the prediction's token that comes next, if the answer goes on agreeing.
         lost: tokens written since the last divergence, 0 while it agrees.
+        drafted: where the last draft began.
     """
 
     def __init__(self, prediction: Sequence[int], prompt_length: int, most: int) -> None:
         super().__init__()
         self.prediction, self.prompt_length, self.most = list(prediction), prompt_length, most
-        self.at = self.lost = 0
+        self.at = self.lost = self.drafted = 0
         self._trail: list[tuple[int, int]] = []  # ``at`` and ``lost`` before every token of the answer
         self._places: dict[int, list[int]] = {}
         for place, token in enumerate(self.prediction):
@@ -89,6 +90,7 @@ class PredictionSource(NgramSource):
 
     def propose(self, budget: Budget) -> Guess:
         """The prediction's next tokens."""
+        self.drafted = self.at
         tokens = self.prediction[self.at : self.at + min(self.most, budget.max_depth, budget.max_nodes)]
         return Guess.copied(tokens, LONGEST if not self.lost else 1)
 
@@ -130,9 +132,10 @@ class PredictionDrafter(SourceDrafter):
         drafter.vocab_size = context.target.vocab_size
         return drafter
 
-    def from_prediction(self, context: Context) -> bool:
-        """Always."""
-        return True
+    def predicted_from(self, context: Context) -> int | None:
+        """Where the last draft began."""
+        source = context.state.get(self)
+        return source.drafted if isinstance(source, PredictionSource) else None
 
     def open(self, context: Context) -> NgramSource:
         """Index the request's prediction."""

@@ -25,7 +25,9 @@ from foretoken.engine.errors import (
 )
 from foretoken.engine.output import Output, Piece, Pieces, output_of
 from foretoken.engine.request import Emission, Request, Running
+from foretoken.engine.stats import SpecStats
 from foretoken.engine.status import EngineStatus as EngineStatus
+from foretoken.engine.stopping import FinishReason
 from foretoken.engine.tickets import Ticket as Ticket
 from foretoken.engine.tickets import hand_over
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from foretoken.options import Options, Prompt
 
 T = TypeVar("T")
+OnEnd = Callable[[Request, float, SpecStats, FinishReason | None], None]
 
 IDLE_S = 0.2
 """How often an idle engine shows that it lives, and how old a controller's report may get."""
@@ -52,6 +55,8 @@ class AsyncLlm:
         prefill_chunk: tokens of prompts that are read between two rounds.
         prefix_cache: keep finished texts for others with the same beginning (and the same ``cache_salt``).
         prefix_bytes: most memory for them.
+        on_end: told of every request that has ended, however it did: what was asked, the clock's value when it arrived,
+            its statistics, and its finish reason, ``None`` where it was cancelled.  In the engine's thread.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class AsyncLlm:
         prefill_chunk: int = 256,
         prefix_cache: bool = True,
         prefix_bytes: int = 2**28,
+        on_end: OnEnd | None = None,
     ) -> None:
         for name, value in (("max_running", max_running), ("prefill_chunk", prefill_chunk)):
             if value < 1:
@@ -73,8 +79,10 @@ class AsyncLlm:
         self.llm, self.max_running, self.max_queued = llm, max_running, max_queued
         kept = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
         self._turn = llm.calls.turn  # before ``_lock``, where both are held
+        self._on_end = on_end
         with self._turn:
             llm.engine.serve(max_running, kv_memory, prefill_chunk, kept)
+            llm.engine.on_leave = None if on_end is None else self._note_end
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._new: list[Ticket] = []
@@ -142,6 +150,10 @@ class AsyncLlm:
             self._draining,
             engine.rounds,
             self._report,
+            engine.times,
+            engine.texts.prefixes.nbytes,
+            engine.texts.prefixes.limit,
+            len(engine.texts.prefixes),
         )
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -301,7 +313,11 @@ class AsyncLlm:
             cancelled, self._cancelled = self._cancelled, []
             calls, self._calls = self._calls, []
             gone = {id(ticket) for ticket in cancelled}
+            early = [ticket for ticket in self._new if id(ticket) in gone]
             self._new = [ticket for ticket in self._new if id(ticket) not in gone]
+        if self._on_end is not None:
+            for ticket in early:
+                self._on_end(ticket.request, ticket.arrived_s, SpecStats(), None)
         for ticket in self._new[:]:
             self._enter(ticket)
         for ticket in cancelled:
@@ -332,6 +348,10 @@ class AsyncLlm:
                     self._tickets[ticket.id] = ticket
         if failed is not None:
             ticket.put(failed)
+
+    def _note_end(self, run: Running) -> None:
+        if self._on_end is not None:
+            self._on_end(run.request, run.arrived_s, run.stats, run.finish_reason)
 
     def _take_gains(self, emissions: Sequence[tuple[Running, Emission]]) -> None:
         """Everybody gets what is theirs of a round, which the engine's thread has run or a direct caller of the Llm."""

@@ -58,6 +58,7 @@ class Engine(Requests):
 
     Attributes:
         rounds: how many there were.
+        times: their seconds, added up.
 
     Raises:
         ValueError: the drafter and the verifier do not fit, or the verifier is lossy and that was not allowed.
@@ -84,6 +85,7 @@ class Engine(Requests):
         )
         self.allow_lossy, self.on_round = allow_lossy, on_round
         self.rounds, self._bookkeeping_s = 0, 0.0
+        self.times = RoundTimes(0.0, 0.0, 0.0, 0.0)
         self._members = [] if drafter is None else [member.name for member in drafter.limits.members]
         self._automatic: dict[tuple[Kind, bool, bool, bool], Verifier] = {}
         if drafter is not None:
@@ -161,7 +163,7 @@ class Engine(Requests):
         # What the bookkeeping of the last round took is part of serving, and known only now.
         draft_s = drafted - began + taken - committed
         times = RoundTimes(draft_s, target_s, verified - scored, taken - began + self._bookkeeping_s)
-        self.rounds += 1
+        self.rounds, self.times = self.rounds + 1, RoundTimes(*map(sum, zip(self.times, times, strict=True)))
         counts = (len(turns), self.target.run_rows - rows_before or sum(len(turn.tree) for turn in turns))
         turns = self._each(lambda alone: self._account(alone[0], counts, times), turns)
         self._bookkeeping_s = now(self._device) - taken
@@ -320,9 +322,9 @@ class Engine(Requests):
         if run.request.explain:
             run.rounds[-1] = run.rounds[-1].timed(times)
             turn.emission = replace(turn.emission, rounds=run.rounds[-1:])
-        if self.drafter is not None and tree.num_drafts and self.drafter.from_prediction(run.context):
-            run.stats.num_prediction_tokens += tree.num_drafts
-            run.stats.num_accepted_prediction_tokens += accepted
+        start = None if self.drafter is None or not tree.num_drafts else self.drafter.predicted_from(run.context)
+        if start is not None:
+            run.note_prediction(range(start, start + tree.num_drafts), accepted)
         if self.controller is not None and self.controller.watches and turn.planned:
             batch, nodes = counts
             member = tree.drafters[-1] if tree.drafters else -1

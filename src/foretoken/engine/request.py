@@ -42,6 +42,7 @@ class Request:
         logprobs: report the log-probability of every output token and of this many likeliest ones; ``None``: do not.
         prompt_logprobs: the same for the prompt, which is then read as a whole.
         priority: requests with a smaller number are admitted first.
+        owner: whose it is, and ``owner_running`` how many requests of that owner may run together (0: any number).
         deadline_s: seconds from arrival after which the request is ended as it is.
         cache_salt: texts and drafts of earlier requests are reused among requests with the same salt only.
         max_draft_tokens: longest draft; 0 decodes plainly, ``None`` leaves it to the controller.
@@ -65,6 +66,8 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     priority: int = 0
+    owner: str = ""
+    owner_running: int = 0
     deadline_s: float | None = None
     cache_salt: str = ""
     max_draft_tokens: int | None = None
@@ -95,6 +98,7 @@ class Running:
         error: what ended it with finish reason ``error``.
         weights_version: of the target, when its text was opened.
         why: why it drafted as it did in the end, as the controller says.
+        predicted: places of the caller's prediction that were drafted, and whether they were ever accepted there.
     """
 
     request: Request
@@ -114,6 +118,7 @@ class Running:
     error: Exception | None = None
     weights_version: int = 0
     why: str = ""
+    predicted: dict[int, bool] = field(default_factory=dict)
 
     @property
     def id(self) -> int:
@@ -141,6 +146,23 @@ class Running:
         """Tokens of the prompt that the target has still to read (the last one is the first root)."""
         have = 0 if self.sequence is None else len(self.sequence.tokens)
         return self.context.prompt_length - 1 - have
+
+    def note_unread(self) -> None:
+        """The request leaves: what of its prompt was not read is not counted."""
+        if not self.started:
+            missing = self.unread + 1
+            self.stats.num_prompt_tokens = max(0, self.stats.num_prompt_tokens - missing)
+            self.stats.num_prompt_tokens_computed = max(0, self.stats.num_prompt_tokens_computed - missing)
+
+    def note_prediction(self, places: range, accepted: int) -> None:
+        """Tokens at these places of the prediction were drafted, and so many of them accepted."""
+        stats = self.stats
+        stats.num_prediction_tokens += len(places)
+        stats.num_accepted_prediction_tokens += accepted
+        for number, place in enumerate(places):
+            self.predicted[place] = self.predicted.get(place, False) or number < accepted
+        stats.num_prediction_places = len(self.predicted)
+        stats.num_accepted_prediction_places = sum(self.predicted.values())
 
     def add_states(self, hidden: Mapping[str, Tensor]) -> None:
         """Hidden states [n, D] by tap of the next n tokens of the text."""

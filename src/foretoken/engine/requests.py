@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -68,7 +69,13 @@ class Requests(ABC):
         kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
         prefill_chunk: tokens of prompts that are read before every round; ``None`` reads whole prompts at once.
         prefix_bytes: bytes of finished texts that are kept, so that others need not read the same beginning again.
+
+    Attributes:
+        on_leave: told of every request that has left, waiting or running, however it ended; one that was cancelled
+            has no finish reason.
     """
+
+    on_leave: Callable[[Running], None] | None = None
 
     def __init__(
         self,
@@ -159,7 +166,8 @@ class Requests(ABC):
 
     def cancel(self, request_id: int) -> None:
         """Drop a request, waiting or running."""
-        self.waiting = [run for run in self.waiting if run.id != request_id]
+        for run in [r for r in self.waiting if r.id == request_id]:
+            self._leave_queue(run)
         for run in [r for r in self.running if r.id == request_id]:
             self._drop(run)
 
@@ -175,7 +183,8 @@ class Requests(ABC):
 
     def close(self) -> None:
         """Drop everything (also what an interrupted round left behind)."""
-        self.waiting.clear()
+        for run in self.waiting[:]:
+            self.cancel(run.id)
         self._ended.clear()
         for run in list(self.running):
             self._drop(run)
@@ -191,7 +200,8 @@ class Requests(ABC):
             except Exception as later:  # it ends in any case: with what came first
                 run.error = later if error is None else error
                 run.finish_reason = "error"
-        self.waiting = [other for other in self.waiting if other is not run]
+        if run in self.waiting:
+            self._leave_queue(run)
         self._ended.append((run, Emission(run.id, finish_reason=run.finish_reason, error=run.error)))
 
     @cached_property
@@ -202,7 +212,9 @@ class Requests(ABC):
     def _leave(self, run: Running) -> None:
         """Free all that a request holds, also where a part of that raises."""
         self.running.remove(run)
+        run.note_unread()
         with ExitStack() as last_first:
+            last_first.callback(self._tell_left, run)
             if self.controller is not None:
                 last_first.callback(self.controller.finish, run.context)
                 last_first.callback(self._ask_why, run, self.controller)
@@ -213,6 +225,15 @@ class Requests(ABC):
             if run.error is None and run.started:
                 last_first.callback(self._keep, run)
             last_first.callback(self.budget.free, run)
+
+    def _leave_queue(self, run: Running) -> None:
+        self.waiting.remove(run)
+        run.note_unread()
+        self._tell_left(run)
+
+    def _tell_left(self, run: Running) -> None:
+        if self.on_leave is not None:
+            self.on_leave(run)
 
     def _keep(self, run: Running) -> None:
         """Keep a text for later requests, if that can be: it has its answer in any case."""
@@ -237,13 +258,24 @@ class Requests(ABC):
     def _admit(self) -> None:
         for run in [run for run in (*self.waiting, *self.running) if run.is_late]:
             self._end(run, "deadline")
-        while self.waiting and len(self.running) < self.max_batch and self.budget.admits(self.waiting[0]):
-            run = self.waiting.pop(0)
+        while len(self.running) < self.max_batch:
+            run = self._first_in_turn()
+            if run is None or not self.budget.admits(run):
+                break
+            self.waiting.remove(run)
             run.stats.queue_s = monotonic() - run.arrived_s
             self.running.append(run)
             self._each(self._open, [Turn(run)])
         if self.budget.left is not None:
             self.texts.prefixes.shrink(self.budget.left)
+
+    def _first_in_turn(self) -> Running | None:
+        """The first waiting request whose owner may have one more that runs."""
+        busy = Counter(run.request.owner for run in self.running)
+        for run in self.waiting:
+            if not run.request.owner_running or busy[run.request.owner] < run.request.owner_running:
+                return run
+        return None
 
     def _open(self, turns: Sequence[Turn]) -> None:
         """Give requests their texts, and those what an earlier text has of the same beginning."""

@@ -17,13 +17,16 @@ class SpecStats:
     """What a request (or a whole run) did.
 
     Attributes:
-        num_drafts: rounds (target calls that verified a tree, empty drafts included).
+        num_drafts: rounds (target calls that verified a tree, empty drafts included), ``num_drafted_rounds`` those of
+            them that had a draft.
         num_draft_tokens: draft tokens that were proposed.
         num_accepted_tokens: draft tokens that were kept.
         num_accepted_tokens_per_pos: of them, how many at each draft position (depth 1 first).
         num_new_tokens: tokens emitted.
         num_prediction_tokens: tokens of the caller's prediction that were proposed, ``num_accepted_prediction_tokens``
             those kept.
+        num_prediction_places: the same, each token of the prediction counted once however often it was proposed;
+            ``num_accepted_prediction_places`` those that were ever kept.
         draft_s, target_s, verify_s, overhead_s: seconds in the drafter, in the target network, in the acceptance
             rule, and in everything else of the rounds.  In a batch every request counts the whole round.
         prefill_s: seconds before the first round.
@@ -39,12 +42,15 @@ class SpecStats:
     """
 
     num_drafts: int = 0
+    num_drafted_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_new_tokens: int = 0
     num_prediction_tokens: int = 0
     num_accepted_prediction_tokens: int = 0
+    num_prediction_places: int = 0
+    num_accepted_prediction_places: int = 0
     draft_s: float = 0.0
     target_s: float = 0.0
     verify_s: float = 0.0
@@ -84,6 +90,7 @@ class SpecStats:
     def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
         """Count one round of one request."""
         self.num_drafts += 1
+        self.num_drafted_rounds += drafted > 0
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         self.num_new_tokens += emitted

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from foretoken.core import RoundTimes
+
 
 @dataclass(frozen=True)
 class EngineStatus:
@@ -20,6 +22,9 @@ class EngineStatus:
         draining: whether new requests are refused.
         rounds: rounds so far.
         controller: what the controller says of itself; as of the last rounds.
+        times: seconds of all rounds so far, each counted once however many requests took part.
+        prefix_bytes: memory of kept texts, ``prefix_limit_bytes`` the most that they may take just now.
+        prefix_texts: how many are kept.
     """
 
     running: int
@@ -31,3 +36,7 @@ class EngineStatus:
     draining: bool
     rounds: int
     controller: dict[str, Any] = field(default_factory=dict)
+    times: RoundTimes = RoundTimes(0.0, 0.0, 0.0, 0.0)  # noqa: RUF009 (a tuple)
+    prefix_bytes: int = 0
+    prefix_limit_bytes: int = 0
+    prefix_texts: int = 0

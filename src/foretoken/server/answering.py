@@ -18,8 +18,9 @@ from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.trace import RoundTrace
 from foretoken.server import usage
-from foretoken.server.errors import ApiError, api_error
+from foretoken.server.errors import ApiError, api_error, bad
 from foretoken.server.limits import log_request
+from foretoken.server.places import Place, place_of
 from foretoken.server.running import ClientGone, submit_all, while_connected
 from foretoken.server.schemas import Shared
 from foretoken.server.serving import Serving
@@ -56,6 +57,8 @@ class Answer:
     reasons: list[str] = field(default_factory=list)
     why: str = ""
     last_s: dict[int, float] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    written: int = 0
 
     def __post_init__(self) -> None:
         given = self.body.request_id
@@ -78,21 +81,47 @@ class Answer:
         Raises:
             QueueFull, Draining, EngineDead: it is not taken.
         """
-        return self._taken(lambda: submit_all(self.serving.engine, requests))
+        tickets = self._taken(lambda: submit_all(self.serving.engine, requests))
+        prompts = requests[:: self.body.n or 1]
+        self.prompt_tokens = sum(len(one.prompt) for one in prompts)
+        self.place.spend(self.prompt_tokens)
+        return tickets
 
     def check_room(self, count: int) -> None:
-        """Refuse so many requests early: an overloaded server has no time to tokenise what it will not take.
+        """Take so many places, or refuse: an overloaded server has no time to tokenise what it will not take.
 
         Raises:
             QueueFull, Draining, EngineDead: they would not be taken.
+            ApiError: 400, more than there can ever be, or a priority that this key may not ask for; 429, the key's quota
+                is used up.
         """
-        self._taken(lambda: self.serving.engine.check_room(count))
+        self._taken(lambda: self._take(count))
+
+    def _take(self, count: int) -> None:
+        if (self.body.priority or 0) < 0 and not self.place.caller.priority:
+            raise bad(
+                "a priority below 0 comes before other requests, which this key may not: leave it out",
+                "priority",
+                "priority_not_allowed",
+            )
+        self.serving.engine.check_room()
+        self.place.take(count)
+
+    @property
+    def size(self) -> int:
+        """Bytes of what was asked: what it costs to tokenise it."""
+        return int(self.http.scope["state"].get("size", 1))
+
+    @property
+    def place(self) -> Place:
+        """What it holds in the server."""
+        return place_of(self.http.scope)
 
     def _taken(self, ask: Callable[[], T]) -> T:
         """What the engine says; refusals are counted and logged."""
         try:
             return ask()
-        except (QueueFull, Draining, EngineDead) as error:
+        except (QueueFull, Draining, EngineDead, ApiError) as error:
             failure = api_error(error)
             self.serving.metrics.rejected(failure.code or "error")
             self.log(failure.status)
@@ -108,6 +137,8 @@ class Answer:
         if before is not None and tokens:
             self.serving.metrics.came((now - before) / tokens)
         self.last_s[index] = now
+        self.written += tokens
+        self.place.spend(tokens)
 
     async def finished(self, work: Awaitable[T]) -> T:
         """The result of the engine's work for an answer in one piece; counted and logged whatever comes of it.
@@ -131,11 +162,6 @@ class Answer:
         self.stats[index] = stats
         self.reasons.append(finish_reason(reason) or "unknown")
         self.why = why or self.why
-        plain = "no_drafter" if self.serving.llm.drafter is None else "plain_is_faster"
-        asked = self.body.speculative
-        if asked is not None and (not asked.enabled or asked.method == "none" or asked.num_speculative_tokens == 0):
-            plain = "asked_for"
-        self.serving.metrics.finished(stats, finish_reason(reason) or "unknown", time.monotonic() - self.began_s, plain)
 
     def note_failure(self, failure: ApiError) -> None:
         """It has ended with an error."""
@@ -178,11 +204,11 @@ class Answer:
         """One line about the request."""
         whole = usage.merged(self.all_stats)
         fields = {
-            "prompt_tokens": whole.num_prompt_tokens,
-            "completion_tokens": whole.num_new_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.written,
             "first_token_s": round(whole.first_token_s, 4),
             "mean_acceptance_length": round(whole.mean_acceptance_length, 3),
-            "finish_reason": ",".join(self.reasons),
+            "finish_reason": ",".join(self.reasons) or ("abort" if status in (499, 504) else ""),
             "why": self.why,
         }
         if self.serving.settings.log_prompts:

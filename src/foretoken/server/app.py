@@ -49,12 +49,5 @@ def create_app(settings: Settings, serving: Serving | None = None) -> FastAPI:
     app.include_router(chat.router)
     app.include_router(messages.router)
     app.include_router(responses.router)
-    app.add_middleware(
-        Gate,
-        keys=settings.api_keys,
-        max_body=settings.max_body,
-        body_timeout=settings.body_timeout,
-        admit=state.admit,
-        root_path=settings.root_path,
-    )
+    app.add_middleware(Gate, settings=settings, places=state.places, admit=state.admit)
     return app

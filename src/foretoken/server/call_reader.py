@@ -113,7 +113,8 @@ class CallReader:
             return self._tell(len(self._text)) if final else None
         except _NoCall:
             return self._tell(begin + max(len(mark), 1))
-        self._text, self._value, self._bare, self._after = self._text[end:], None, False, True
+        self._text, self._value, self._after = self._text[end:], None, True
+        self._bare = mark in ("", LLAMA)  # others may follow it as they do in Llama's format, or each in its line
         calls = calls[: None if self._most is None else self._most - self.count]
         self.count += len(calls)
         return list(calls)
@@ -121,8 +122,8 @@ class CallReader:
     def _skip(self) -> bool:
         """Leave out what separates calls; false where nothing else is left."""
         self._text = self._text.lstrip()
-        if self._text.startswith(";"):
-            self._text, self._bare = self._text[1:].lstrip(), True
+        if self._bare and self._text.startswith(";"):
+            self._text = self._text[1:].lstrip()
         self._after = not self._text
         return bool(self._text)
 

@@ -90,9 +90,9 @@ class _Completions:
         body = self.body
         several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
         self.answer.check_room((len(body.prompt) if several else 1) * (body.n or 1))
-        self.prompts = await in_thread(TEXTS, self._encoded)
+        self.prompts = await in_thread(TEXTS, self._encoded, cost=self.answer.size)
         constraints = await constraints_of(body, len(self.prompts) * (body.n or 1), self.serving)
-        tickets = self.answer.submit(await in_thread(TEXTS, lambda: self._requests(constraints)))
+        tickets = self.answer.submit(await in_thread(TEXTS, lambda: self._requests(constraints), cost=self.answer.size))
         if body.stream:
             events = self.answer.logged(self._events(tickets))
             return EventStream(events, self.serving.settings.ping, self.serving.settings.stream_pad, headers)

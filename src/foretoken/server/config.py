@@ -6,8 +6,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from foretoken.server.keys import Caller, Keys
 
 PREFIX = "FORETOKEN_"
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "kb": 10**3, "m": 2**20, "mib": 2**20, "mb": 10**6}
@@ -30,11 +33,19 @@ class Settings:
         kv_memory: bytes of keys and values, as "2GiB"; empty for no limit.
         prefill_chunk: prompt tokens that are read between two rounds.
         prefix_cache: whether finished texts are kept for others with the same beginning.
-        api_keys: any of them opens every route; none leaves all open.
+        prefix_memory: bytes that they may take, as "256MiB".
+        api_keys: any of them opens every route; none leaves all open.  Behind a key there may be what it may take, as
+            "KEY name=team-a running=4 queued=16 tokens_per_minute=60000 priority".
+        key_running: choices of a key that run together, where its entry says nothing else; 0 for no limit.
+        key_queued: choices of a key that wait besides; -1 for no limit.
+        key_tokens_per_minute: tokens of prompts and answers of a key; 0 for no limit.
+        allowed_host: names besides its address that the server answers to; "*" for all.
         insecure: allow an address that others can reach without a key.
         max_body: bytes of a request.
         request_timeout: seconds after which a request ends with 504.
         body_timeout: seconds in which a request must have arrived.
+        write_timeout: seconds in which a client must take some of what was sent, or its connection is cut.
+        max_unread: answers that may wait for clients that have stopped reading; of more the oldest is cut.
         shutdown_timeout: seconds that running requests have after SIGTERM.
         watchdog: seconds without a sign of life after which the engine counts as hung.
         ping: seconds between comments in a silent stream.
@@ -66,11 +77,18 @@ class Settings:
     kv_memory: str = ""
     prefill_chunk: int = 256
     prefix_cache: bool = True
+    prefix_memory: str = "256MiB"
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    key_running: int = 0
+    key_queued: int = -1
+    key_tokens_per_minute: int = 0
+    allowed_host: tuple[str, ...] = ()
     insecure: bool = False
     max_body: int = 2 * 2**20
     request_timeout: float = 600.0
     body_timeout: float = 20.0
+    write_timeout: float = 30.0
+    max_unread: int = 32
     shutdown_timeout: float = 30.0
     watchdog: float = 60.0
     ping: float = 15.0
@@ -84,13 +102,20 @@ class Settings:
     online_save: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "tensor_parallel", "prefill_chunk", "max_body", "stream_interval"):
+        for name in ("max_running", "tensor_parallel", "prefill_chunk", "max_body", "stream_interval", "max_unread"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_queued", "stream_pad", "log_prompts", "shutdown_timeout"):
+        for name in (
+            "max_queued",
+            "stream_pad",
+            "log_prompts",
+            "shutdown_timeout",
+            "key_running",
+            "key_tokens_per_minute",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
-        for name in ("request_timeout", "body_timeout", "watchdog", "ping"):
+        for name in ("request_timeout", "body_timeout", "write_timeout", "watchdog", "ping"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
         if not 0 <= self.port < 65536:
@@ -100,6 +125,14 @@ class Settings:
         if self.metrics_compat not in ("", "vllm"):
             raise ValueError(f"metrics_compat must be empty or vllm, not {self.metrics_compat!r}")
         parse_bytes(self.kv_memory)
+        parse_bytes(self.prefix_memory)
+        if self.key_queued < -1:
+            raise ValueError(f"key_queued must be at least 0, or -1 for no limit, not {self.key_queued}")
+        if self.key_queued >= 0 and not self.key_running:
+            raise ValueError("key_queued needs key_running: say how many of a key's requests may run")
+        if (self.key_running or self.key_queued >= 0 or self.key_tokens_per_minute) and not self.api_keys:
+            raise ValueError("key_running, key_queued and key_tokens_per_minute need keys: give an --api-key")
+        self.keys  # noqa: B018 (wrong entries are refused now)
         if self.online_save and not self.online:
             raise ValueError("online_save needs online: nothing else changes the draft model")
         if self.online:
@@ -127,6 +160,22 @@ class Settings:
             raise ValueError(f"online trains a draft model: drafter must be auto or model[:PATH], not {self.drafter!r}")
         saved = f",save={self.online_save}" if self.online_save else ""
         return f"online{colon}{path}{comma}{options}{saved}"
+
+    @cached_property
+    def keys(self) -> Keys:
+        """The keys, and what each may take.
+
+        Raises:
+            ValueError: an entry is wrong.
+        """
+        queued = None if self.key_queued < 0 else self.key_queued
+        standard = Caller("", "", self.key_running, queued, self.key_tokens_per_minute)
+        return Keys(self.api_keys, standard)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Most memory of kept texts."""
+        return (parse_bytes(self.prefix_memory) or 0) if self.prefix_cache else 0
 
     @property
     def kv_bytes(self) -> int | None:
@@ -165,6 +214,8 @@ def settings_from(
         if name not in known:
             raise ValueError(f"{file} has {name!r}, which is no setting: known are {', '.join(known)}")
         found[name] = _value(name, value, str(file))
+    if any(not environ.get(name, "key").strip(", ") for name in ("FORETOKEN_API_KEY", "FORETOKEN_API_KEYS")):
+        raise ValueError("FORETOKEN_API_KEY is set and empty: unset it to serve without a key, or put the key in it")
     for name in known:
         if PREFIX + name.upper() in environ:
             found[name] = _value(name, environ[PREFIX + name.upper()], PREFIX + name.upper())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -18,6 +19,20 @@ from foretoken.engine.errors import DeadlineExceeded, Draining, EngineClosed, En
 
 FIELDS = {"max_new_tokens": "max_tokens", "include_stop": "include_stop_str_in_output"}
 """Fields of requests that are called otherwise in the library."""
+WRONG_KIND = {
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+}
+"""What a value must be, by pydantic's name of the error."""
+INNER = ("str", "dict", "int", "float", "bool")
+"""Names that pydantic gives alternatives which look like fields."""
 LONGEST = 1000
 """Characters of a message: whatever it quotes, it stays short."""
 KINDS = {
@@ -27,6 +42,7 @@ KINDS = {
     405: "invalid_request_error",
     408: "timeout_error",
     413: "invalid_request_error",
+    421: "invalid_request_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "overloaded_error",
@@ -152,18 +168,55 @@ def api_error(error: Exception) -> ApiError:
     return ApiError(500, "the request failed inside the server; others are not affected", code="internal_error")
 
 
+def _invalid(errors: Sequence[Any], content_type: str) -> ApiError:
+    """What is wrong with a body, in words of the API: no class of ours, no alternative that it was compared with."""
+    errors, first = errors[:64], errors[0]
+    place = _fields(first)
+    if first["type"] == "json_invalid":
+        return bad("the body is no valid JSON", code="json_invalid")
+    if not place:
+        if content_type.partition(";")[0].strip().lower() != "application/json":
+            return bad("the body must be JSON, with the header Content-Type: application/json", code="content_type")
+        return bad("the body must be a JSON object with the fields of this route", code="invalid_value")
+    # A value that may be of several kinds has an error for each: those of a kind that it is not tell nothing.
+    of_field = [one for one in errors if str(one["loc"][1:2]) == str(first["loc"][1:2])]
+    deepest = max(len(_fields(one)) for one in of_field)
+    told = [one for one in of_field if one["type"] not in WRONG_KIND or len(_fields(one)) == deepest > 1] or of_field
+    kinds = list(dict.fromkeys(WRONG_KIND[one["type"]] for one in told if one["type"] in WRONG_KIND))
+    chosen = told[0]
+    message = (
+        f"must be {' or '.join(kinds)}" if len(kinds) == len(told) or chosen["type"] in WRONG_KIND else _said(chosen)
+    )
+    names = [part for part in _fields(chosen) if not part.isdigit()]
+    return bad(f"{'.'.join(_fields(chosen))}: {message}", names[0] if names else None, "invalid_value")
+
+
+def _fields(error: Any) -> list[str]:
+    """Where it is: names of alternatives ("list[constrained-str]") are ours and no fields."""
+    parts = [str(part) for part in error["loc"] if part not in ("body", "query", "path")]
+    return [part for part in parts if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*|\d+", part) and part not in INNER]
+
+
+def _said(error: Any) -> str:
+    """pydantic's words, and ours where its are of Python."""
+    kind, more = error["type"], error.get("ctx", {})
+    ours = {
+        "missing": "is required",
+        "too_long": f"may have {more.get('max_length')} items at most",
+        "too_short": f"must have {more.get('min_length')} items at least",
+        "string_too_long": f"may have {more.get('max_length')} characters at most",
+        "string_too_short": f"must have {more.get('min_length')} characters at least",
+        "literal_error": f"must be {more.get('expected')}",
+    }
+    return ours.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "must")
+
+
 def install(app: FastAPI) -> None:
     """Let an app answer all errors so."""
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        path = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-        if first["type"] == "json_invalid":
-            return bad("the body is no valid JSON", code="json_invalid").response_to(request.url.path)
-        names = [part for part in path if not part.isdigit()]
-        message = str(first["msg"])
-        wrong = bad(f"{'.'.join(path) or 'body'}: {message}", names[0] if names else None, "invalid_value")
+        wrong = _invalid(error.errors(), request.headers.get("content-type", ""))
         return wrong.response_to(request.url.path)
 
     @app.exception_handler(HTTPException)

@@ -19,8 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foretoken.server.config import Settings
 from foretoken.server.errors import ApiError, api_error, is_anthropic
 from foretoken.server.fleet_metrics import FleetMetrics
-from foretoken.server.limits import Gate
-from foretoken.server.routing import session_of
+from foretoken.server.keys import Caller
+from foretoken.server.limits import WRITERS, Gate
+from foretoken.server.places import Place, Places, place_of
+from foretoken.server.replica import SPENT
+from foretoken.server.routing import asked_of, choices_of, session_of
 from foretoken.server.sse import event
 
 ATTEMPTS = 8
@@ -31,6 +34,8 @@ GRACE_S = 10.0
 """Seconds beyond its own time limit after which a replica counts as hung."""
 CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "client", "server")
 """What of a scope travels."""
+SECRET = (b"authorization", b"x-api-key", b"x-request-id")
+"""Headers that do not: keys are the gateway's business, and ids are set anew."""
 
 
 class ReplicaLost(Exception):
@@ -55,8 +60,9 @@ class Replicas(Protocol):
             ValueError: they cannot be started.
         """
 
-    def answer(self, scope: dict[str, Any], body: bytes, session: str) -> AsyncIterator[list[Message]]:
-        """An answer's messages, from the replica that suits the session.
+    def answer(self, scope: dict[str, Any], body: bytes, session: str, caller: Caller) -> AsyncIterator[list[Message]]:
+        """An answer's messages, from the replica that suits the session; it keeps what it learns from the caller's
+        texts for that caller.
 
         Raises:
             ReplicaLost: the replica died on the way.
@@ -90,6 +96,7 @@ class Fleet:
         self.num_open = 0
         prefixes = ("foretoken", *([settings.metrics_compat] if settings.metrics_compat else []))
         self.metrics = FleetMetrics(prefixes, settings.name)
+        self.places = Places(None)  # each replica has its own bound; those of keys are kept here, for all replicas
 
     async def start(self) -> None:
         """Start the replicas."""
@@ -204,12 +211,15 @@ class Gateway:
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _body(receive)
-        headers = Headers(scope=scope)
+        place, asked = place_of(scope), asked_of(body)
+        if scope["method"] == "POST" and scope["path"].endswith(WRITERS):
+            place.take(choices_of(asked))
         given = {**{name: scope[name] for name in CARRIED if name in scope}, "root_path": ""}
         request_id = scope.get("state", {}).get("request_id", "")
-        kept = [(name, value) for name, value in scope["headers"] if name not in (b"authorization", b"x-request-id")]
+        kept = [(name, value) for name, value in scope["headers"] if name not in SECRET]
         given["headers"] = [*kept, (b"x-request-id", request_id.encode())]
-        answering = asyncio.create_task(self._answer(given, body, session_of(headers, body), send))
+        session = session_of(Headers(scope=scope), asked, place.caller.tenant)
+        answering = asyncio.create_task(self._answer(given, body, session, place, send))
         leaving = asyncio.create_task(_left(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -221,7 +231,7 @@ class Gateway:
                 with suppress(asyncio.CancelledError, Exception):
                     await task
 
-    async def _answer(self, scope: dict[str, Any], body: bytes, session: str, send: Send) -> None:
+    async def _answer(self, scope: dict[str, Any], body: bytes, session: str, place: Place, send: Send) -> None:
         """Send what a replica answers; another one's answer where it is lost before anything was sent.
 
         Raises:
@@ -233,9 +243,12 @@ class Gateway:
         for attempt in range(ATTEMPTS):
             try:
                 async with asyncio.timeout_at(end):
-                    async with aclosing(self.fleet.replicas.answer(scope, body, session)) as pieces:  # type: ignore[type-var]
-                        async for piece in pieces:
-                            for message in piece:
+                    answer = self.fleet.replicas.answer(scope, body, session, place.caller)
+                    async with aclosing(answer) as pieces:  # type: ignore[type-var]
+                        async for message in (one async for piece in pieces for one in piece):
+                            if message["type"] == SPENT:
+                                place.spend(message["tokens"])
+                            else:
                                 await sent(message)
             except ReplicaLost:
                 if sent.begun:
@@ -310,11 +323,4 @@ async def _left(receive: Receive) -> None:
 
 def create_gateway(fleet: Fleet) -> ASGIApp:
     """The application: ids, keys, sizes and times are checked as on one machine."""
-    settings = fleet.settings
-    return Gate(
-        Gateway(fleet),
-        keys=settings.api_keys,
-        max_body=settings.max_body,
-        body_timeout=settings.body_timeout,
-        root_path=settings.root_path,
-    )
+    return Gate(Gateway(fleet), fleet.settings, fleet.places)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter(responses=RESPONSES)
 PAGE = Path(__file__).with_name("page")
+PIECE = 4096
+"""Values of a list that are written in one go."""
 KINDS = {"index.html": "text/html", "app.js": "text/javascript", "style.css": "text/css"}
 
 
@@ -98,7 +102,7 @@ def _model(serving: Serving) -> dict[str, Any]:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, http: Request) -> JSONResponse:
+async def tokenize(body: TokenizeRequest, http: Request) -> Response:
     """Token ids of a text, or of a conversation as the model sees it."""
     serving = _serving(http)
     serving.check_model(body.model)
@@ -110,11 +114,26 @@ async def tokenize(body: TokenizeRequest, http: Request) -> JSONResponse:
     if text is None:
         text = await prompt_of(tokenizer, _conversation(body))
         special = not has_template(tokenizer) if body.add_special_tokens is None else body.add_special_tokens
-    ids = await in_thread(TEXTS, lambda: ids_with_one_bos(text, tokenizer, special))
-    found: dict[str, Any] = {"count": len(ids), "max_model_len": serving.llm.target.context_length, "tokens": ids}
-    if body.return_token_strs:
-        found["token_strs"] = tokenizer.convert_ids_to_tokens(ids)
-    return JSONResponse(found, headers=headers)
+    with_texts, longest = body.return_token_strs, serving.llm.target.context_length
+
+    def answer() -> bytes:
+        ids = ids_with_one_bos(text, tokenizer, special)
+        texts = tokenizer.convert_ids_to_tokens(ids) if with_texts else None
+        return _tokens_json(ids, longest, texts)
+
+    found = await in_thread(TEXTS, answer, cost=len(text))
+    return Response(found, media_type="application/json", headers=headers)
+
+
+def _tokens_json(ids: Sequence[int], longest: int, texts: Sequence[str] | None) -> bytes:
+    """The answer, piece by piece: the encoder would keep all other threads waiting until it has written a long list."""
+
+    def written(values: Sequence[Any]) -> str:
+        pieces = (values[at : at + PIECE] for at in range(0, len(values), PIECE))
+        return "[" + ",".join(json.dumps(piece, ensure_ascii=False)[1:-1] for piece in pieces) + "]"
+
+    head = f'{{"count":{len(ids)},"max_model_len":{longest},"tokens":{written(ids)}'
+    return (head + ("" if texts is None else f',"token_strs":{written(texts)}') + "}").encode()
 
 
 def _conversation(body: TokenizeRequest) -> Conversation:
@@ -136,7 +155,7 @@ async def detokenize(body: DetokenizeRequest, http: Request) -> JSONResponse:
     if body.tokens and max(body.tokens) >= wide:
         raise bad(f"token {max(body.tokens)} is outside the vocabulary of {wide}", "tokens")
     tokenizer = _tokenizer(serving)
-    text = await in_thread(TEXTS, lambda: tokenizer.decode(body.tokens))
+    text = await in_thread(TEXTS, lambda: tokenizer.decode(body.tokens), cost=len(body.tokens))
     return JSONResponse({"prompt": text}, headers=serving.note_ignored(body.ignored))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,6 +14,8 @@ from foretoken.constraints import Constraint
 from foretoken.engine.request import Request
 from foretoken.options import make_request
 from foretoken.server.errors import ApiError, bad
+from foretoken.server.keys import Caller
+from foretoken.server.places import place_of
 from foretoken.server.schemas import REFUSED, ChatRequest, ResponseFormat, Shared, StructuredOutputs
 from foretoken.server.serving import Serving
 from foretoken.server.workers import GRAMMARS, in_thread
@@ -21,8 +24,6 @@ GRAMMAR_S = 2.0
 """Seconds in which a grammar must be compiled."""
 PATIENCE_S = 0.3
 """Seconds that a new grammar waits for others; its own trial then takes 1.6 s at most."""
-LONGEST_TOKEN = 256
-"""Characters of a token, at most (long runs of spaces): longer texts need not be tokenised to be refused."""
 
 
 def check_fields(body: Shared, serving: Serving) -> dict[str, str]:
@@ -86,18 +87,27 @@ def encoded(text: str, serving: Serving, special: bool, field: str) -> list[int]
     Raises:
         ApiError: 400 for a text that is longer than any that could fit.
     """
-    context = serving.llm.target.context_length
-    if len(text) > LONGEST_TOKEN * context:
-        raise bad(
-            f"the text has {len(text)} characters, which do not fit into the model's context of {context} tokens"
-            f"{_because(serving)}",
-            field,
-            "context_length_exceeded",
-        )
     tokenizer = serving.llm.tokenizer
     if tokenizer is None:
         raise bad("this model has no tokenizer: give token ids", field)
+    check_fits(text, serving, field)
     return ids_with_one_bos(text, tokenizer, special)
+
+
+def check_fits(text: str, serving: Serving, field: str) -> None:
+    """Refuse a text that cannot fit into the context, before it is tokenised.
+
+    Raises:
+        ApiError: 400.
+    """
+    context, least = serving.llm.target.context_length, serving.lengths.least(text)
+    if least > context:
+        raise bad(
+            f"the text has {len(text)} characters, which are {least} tokens at least, and the model's context is "
+            f"{context}{_because(serving)}",
+            field,
+            "context_length_exceeded",
+        )
 
 
 def engine_requests(
@@ -106,7 +116,7 @@ def engine_requests(
     serving: Serving,
     constraints: Sequence[Constraint | None],
     field: str,
-    tenant: str,
+    tenant: Caller,
     **more: Any,
 ) -> list[Request]:
     """One request per prompt and choice, in order of their indices; takes a while for many of them.
@@ -117,13 +127,16 @@ def engine_requests(
         serving: the server.
         constraints: one for each prompt and choice.
         field: where the prompts came from.
-        tenant: whose texts and drafts may be reused.
+        tenant: who asks.
         more: options of :func:`foretoken.options.make_request`.
 
     Raises:
         ApiError: 400.
     """
-    options = {**_options(body, serving, tenant), **more}
+    predicted = more.get("prediction")
+    if predicted is not None:
+        check_fits(predicted, serving, "prediction")
+    options = {**_options(body, serving, tenant.tenant), **more}
     for prompt in prompts:
         _check_lengths(len(prompt), options, serving, body, field)
     seed, count = options.pop("seed", None), body.n or 1
@@ -139,6 +152,7 @@ def engine_requests(
                 seed=given,
                 constraint=constraints[len(found)],
             )
+            made = replace(made, owner=tenant.name, owner_running=tenant.running)
             llm.engine.check(made)
             found.append(made)
     return found
@@ -230,9 +244,9 @@ def _biases(given: Mapping[str, float] | None, serving: Serving) -> dict[int, fl
     return {int(token): float(value) for token, value in given.items()}
 
 
-def tenant_of(http: HttpRequest) -> str:
-    """Whose texts and drafts may be reused for a request; empty for those of everybody."""
-    return str(http.scope.get("state", {}).get("tenant", ""))
+def tenant_of(http: HttpRequest) -> Caller:
+    """Who asks: whose texts and drafts may be reused for a request, and how many of whose may run together."""
+    return place_of(http.scope).caller
 
 
 async def constraints_of(body: Shared, count: int, serving: Serving, calls: str = "") -> list[Constraint | None]:

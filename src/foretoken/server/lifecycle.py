@@ -9,13 +9,12 @@ import os
 import shlex
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from typing import Any
 
+from foretoken.server import logs
 from foretoken.server.config import Settings
 
-log = logging.getLogger("foretoken.server")
 DEAD = 70
 """Exit code when the engine has stopped by itself."""
 HEADERS_S = 15.0
@@ -67,13 +66,12 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
     """
     import uvicorn
 
-    from foretoken.server import logs
-    from foretoken.server.protocol import GuardedProtocol
+    from foretoken.server.protocol import guarded
 
     logs.install()
     config = uvicorn.Config(
         app,
-        http=GuardedProtocol,
+        http=guarded(serving.settings),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -105,7 +103,7 @@ async def _serve(server: Any, serving: Any, sock: socket.socket) -> int:
     server.force_exit = True
     await asyncio.wait({task}, timeout=2.0)
     if code:
-        log.error("error: %s", serving.trouble, extra={"plain": True})
+        logs.say(f"error: {serving.trouble}", logging.ERROR)
     return code
 
 
@@ -123,7 +121,7 @@ async def _watched(serving: Any, asked: asyncio.Event, task: asyncio.Task[None])
             return 0
         if serving.is_loaded and not said:
             said = True
-            print(greeting(serving.settings), file=sys.stderr, flush=True)
+            logs.say(greeting(serving.settings))
         await asyncio.sleep(0.05)
     return 1
 

@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from foretoken.server.errors import ApiError, bad
+from foretoken.server.bodies import checked
+from foretoken.server.config import Settings
+from foretoken.server.errors import ApiError
+from foretoken.server.hosts import Hosts
+from foretoken.server.keys import Caller
+from foretoken.server.places import Places
 
 requests_log = logging.getLogger("foretoken.requests")
 OPEN = ("/health", "/ready")
-"""Routes that need no key: probes of orchestrators have none."""
+"""Routes that need no key and answer to any name: probes of orchestrators have none."""
 WRITERS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 """Routes that need a place in the engine."""
-DEEPEST = 64
-"""Levels of a JSON document."""
 DISCARD_S = 1.0
 """Seconds for the rest of a body that is too large."""
+PIECE = 64 * 1024
+"""Bytes of an answer that are handed to a connection at once: the next ones wait until the client has taken these."""
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -38,28 +40,24 @@ SECURITY = {
 class Gate:
     """Every request passes here first: it gets an id, shows its key, and is small enough and sent in time.
 
+    Behind it every request has in ``scope["state"]`` its ``request_id``, its ``place`` and the ``size`` of its body.
+
     Args:
         app: what comes behind.
-        keys: any of them opens; none leaves all open.
-        max_body: most bytes of a body.
-        body_timeout: seconds in which it must have arrived.
+        settings: sizes, times, keys and names.
+        places: what is admitted.
         admit: raises an :class:`ApiError` while nothing can be taken: a full server refuses before it reads what was
             asked, or those whom it serves would wait for that.
-        root_path: where a proxy has put the server.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        keys: Sequence[str],
-        max_body: int,
-        body_timeout: float,
-        admit: Callable[[], None] | None = None,
-        root_path: str = "",
+        self, app: ASGIApp, settings: Settings, places: Places, admit: Callable[[], None] | None = None
     ) -> None:
-        self.root_path = root_path.rstrip("/")
-        self.app, self.max_body, self.body_timeout, self.admit = app, max_body, body_timeout, admit
-        self.keys = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self.app, self.places, self.admit = app, places, admit
+        self.max_body, self.body_timeout = settings.max_body, settings.body_timeout
+        self.root = settings.root_path.rstrip("/")
+        self.keys = settings.keys
+        self.hosts = Hosts(settings.host, settings.allowed_host, len(self.keys) > 0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, or answer it."""
@@ -68,7 +66,27 @@ class Gate:
             return
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
-        state["request_id"] = request_id = _id_of(headers)
+        state["request_id"] = _id_of(headers)
+        sender = self._sender(scope, send)
+        place = None
+        try:
+            try:
+                place = state["place"] = self.places.place(self._caller(scope, headers))
+                received = await self._body(scope, headers, receive)
+                if self.admit is not None and scope["method"] == "POST" and scope["path"].endswith(WRITERS):
+                    self.admit()
+            except ApiError as error:
+                await error.response_to(scope["path"])(scope, receive, sender)
+                return
+            # Nobody but the connection need know that only the head of an answer is asked for: it leaves out the rest.
+            asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self.app(asked, received, sender)
+        finally:
+            if place is not None:
+                place.close()
+
+    def _sender(self, scope: Scope, send: Send) -> Send:
+        """Sends with our headers, in pieces, so that who does not read holds a piece and not the answer."""
         began = time.monotonic()
 
         async def named(message: Message) -> None:
@@ -76,37 +94,38 @@ class Gate:
                 if _is_worth_a_line(scope, message["status"]):
                     log_request(scope, message["status"], began)
                 found = MutableHeaders(scope=message)
-                found["X-Request-Id"] = request_id
+                found["X-Request-Id"] = scope["state"]["request_id"]
                 for name, value in SECURITY.items():
                     found.setdefault(name, value)
+            body = message.get("body", b"")
+            for at in range(0, max(0, len(body) - PIECE), PIECE):
+                await send({"type": "http.response.body", "body": body[at : at + PIECE], "more_body": True})
+            if len(body) > PIECE:
+                rest = (len(body) - 1) // PIECE * PIECE
+                message = {**message, "body": body[rest:]}
             await send(message)
 
-        try:
-            # A proxy may send the path with the prefix that it has put the server under, or without it.
-            state["tenant"] = self._check_key(scope["path"].removeprefix(self.root_path), headers)
-            received = await self._body(scope, headers, receive)
-            if self.admit is not None and scope["method"] == "POST" and scope["path"].endswith(WRITERS):
-                self.admit()
-        except ApiError as error:
-            await error.response_to(scope["path"])(scope, receive, named)
-            return
-        await self.app(scope, received, named)
+        return named
 
-    def _check_key(self, path: str, headers: Headers) -> str:
-        """Compare in constant time with all keys; returns whose texts and drafts may be reused for this request, which
-        is nobody else's where there are several keys.
+    def _caller(self, scope: Scope, headers: Headers) -> Caller:
+        """Who asks; a replica is told by its gateway, and no client can say it.
 
         Raises:
-            ApiError: 401.
+            ApiError: 421, another server's name; 401, no valid key.
         """
-        if not self.keys or path in OPEN:
-            return ""
-        digest = hashlib.sha256(_key_of(headers).encode()).digest()
-        if not any([hmac.compare_digest(digest, key) for key in self.keys]):  # noqa: C419 (all of them, always)
+        told = scope["state"].get("caller")
+        if isinstance(told, Caller):
+            return told
+        path = scope["path"].removeprefix(self.root)
+        if path in OPEN:
+            return Caller()
+        self.hosts.check(headers.get("host", ""))
+        caller = self.keys.caller(headers)
+        if caller is None:
             page = path in ("/", "/app.js", "/style.css")
             ask = {"WWW-Authenticate": 'Basic realm="foretoken"' if page else "Bearer"}
             raise ApiError(401, "give a valid key: Authorization: Bearer KEY", code="invalid_api_key", headers=ask)
-        return digest.hex()[:16] if len(self.keys) > 1 else ""
+        return caller
 
     async def _body(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
         """Read the whole body, and hand it on in one piece.
@@ -114,6 +133,7 @@ class Gate:
         Raises:
             ApiError: 413, 408, or 400 for a document that is nested too deeply.
         """
+        scope["state"]["size"] = 0
         if scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
             return receive
         declared = headers.get("content-length", "")
@@ -124,8 +144,8 @@ class Gate:
             body = await asyncio.wait_for(self._read(receive), self.body_timeout)
         except TimeoutError:
             raise ApiError(408, "the request took too long to arrive", headers={"Connection": "close"}) from None
-        if deeper_than(body, DEEPEST):
-            raise bad(f"the JSON document is nested more than {DEEPEST} levels deep", code="json_too_deep")
+        body = checked(body)
+        scope["state"]["size"] = len(body)
         waiting = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> Message:
@@ -184,33 +204,3 @@ def _id_of(headers: Headers) -> str:
     """The client's id, where it is one that can be put into a log, else a new one."""
     given = headers.get("x-request-id", "")
     return given if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", given) else uuid.uuid4().hex
-
-
-def _key_of(headers: Headers) -> str:
-    if "x-api-key" in headers and "authorization" not in headers:  # Anthropic's clients
-        return headers["x-api-key"]
-    kind, _, value = headers.get("authorization", "").partition(" ")
-    if kind.lower() == "basic":  # what a browser asks for; any name, the key as the password
-        try:
-            return base64.b64decode(value, validate=True).decode().partition(":")[2]
-        except ValueError:
-            return ""
-    return value.strip() if kind.lower() == "bearer" else ""
-
-
-def deeper_than(body: bytes, most: int) -> bool:
-    """Whether brackets outside of strings are nested more deeply."""
-    if body.count(b"[") + body.count(b"{") <= most:
-        return False
-    depth, text, at = 0, False, 0
-    for found in re.finditer(rb'\\.|["\[\]{}]', body, re.DOTALL):
-        at = body[found.start()]
-        if at == 0x22:
-            text = not text
-        elif not text and at in b"[{":
-            depth += 1
-            if depth > most:
-                return True
-        elif not text and at in b"]}":
-            depth -= 1
-    return False

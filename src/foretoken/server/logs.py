@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import warnings
 from contextlib import suppress
 from datetime import UTC, datetime
 from queue import Full, Queue
@@ -85,9 +86,34 @@ class Lines(logging.Handler):
             rest = rest[os.write(self._descriptor, rest) :]
 
 
+def say(line: str, level: int = logging.INFO) -> None:
+    """Tell whoever has started the server something, as it is; nobody waits until it is read."""
+    logging.getLogger("foretoken.server").log(level, "%s", line, extra={"plain": True})
+
+
+def _warn(message: Warning | str, *place: object, **more: object) -> None:
+    """A warning as one line."""
+    say(f"warning: {' '.join(str(message).split())}", logging.WARNING)
+
+
+def keep_standard_files() -> None:
+    """Open what was closed at the start of the process on ``/dev/null``.
+
+    Else the next file or connection gets its number, and what is written to stderr, by whomever, ends up in that.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+
+
 def install() -> None:
     """Send our log to stderr so, and what the event loop and uvicorn complain about."""
+    if any(isinstance(handler, Lines) for handler in logging.getLogger("foretoken").handlers):
+        return
     handler = logging.NullHandler() if sys.stderr is None else Lines(2)
+    warnings.showwarning = _warn
     for name, level in (("foretoken", logging.INFO), ("asyncio", logging.WARNING), ("uvicorn", logging.WARNING)):
         log = logging.getLogger(name)
         log.handlers[:] = [handler]

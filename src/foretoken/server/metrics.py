@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from foretoken.engine.background import EngineStatus
+from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
+from foretoken.engine.stopping import FinishReason
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 PHASES = ("draft", "target", "verify", "overhead")
+REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length", "error": "error"}
+"""How an end is called here, by the engine's word; what is cancelled or late is ``abort``."""
+DONE = ("stop", "length")
 
 
 class Metrics:
@@ -21,19 +29,34 @@ class Metrics:
         prefixes: what the names begin with.
         model: the label of all of them.
         status: asked for what the engine does just now, whenever somebody reads.
+        places: asked for the choices that are admitted.
     """
 
-    def __init__(self, prefixes: Sequence[str], model: str, status: Callable[[], EngineStatus | None]) -> None:
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        model: str,
+        status: Callable[[], EngineStatus | None],
+        places: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.registry = CollectorRegistry()
         self._model = model
         self._sets = [self._made(prefix) for prefix in prefixes]
+        self.has_drafter = True
+        self.registry.register(_Rounds(prefixes, model, status))
         self._between = [one["between"].labels(model) for one in self._sets]
         for prefix in prefixes:
+            what = "Choices that are admitted, until the last byte of their answer was taken."
+            taken = Gauge(f"{prefix}:places_taken", what, ["model_name"], registry=self.registry)
+            taken.labels(model).set_function(places)
             for name, what, value in (
                 ("num_requests_running", "Requests in the batch.", lambda s: s.running),
                 ("num_requests_waiting", "Requests in the queue.", lambda s: s.waiting),
                 ("kv_cache_bytes", "Memory of keys and values of running requests.", lambda s: s.kv_bytes),
                 ("kv_cache_usage_perc", "The same as a share of its limit (0 without one).", _usage),
+                ("prefix_cache_bytes", "Memory of kept texts.", lambda s: s.prefix_bytes),
+                ("prefix_cache_limit_bytes", "The most that they may take.", lambda s: s.prefix_limit_bytes),
+                ("prefix_cache_texts", "Texts that are kept.", lambda s: s.prefix_texts),
                 ("spec_predicted_speedup", "Of the plan in use over plain decoding, as the cost model says.", _speedup),
             ):
                 gauge = Gauge(f"{prefix}:{name}", what, ["model_name"], registry=self.registry)
@@ -49,17 +72,16 @@ class Metrics:
             return Histogram(f"{prefix}:{name}", what, ["model_name"], registry=self.registry, buckets=SECONDS)
 
         found = {
-            "success": counter("request_success", "Finished requests.", "finished_reason"),
-            "failures": counter("request_failure", "Requests that ended with an error.", "reason"),
+            "success": counter("request_success", "Choices that have left the engine.", "finished_reason"),
+            "failures": counter("request_failure", "Requests that were answered with an error.", "reason"),
             "rejections": counter("admission_rejections", "Requests that were not taken.", "reason"),
             "prompt": counter("prompt_tokens", "Tokens of prompts."),
             "cached": counter("prompt_tokens_cached", "Tokens of prompts that did not have to be read."),
             "generation": counter("generation_tokens", "Tokens of answers."),
-            "drafts": counter("spec_decode_num_drafts", "Rounds with drafts."),
+            "drafts": counter("spec_decode_num_drafts", "Rounds with drafts, of each request."),
             "draft_tokens": counter("spec_decode_num_draft_tokens", "Draft tokens."),
             "accepted": counter("spec_decode_num_accepted_tokens", "Accepted draft tokens."),
             "accepted_at": counter("spec_decode_num_accepted_tokens_per_pos", "Accepted, by position.", "position"),
-            "phase": counter("spec_step_seconds", "Seconds of rounds by what took them.", "phase"),
             "plain": counter("spec_disabled", "Requests that were decoded plainly.", "reason"),
             "share": counter("spec_drafter_share", "Rounds with drafts by who drafted.", "drafter"),
             "first": histogram("time_to_first_token_seconds", "From arrival to the first token."),
@@ -82,32 +104,47 @@ class Metrics:
             found[name].labels(self._model)
         return found
 
-    def finished(self, stats: SpecStats, reason: str, whole_s: float, plain: str) -> None:
-        """Count a request that ended well; ``plain`` says why nothing was drafted, where nothing was."""
-        m = self._model
+    def ended(self, request: Request, arrived_s: float, stats: SpecStats, reason: FinishReason | None) -> None:
+        """Count a choice that has left the engine, however it ended; in the engine's thread.
+
+        Args:
+            request: what was asked.
+            arrived_s: when it came, by the monotonic clock.
+            stats: what was done for it.
+            reason: why it ended; ``None`` for one that was cancelled.
+        """
+        whole_s, told = time.monotonic() - arrived_s, REASONS.get(reason or "", "abort")
         for one in self._sets:
-            one["success"].labels(m, reason).inc()
-            one["prompt"].labels(m).inc(stats.num_prompt_tokens)
-            one["cached"].labels(m).inc(max(0, stats.num_prompt_tokens - stats.num_prompt_tokens_computed))
-            one["generation"].labels(m).inc(stats.num_new_tokens)
-            one["draft_tokens"].labels(m).inc(stats.num_draft_tokens)
-            one["accepted"].labels(m).inc(stats.num_accepted_tokens)
-            for position, count in enumerate(stats.num_accepted_tokens_per_pos):
-                one["accepted_at"].labels(m, str(position)).inc(count)
-            for phase in PHASES:
-                one["phase"].labels(m, phase).inc(max(0.0, getattr(stats, f"{phase}_s")))
-            if stats.num_draft_tokens:
-                one["drafts"].labels(m).inc(stats.num_drafts)
-            else:
-                one["plain"].labels(m, plain).inc()
-            for drafter, rounds in stats.drafters.items():
-                one["share"].labels(m, drafter).inc(rounds)
+            self._count(one, stats, told)
+            if not stats.num_draft_tokens and stats.num_drafts:
+                one["plain"].labels(self._model, self._why_plain(request, stats)).inc()
+            if told in DONE:
+                one["whole"].labels(self._model).observe(whole_s)
+                if stats.num_new_tokens > 1:
+                    rest = max(0.0, whole_s - stats.first_token_s)
+                    one["per_token"].labels(self._model).observe(rest / (stats.num_new_tokens - 1))
+
+    def _count(self, one: dict[str, Any], stats: SpecStats, reason: str) -> None:
+        m = self._model
+        one["success"].labels(m, reason).inc()
+        one["prompt"].labels(m).inc(stats.num_prompt_tokens)
+        one["cached"].labels(m).inc(max(0, stats.num_prompt_tokens - stats.num_prompt_tokens_computed))
+        one["generation"].labels(m).inc(stats.num_new_tokens)
+        one["drafts"].labels(m).inc(stats.num_drafted_rounds)
+        one["draft_tokens"].labels(m).inc(stats.num_draft_tokens)
+        one["accepted"].labels(m).inc(stats.num_accepted_tokens)
+        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+            one["accepted_at"].labels(m, str(position)).inc(count)
+        for drafter, rounds in stats.drafters.items():
+            one["share"].labels(m, drafter).inc(rounds)
+        if stats.num_drafts:
             one["first"].labels(m).observe(stats.first_token_s)
             one["queue"].labels(m).observe(stats.queue_s)
-            one["whole"].labels(m).observe(whole_s)
-            rest = max(0.0, whole_s - stats.first_token_s)
-            if stats.num_new_tokens > 1:
-                one["per_token"].labels(m).observe(rest / (stats.num_new_tokens - 1))
+
+    def _why_plain(self, request: Request, stats: SpecStats) -> str:
+        if request.max_draft_tokens == 0:
+            return "asked_for"
+        return "plain_is_faster" if self.has_drafter else "no_drafter"
 
     def came(self, seconds: float) -> None:
         """Note the seconds that a token of a block has taken."""
@@ -127,6 +164,27 @@ class Metrics:
     def text(self) -> bytes:
         """What Prometheus reads."""
         return generate_latest(self.registry)
+
+
+class _Rounds(Collector):
+    """What the engine counts once a round, however many requests take part."""
+
+    def __init__(self, prefixes: Sequence[str], model: str, status: Callable[[], EngineStatus | None]) -> None:
+        self._prefixes, self._model, self._status = prefixes, model, status
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Counters as they are now."""
+        status = self._status()
+        for prefix in self._prefixes:
+            what = "Seconds of rounds by what took them, each round counted once."
+            phases = CounterMetricFamily(f"{prefix}:spec_step_seconds", what, labels=["model_name", "phase"])
+            for phase in PHASES:
+                spent = 0.0 if status is None else getattr(status.times, f"{phase}_s")
+                phases.add_metric([self._model, phase], max(0.0, spent))
+            yield phases
+            rounds = CounterMetricFamily(f"{prefix}:rounds", "Rounds of the engine.", labels=["model_name"])
+            rounds.add_metric([self._model], 0 if status is None else status.rounds)
+            yield rounds
 
 
 def _speedup(status: EngineStatus) -> float:

@@ -1,5 +1,5 @@
-"""uvicorn's HTTP protocol, with limits on how large the headers of a request may be and how long they may take, and
-with errors in OpenAI's shape for what is no HTTP."""
+"""uvicorn's HTTP protocol, with limits on how large the headers of a request may be and how long they may take, on how
+long a client may leave an answer unread, and with errors in OpenAI's shape for what is no HTTP."""
 
 from __future__ import annotations
 
@@ -9,14 +9,60 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from foretoken.server.config import Settings
 from foretoken.server.errors import bad
 from foretoken.server.lifecycle import HEADERS_S, MOST_HEADER_BYTES
 
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""A client that has only stopped sending passes over it; one that is gone answers with a reset."""
+PROBE_S, MOST_PROBE_S = 0.05, 10.0
+"""Seconds between the first two probes, which are doubled each time, and between the last ones."""
+
+
+class Unread:
+    """Connections whose clients have stopped reading, the oldest first.
+
+    Args:
+        timeout_s: seconds after which such a connection is cut.
+        most: of more connections the oldest is cut at once.
+    """
+
+    def __init__(self, timeout_s: float = 30.0, most: int = 32) -> None:
+        self.timeout_s, self.most = timeout_s, most
+        self._waiting: dict[GuardedProtocol, asyncio.TimerHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, connection: GuardedProtocol) -> None:
+        """Its client does not take what was sent."""
+        if connection in self._waiting:
+            return
+        self._waiting[connection] = connection.loop.call_later(self.timeout_s, self._cut, connection)
+        for oldest in list(self._waiting)[: max(0, len(self._waiting) - self.most)]:
+            self._cut(oldest)
+
+    def discard(self, connection: GuardedProtocol) -> None:
+        """Its client has read, or is gone."""
+        timer = self._waiting.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _cut(self, connection: GuardedProtocol) -> None:
+        self.discard(connection)
+        if connection.transport.get_write_buffer_size():  # else it has read everything, which nobody is told
+            connection.transport.abort()
+
 
 class GuardedProtocol(HttpToolsProtocol):
-    """Connections that send nothing, or headers drop by drop, are closed; too many headers are refused."""
+    """Connections that send nothing, or headers drop by drop, or do not read, are closed; too many headers are refused.
 
+    A client may stop sending when it has asked ("half-close"), and still gets its answer.
+    """
+
+    unread = Unread()
     _guard: asyncio.TimerHandle | None = None
+    _probing: asyncio.TimerHandle | None = None
     _in_headers = False
     _taken = 0
     """Bytes of the headers that are being read."""
@@ -29,7 +75,46 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop it."""
         self._unwatch()
+        if self._probing is not None:
+            self._probing.cancel()
+        self.unread.discard(self)
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; whether the connection stays open, as it must for an answer that is due.
+
+        A client that is gone altogether looks the same until something is sent to it, so that something is sent.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        cycle.keep_alive = False
+        self._probe(PROBE_S)
+        return True
+
+    def _probe(self, wait_s: float) -> None:
+        """The first one is answered with a reset where nobody is there, and the next one finds that out."""
+        cycle = self.cycle
+        if self.transport.is_closing() or cycle.response_started or cycle.scope["http_version"] != "1.1":
+            return
+        self.transport.write(PROBE)
+        self._probing = self.loop.call_later(wait_s, self._probe, min(2 * wait_s, MOST_PROBE_S))
+
+    def pause_writing(self) -> None:
+        """More waits for the client than may: the clock starts."""
+        super().pause_writing()
+        self.unread.add(self)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        self.unread.discard(self)
+
+    def on_response_complete(self) -> None:
+        """The rest of an answer has its clock, too: the connection is not closed before it was read."""
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self.unread.add(self)
 
     def on_message_begin(self) -> None:
         """Start it for the next request of the connection."""
@@ -82,3 +167,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._guard is not None:
             self._guard.cancel()
             self._guard = None
+
+
+def guarded(settings: Settings) -> type[GuardedProtocol]:
+    """The protocol of one server, with its own bounds on unread answers."""
+    return type("Guarded", (GuardedProtocol,), {"unread": Unread(settings.write_timeout, settings.max_unread)})

@@ -12,16 +12,20 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 
 from foretoken.server.config import Settings
+from foretoken.server.keys import Caller
 
 GONE_S = 5.0
 """Seconds in which the application must end a request whose client has left."""
+SPENT = "foretoken.spent"
+"""Type of the message that tells the gateway how many ``tokens`` a request has used."""
+ANYBODY = Caller()
 
 
 class Replica:
     """One model, one engine, one application.
 
     Args:
-        settings: of the server.  Keys are the gateway's business: they do not travel.
+        settings: of the server.  Keys are the gateway's business: they do not travel, only who asks does.
         name: told to clients in the header ``X-Replica``.
         make: makes the state; loads the model by default.
     """
@@ -33,7 +37,15 @@ class Replica:
 
         logs.install()
         self.name = name
-        self.settings = replace(settings, api_keys=(), insecure=True, root_path="")
+        self.settings = replace(
+            settings,
+            api_keys=(),
+            key_running=0,
+            key_queued=-1,
+            key_tokens_per_minute=0,
+            insecure=True,
+            root_path="",
+        )
         self.serving = (make or Serving)(self.settings)
         self.app: ASGIApp = create_app(self.settings, self.serving)
 
@@ -64,10 +76,18 @@ class Replica:
         """Its counters, as Prometheus reads them."""
         return str(self.serving.metrics.text().decode())
 
-    async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message], None]:
-        """The ASGI messages of an answer: in each piece those that are there, so that a burst travels at once.
+    async def answer(
+        self, scope: dict[str, Any], body: bytes, caller: Caller = ANYBODY
+    ) -> AsyncGenerator[list[Message], None]:
+        """The ASGI messages of an answer: in each piece those that are there, so that a burst travels at once.  The
+        last one is ours (:data:`SPENT`).
 
         Who stops listening ends the request.
+
+        Args:
+            scope: of the request.
+            body: of the request.
+            caller: who asks, as the gateway knows.
         """
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
@@ -85,11 +105,14 @@ class Replica:
             messages.put_nowait(message)
 
         async def run() -> None:
+            state: dict[str, Any] = {"caller": caller}
             try:
-                await self.app({**scope, "extensions": {}, "state": {}}, receive, send)
+                await self.app({**scope, "extensions": {}, "state": state}, receive, send)
             except Exception:  # the application has answered with 500 already
                 logging.getLogger("foretoken.server").exception("a request failed")
             finally:
+                place = state.get("place")
+                messages.put_nowait({"type": SPENT, "tokens": 0 if place is None else place.spent})
                 messages.put_nowait(None)
 
         task = asyncio.create_task(run())

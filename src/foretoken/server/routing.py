@@ -25,29 +25,38 @@ TOKENS = 64
 """The same for a prompt of token ids."""
 
 
-def session_of(headers: Mapping[str, str], body: bytes) -> str:
+def asked_of(body: bytes) -> Mapping[str, Any]:
+    """The JSON object of a request; empty for what is none: a replica says what is wrong with it."""
+    try:
+        found = json.loads(body) if body else {}
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def choices_of(asked: Mapping[str, Any]) -> int:
+    """How many texts a request asks for: as many as it has prompts, times ``n``; wrong numbers count as one."""
+    prompt, count = asked.get("prompt"), asked.get("n")
+    prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
+    return prompts * (count if type(count) is int and 0 < count < 2**31 else 1)
+
+
+def session_of(headers: Mapping[str, str], asked: Mapping[str, Any], tenant: str = "") -> str:
     """The session of a request, a digest; empty where any replica will do.
 
     Args:
         headers: of the request.
-        body: of the request; one that is no JSON object has no beginning.
+        asked: its JSON object.
+        tenant: who asks: texts of one are never found again by another, so they need no replica in common.
     """
     named = headers.get(HEADER, "")[:LONGEST_ID]
     if named:
-        return _digest("named", named)
-    if not body:
-        return ""
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
-        return ""  # the replica says what is wrong with it
-    if not isinstance(asked, dict):
-        return ""
+        return _digest("named", tenant, named)
     key = asked.get("prompt_cache_key")
     if isinstance(key, str) and key:
-        return _digest("named", key[:LONGEST_ID])
+        return _digest("named", tenant, key[:LONGEST_ID])
     beginning = _beginning(asked)
-    return _digest("text", str(asked.get("cache_salt") or ""), beginning) if beginning else ""
+    return _digest("text", tenant, str(asked.get("cache_salt") or ""), beginning) if beginning else ""
 
 
 def _beginning(asked: Mapping[str, Any]) -> str:

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import socket
-import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -20,8 +19,10 @@ from typing import Any
 
 from starlette.types import Message
 
+from foretoken.server import logs
 from foretoken.server.config import Settings
 from foretoken.server.gateway import Fleet, ReplicaLost, create_gateway
+from foretoken.server.keys import Caller
 
 MANY = 100_000
 """Requests that Ray may hand to a replica, which refuses by its own limits, in OpenAI's words."""
@@ -152,7 +153,7 @@ class RayReplicas:
             free = await asyncio.to_thread(ray.available_resources)
             rest = {name: free.get(name, 0) for name in ("CPU", "GPU")}
             wants = _resources(self.settings)
-            print(f"waiting for {self.num_wanted} replicas of {wants}; free: {rest}", file=sys.stderr, flush=True)
+            logs.say(f"waiting for {self.num_wanted} replicas of {wants}; free: {rest}")
 
     async def _watch(self) -> None:
         while True:
@@ -162,7 +163,9 @@ class RayReplicas:
             except Exception:  # Ray's controller is being replaced: what is known stays
                 continue
 
-    async def answer(self, scope: dict[str, Any], body: bytes, session: str) -> AsyncGenerator[list[Message], None]:
+    async def answer(
+        self, scope: dict[str, Any], body: bytes, session: str, caller: Caller
+    ) -> AsyncGenerator[list[Message], None]:
         """An answer's messages.
 
         Raises:
@@ -170,7 +173,7 @@ class RayReplicas:
         """
         from ray.exceptions import RayError, RayTaskError, TaskCancelledError
 
-        response = self._handle.options(session_id=session).remote(scope, body)
+        response = self._handle.options(session_id=session).remote(scope, body, caller)
         done = False
         try:
             async for piece in response:
@@ -258,9 +261,11 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
             self.replica = Replica(settings, serve.get_replica_context().replica_id.unique_id)
             await self.replica.start()
 
-        async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message], None]:
+        async def answer(
+            self, scope: dict[str, Any], body: bytes, caller: Caller
+        ) -> AsyncGenerator[list[Message], None]:
             """Messages of one answer."""
-            async for piece in self.replica.answer(scope, body):
+            async for piece in self.replica.answer(scope, body, caller):
                 yield piece
 
         async def metrics(self) -> tuple[str, str]:

@@ -16,7 +16,9 @@ from foretoken.llm import Llm, load
 from foretoken.models.words import how_it_runs, refused_lines
 from foretoken.server.config import Settings
 from foretoken.server.errors import ApiError, api_error
+from foretoken.server.lengths import Lengths
 from foretoken.server.metrics import Metrics
+from foretoken.server.places import Places
 from foretoken.server.workers import GRAMMARS, in_thread
 
 log = logging.getLogger("foretoken.server")
@@ -62,7 +64,9 @@ def keep_promise(settings: Settings, llm: Llm) -> None:
 def tell(settings: Settings, llm: Llm) -> None:
     """Write to the log how the model runs, what it promises, and every faster path that it was refused."""
     description = llm.describe()
-    log.info("loaded %s: %s", settings.name, how_it_runs(description), extra={"fields": description})
+    drafter = "none" if llm.drafter is None else llm.drafter.spec or llm.drafter.name
+    told = f"{how_it_runs(description)}, drafter {drafter}"
+    log.info("loaded %s: %s", settings.name, told, extra={"fields": {**description, "drafter": drafter}})
     for line in refused_lines(description):
         log.warning(line, extra={"plain": True})
 
@@ -87,6 +91,8 @@ class Serving:
     Attributes:
         settings: how it is set up.
         metrics: its counters.
+        places: what is admitted, until its last byte was taken.
+        lengths: how many tokens a text has at least.
         started_s: when the model was ready, in seconds since 1970.
         failed: why the model could not be loaded.
         end_s: seconds in which it must have ended after it was told to.
@@ -95,16 +101,19 @@ class Serving:
     settings: Settings
     make: Callable[[Settings], Llm] = load_llm
     metrics: Metrics = field(init=False)
+    places: Places = field(init=False)
     started_s: int = 0
     failed: Exception | None = None
     draining: bool = False
     end_s: float = 5.0
     unknown: set[str] = field(default_factory=set)
+    lengths: Lengths = field(default_factory=lambda: Lengths(None))
     _engine: AsyncLlm | None = None
 
     def __post_init__(self) -> None:
         prefixes = ("foretoken", *([self.settings.metrics_compat] if self.settings.metrics_compat else []))
-        self.metrics = Metrics(prefixes, self.settings.name, self._status)
+        self.places = Places(self.settings.max_running + self.settings.max_queued)
+        self.metrics = Metrics(prefixes, self.settings.name, self._status, lambda: self.places.open)
 
     def _status(self) -> EngineStatus | None:
         return None if self._engine is None else self._engine.status
@@ -117,7 +126,7 @@ class Serving:
             tell(self.settings, llm)
             if self.settings.chat_template and llm.tokenizer is not None:
                 llm.tokenizer.chat_template = Path(self.settings.chat_template).read_text(encoding="utf-8")
-            settings = self.settings
+            settings, self.metrics.has_drafter = self.settings, llm.drafter is not None
             engine = AsyncLlm(
                 llm,
                 max_running=settings.max_running,
@@ -125,8 +134,11 @@ class Serving:
                 kv_memory=settings.kv_bytes,
                 prefill_chunk=settings.prefill_chunk,
                 prefix_cache=settings.prefix_cache,
+                prefix_bytes=settings.prefix_bytes,
+                on_end=self.metrics.ended,
             )
             await engine.start()
+            self.lengths = await asyncio.to_thread(Lengths, llm.tokenizer)
             await in_thread(GRAMMARS, lambda: warm_up(llm))
             self._engine, self.started_s = engine, int(time.time())
         except Exception as error:  # told to whoever starts the server
@@ -191,6 +203,7 @@ class Serving:
         try:
             if self._engine is not None:
                 self._engine.check_room()
+                self.places.check_room()
         except (QueueFull, Draining, EngineDead) as error:
             failure = api_error(error)
             self.metrics.rejected(failure.code or "error")

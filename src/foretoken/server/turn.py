@@ -94,7 +94,7 @@ class Turn:
     async def count(self) -> int:
         """Tokens of the prompt, without an answer."""
         prompt = await prompt_of(self.serving.llm.tokenizer, self.conversation())
-        return len(await in_thread(TEXTS, lambda: self._encoded(prompt)))
+        return len(await in_thread(TEXTS, lambda: self._encoded(prompt), cost=len(prompt)))
 
     async def start(self) -> Sequence[Ticket]:
         """Hand it to the engine.
@@ -110,7 +110,8 @@ class Turn:
         if choice.forced:
             calls, prompt = forced(self.format, choice.forced, choice.most_forced), prompt + self.format.mark
         constraints = await constraints_of(body, count, self.serving, calls)
-        return self.answer.submit(await in_thread(TEXTS, lambda: self._requests(prompt, constraints)))
+        requests = await in_thread(TEXTS, lambda: self._requests(prompt, constraints), cost=self.answer.size)
+        return self.answer.submit(requests)
 
     def _encoded(self, prompt: str) -> list[int]:
         special = self.body.add_special_tokens

@@ -24,8 +24,8 @@ def usage(
     prompt = sum(stats.num_prompt_tokens for stats in prompts)
     cached = sum(stats.num_prompt_tokens - stats.num_prompt_tokens_computed for stats in prompts)
     written = sum(stats.num_new_tokens for stats in all_stats) if completion is None else completion
-    predicted = sum(stats.num_prediction_tokens for stats in all_stats)
-    accepted = sum(stats.num_accepted_prediction_tokens for stats in all_stats)
+    predicted = sum(stats.num_prediction_places for stats in all_stats)
+    accepted = sum(stats.num_accepted_prediction_places for stats in all_stats)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -60,6 +60,7 @@ def speculative(stats: SpecStats, longest_draft: int) -> dict[str, Any]:
         "draft_acceptance_rate": stats.acceptance_rate,
         "acceptance_histogram": histogram(stats),
         "num_spec_steps": stats.num_drafts,
+        "num_drafts": stats.num_drafted_rounds,
         "num_accepted_draft_tokens": stats.num_accepted_tokens,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_spec_tokens": longest_draft,

@@ -3,13 +3,87 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from itertools import count
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+LARGE = 32 * 1024
+"""Characters from which a text counts as large: some ten milliseconds of tokenising."""
 
-TEXTS = ThreadPoolExecutor(4, "foretoken-texts")
+
+class FairQueue(Executor):
+    """Threads that take what is cheap before what is costly, and leave nothing for ever.
+
+    A piece of work is due when as much has been done as was done when it came, and as much again as it costs itself
+    (the finish numbers of fair queueing: Demers, Keshav and Shenker 1989, with a flow for each request).  One thread
+    takes no large work: what is small never waits for a large one to end.
+
+    Args:
+        threads: how many, at least two.
+        name: what they are called.
+        large: cost from which work is large.
+    """
+
+    def __init__(self, threads: int, name: str, large: int = LARGE) -> None:
+        if threads < 2:
+            raise ValueError(f"a fair queue needs at least 2 threads, not {threads}")
+        self._threads, self._name, self._large = threads, name, large
+        self._due: dict[bool, list[tuple[float, int, int, Future[Any], Callable[[], Any]]]] = {True: [], False: []}
+        self._done, self._numbers, self._at_large, self._begun = 0.0, count(), 0, 0
+        self._changed = threading.Condition()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, cost: int = 1, **kwargs: Any) -> Future[T]:
+        """Queue some work.
+
+        Args:
+            fn: what is done.
+            args: its arguments.
+            cost: how much it is, in characters.
+            kwargs: more arguments.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            entry = (self._done + cost, next(self._numbers), cost, future, lambda: fn(*args, **kwargs))
+            heapq.heappush(self._due[cost >= self._large], entry)
+            if self._begun < self._threads:
+                self._begun += 1
+                threading.Thread(target=self._work, name=f"{self._name}-{self._begun}", daemon=True).start()
+            self._changed.notify_all()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while (large := self._next()) is None:
+                    self._changed.wait()
+                _, _, cost, future, work = heapq.heappop(self._due[large])
+                self._at_large += large
+            if future.set_running_or_notify_cancel():  # else who asked has gone
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, work
+            with self._changed:
+                self._done += cost
+                self._at_large -= large
+                self._changed.notify_all()
+
+    def _next(self) -> bool | None:
+        """Whether the next work is large; ``None`` where there is none that a thread may take."""
+        open_ = [
+            (queue[0][:2], large)
+            for large, queue in self._due.items()
+            if queue and (not large or self._at_large < self._threads - 1)
+        ]
+        return min(open_)[1] if open_ else None
+
+
+TEXTS = FairQueue(3, "foretoken-texts")
 """Tokenising and making requests."""
 TEMPLATES = ThreadPoolExecutor(2, "foretoken-templates")
 """Chat templates, which are programs."""
@@ -17,10 +91,19 @@ GRAMMARS = ThreadPoolExecutor(32, "foretoken-grammars")
 """Compiling grammars; nearly all of these threads only wait for the one grammar that is on trial."""
 
 
-async def in_thread(pool: ThreadPoolExecutor, work: Callable[[], T], timeout_s: float | None = None) -> T:
+async def in_thread(
+    pool: Executor, work: Callable[[], T], timeout_s: float | None = None, cost: int | None = None
+) -> T:
     """The result of some work in a thread.
+
+    Args:
+        pool: whose thread.
+        work: what is done.
+        timeout_s: seconds that it may take.
+        cost: how much it is, for a :class:`FairQueue`.
 
     Raises:
         TimeoutError: it takes longer than it may; a thread cannot be stopped and goes on, but nobody waits.
     """
-    return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, work), timeout_s)
+    future = pool.submit(work) if cost is None else pool.submit(work, cost=cost)
+    return await asyncio.wait_for(asyncio.wrap_future(future), timeout_s)

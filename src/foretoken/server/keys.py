@@ -1,0 +1,130 @@
+"""Keys: who asks, and what they may take."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+OPTIONS = ("name", "running", "queued", "tokens_per_minute", "priority")
+"""What may follow a key in a file, as NAME=VALUE; ``priority`` also alone."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks; travels to replicas.
+
+    Attributes:
+        tenant: whose texts and drafts may be reused for a request; empty for those of everybody.
+        name: of the key, in logs and errors.
+        running: choices of this key that run together, in each engine; 0 for no limit.
+        queued: choices that wait besides; ``None`` for no limit.
+        tokens_per_minute: of prompts and answers; 0 for no limit.
+        priority: whether a request may ask to come before those of others.
+    """
+
+    tenant: str = ""
+    name: str = ""
+    running: int = 0
+    queued: int | None = None
+    tokens_per_minute: int = 0
+    priority: bool = False
+
+    @property
+    def most_open(self) -> int | None:
+        """Choices that may run and wait together; ``None`` for no limit."""
+        return None if self.queued is None else self.running + self.queued
+
+
+class Keys:
+    """All keys of a server.
+
+    Args:
+        given: one entry for each key: the key alone, or with options behind it (:func:`parsed`).
+        standard: what a key may take whose entry says nothing else.
+
+    Raises:
+        ValueError: an option that is none, or a key that is given twice.
+    """
+
+    def __init__(self, given: Sequence[str], standard: Caller) -> None:
+        self._callers: list[tuple[bytes, Caller]] = []
+        for number, entry in enumerate(given, 1):
+            key, caller = parsed(entry, number, standard)
+            digest = hashlib.sha256(key.encode()).digest()
+            if any(digest == other for other, _ in self._callers):
+                raise ValueError(f"API key {number} is given twice: give every key once")
+            self._callers.append((digest, replace(caller, tenant=digest.hex()[:16] if len(given) > 1 else "")))
+        names = [caller.name for _, caller in self._callers]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two API keys have the name {twice!r}: give each its own")
+
+    def __len__(self) -> int:
+        return len(self._callers)
+
+    def caller(self, headers: Mapping[str, str]) -> Caller | None:
+        """Who has sent these headers (small names), compared in constant time with all keys; ``None`` for nobody who
+        is known."""
+        if not self._callers:
+            return Caller(priority=True)  # all are one
+        digest = hashlib.sha256(_key_of(headers).encode()).digest()
+        same = [caller for other, caller in self._callers if hmac.compare_digest(digest, other)]
+        return same[0] if same else None
+
+
+def parsed(entry: str, number: int, standard: Caller) -> tuple[str, Caller]:
+    """A key, and what it may take: ``KEY name=team-a running=4 queued=16 tokens_per_minute=60000 priority``.
+
+    Args:
+        entry: the line.
+        number: which one it is, from 1; errors and its name say that, never the key.
+        standard: what is not said.
+
+    Raises:
+        ValueError: an unknown option, a value of the wrong kind, or options where there is no key.
+    """
+    key, *options = entry.split()
+    if key.partition("=")[0] in OPTIONS and "=" in key:
+        raise ValueError(
+            f"API key {number} is the option {key.partition('=')[0]!r}: write options behind their key, in a line of "
+            "--api-key-file"
+        )
+    found: dict[str, Any] = {"name": f"key-{number}"}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if name not in OPTIONS or not (equals or name == "priority"):
+            raise ValueError(f"API key {number} has an unknown option: known are {', '.join(OPTIONS)}, as NAME=VALUE")
+        found[name] = _value(number, name, value if equals else "true")
+    caller = replace(standard, **found)
+    if caller.queued is not None and not caller.running:
+        raise ValueError(f"API key {number} limits queued and not running: say how many may run")
+    return key, caller
+
+
+def _value(number: int, name: str, text: str) -> Any:
+    if name == "name":
+        if not text or len(text) > 64 or not text.isprintable():
+            raise ValueError(f"API key {number}: name must be 1 to 64 printable characters")
+        return text
+    if name == "priority":
+        if text not in ("true", "false"):
+            raise ValueError(f"API key {number}: priority must be true or false, not {text[:32]!r}")
+        return text == "true"
+    least = 0 if name == "queued" else 1
+    if not (text.isascii() and text.isdigit() and least <= int(text[:18]) < 2**31):
+        raise ValueError(f"API key {number}: {name} must be a whole number from {least} on, not {text[:32]!r}")
+    return int(text)
+
+
+def _key_of(headers: Mapping[str, str]) -> str:
+    kind, _, value = headers.get("authorization", "").partition(" ")
+    if kind.lower() == "basic":  # what a browser asks for; any name, the key as the password
+        try:
+            return base64.b64decode(value, validate=True).decode().partition(":")[2]
+        except ValueError:
+            return ""
+    return value.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "").strip()
