@@ -73,6 +73,10 @@ async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
         raise bad("the chat template takes too long for these messages", "messages") from None
     except Exception as error:  # the template's own: it refuses roles, orders, missing fields
         raise bad(template_fault(error, tokenizer, 200), "messages") from None
+    if not shows_tools:
+        raise bad("this model's chat template has no place for tools, so it cannot be told of them", "tools")
+    _check_calls(written, text)
+    return text
 
 
 def _check(conversation: Conversation) -> None:
