@@ -8,12 +8,16 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from running_server import Running, served
+from tokenizers import AddedToken
 from tool_server import CALL, SCHEMA, make_with_template, script
 
+import foretoken as ft
 from foretoken.server import tool_choice, turn
-from foretoken.server.call_formats import HERMES, LLAMA, MISTRAL, format_of
+from foretoken.server.call_formats import HERMES, LLAMA, MISTRAL, forced, format_of, special_of
 from foretoken.server.call_reader import CallReader
+from foretoken.server.schemas import Tool
 
 __all__ = ["script"]
 jsonschema = pytest.importorskip("jsonschema")
@@ -262,6 +266,27 @@ def test_the_template_says_how_calls_are_written(template: str, form: Any) -> No
     text = form.opens + form.between.join(form.written("look", {"x": n}) for n in range(3)) + form.closes
     parts = CallReader({"look"}).push(text, final=True)
     assert [json.loads(part.arguments)["x"] for part in parts] == [0, 1, 2]  # type: ignore[union-attr]
+
+
+def test_marks_that_are_special_tokens_are_named_by_their_ids() -> None:
+    """A grammar that spells them as text allows the token and then nothing behind it: the answer ended there."""
+    from foretoken.constraints import CannotGoOn
+    from foretoken.grammar import compile_constraint
+
+    tokenizer = ft.load("builtin", None).tokenizer
+    tokenizer.add_tokens([AddedToken("<tool_call>"), AddedToken("</tool_call>")])
+    special, width = special_of(tokenizer), len(tokenizer)
+    assert set(special) == {"<tool_call>", "</tool_call>"}
+    offered = Tool.model_validate(AREA)
+    grammar = forced(HERMES, [offered], 2, special)
+    text = "\n".join(HERMES.written("triangle.area", {"base": n, "height": 4}) for n in range(2))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert set(special.values()) <= set(ids)
+    constraint = compile_constraint("grammar", grammar, tokenizer, width)
+    assert constraint.fits([], ids) == len(ids) and constraint.may_end(ids)
+    spelled = compile_constraint("grammar", forced(HERMES, [offered], 1, {}), tokenizer, width)
+    with pytest.raises(CannotGoOn, match="special token"):
+        spelled(torch.tensor([[0]])[:, :0], torch.zeros(1, width))
 
 
 @pytest.mark.parametrize("mark", ["<|python_tag|>", "[TOOL_CALLS]"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import weakref
 from typing import Any
@@ -29,6 +30,8 @@ LIMITS: dict[str, Any] = {
 TRIAL = Trial()
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it: with free white space a small model may write nothing else, and less is forced."""
+_TOKEN = re.compile(r"<\[\d+\]>")
+"""A token by its id: a special token is not spelled by its text."""
 
 _tokenizers: weakref.WeakKeyDictionary[Any, dict[int, LLTokenizer]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -53,7 +56,7 @@ def compile_constraint(
     grammar = _grammar(kind, spec)
     known = _tokenizer(tokenizer, vocab_size)
     if kind != "json_object":  # that one is ours
-        _check(kind, TRIAL.error(grammar, LIMITS, patience_s))
+        _check(kind, TRIAL.error(_TOKEN.sub("<[0]>", grammar), LIMITS, patience_s))  # the trial's vocabulary is small
     matcher = LLMatcher(known, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     _check(kind, matcher.get_error())
     return GrammarConstraint(matcher, vocab_size, frozenset(_ends(tokenizer)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ MOST_CALLS = 16
 """Calls in one forced answer."""
 LONGEST_PAST = 4000
 """Characters of earlier calls that are drafted from."""
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+"""Special tokens of the formats."""
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it, so that more of it is forced (llguidance's ``x-guidance``)."""
 
@@ -28,7 +30,6 @@ class CallFormat:
         between: from one call to the next.
         opens, closes: around all calls.
         key: of the arguments.
-        mark: special token before the calls; it is put behind the prompt where a call is forced.
     """
 
     name: str
@@ -38,7 +39,6 @@ class CallFormat:
     opens: str = ""
     closes: str = ""
     key: str = "arguments"
-    mark: str = ""
 
     def written(self, name: str, arguments: dict[str, Any]) -> str:
         """One call as the model would write it."""
@@ -48,7 +48,7 @@ class CallFormat:
 
 HERMES = CallFormat("hermes", begin="<tool_call>\n", end="\n</tool_call>", between="\n")
 LLAMA = CallFormat("llama", between="; ", key="parameters")
-MISTRAL = CallFormat("mistral", between=", ", opens="[", closes="]", mark="[TOOL_CALLS]")
+MISTRAL = CallFormat("mistral", between=", ", opens="[TOOL_CALLS][", closes="]")
 
 
 def format_of(template: str) -> CallFormat:
@@ -57,32 +57,54 @@ def format_of(template: str) -> CallFormat:
     Models that write Python calls can be read (:mod:`foretoken.server.call_reader`), but where a call is forced they
     write JSON as Llama does: a schema's types are not those of Python's values.
     """
-    if MISTRAL.mark in template:
+    if "[TOOL_CALLS]" in template:
         return MISTRAL
     if "<tool_call>" in template:
         return HERMES
     return LLAMA if "<|python_tag|>" in template or '"parameters"' in template or "pythonic" in template else HERMES
 
 
-def forced(form: CallFormat, tools: Sequence[Tool], most: int) -> str:
+def forced(form: CallFormat, tools: Sequence[Tool], most: int, special: Mapping[str, int]) -> str:
     """A grammar (Lark's syntax, as llguidance reads it) of one to ``most`` calls of these tools and nothing else.
+
+    Args:
+        form: how calls are written.
+        tools: those that may be called.
+        most: calls.
+        special: ids of the tokenizer's added tokens: a grammar names these by their ids.
 
     Raises:
         ApiError: 400 for parameters that are no object.
     """
-    again = f" ({_literal(form.between)} call){{0,{most - 1}}}" if most > 1 else ""
-    parts = [_literal(form.opens), f"call{again}", _literal(form.closes)]
+
+    def literal(text: str) -> str:
+        return _literal(text, special)
+
+    again = f" ({literal(form.between)} call){{0,{most - 1}}}" if most > 1 else ""
+    parts = [literal(form.opens), f"call{again}", literal(form.closes)]
     lines = ["start: " + " ".join(part for part in parts if part)]
     lines.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
     for place, tool in enumerate(tools):
         head = f'{form.begin}{{"name": {json.dumps(tool.function.name)}, "{form.key}": '
-        lines.append(f"call_{place}: {_literal(head)} arguments_{place} {_literal('}' + form.end)}")
+        lines.append(f"call_{place}: {literal(head)} arguments_{place} {literal('}' + form.end)}")
         lines.append(f"arguments_{place}: %json {json.dumps(_schema(tool))}")
     return "\n".join(lines)
 
 
-def _literal(text: str) -> str:
-    return json.dumps(text) if text else ""
+def _literal(text: str, special: Mapping[str, int]) -> str:
+    """Text in a grammar, with special tokens by their ids."""
+    marks = [mark for mark in special if mark in text]
+    if not marks:
+        return json.dumps(text) if text else ""
+    mark = max(marks, key=len)
+    before, _, behind = text.partition(mark)
+    return f"{_literal(before, special)} <[{special[mark]}]> {_literal(behind, special)}"
+
+
+def special_of(tokenizer: Any) -> dict[str, int]:
+    """Ids of a tokenizer's added tokens, by their text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): int(number) for number, token in added.items() if str(token) in MARKS}
 
 
 def _schema(tool: Tool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from foretoken.engine.background import Ticket
 from foretoken.engine.output import Output, Piece
 from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import Answer, Gathered
-from foretoken.server.call_formats import LONGEST_PAST, CallFormat, forced, format_of
+from foretoken.server.call_formats import LONGEST_PAST, CallFormat, forced, format_of, special_of
 from foretoken.server.call_reader import Call, CallReader
 from foretoken.server.errors import bad
 from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of
@@ -108,7 +108,8 @@ class Turn:
         prompt = await prompt_of(self.serving.llm.tokenizer, self.conversation())
         calls = ""
         if choice.forced:
-            calls, prompt = forced(self.format, choice.forced, choice.most_forced), prompt + self.format.mark
+            special = special_of(self.serving.llm.tokenizer)
+            calls = forced(self.format, choice.forced, choice.most_forced, special)
         constraints = await constraints_of(body, count, self.serving, calls)
         requests = await in_thread(TEXTS, lambda: self._requests(prompt, constraints), cost=self.answer.size)
         return self.answer.submit(requests)
