@@ -70,8 +70,6 @@ def test_the_template_is_told_of_tools_calls_and_effort(templated: Running) -> N
     text = prompt_of(templated, messages=messages, tools=[TOOL], reasoning_effort="low")
     assert text == "<user>Hi<assistant>look(5)<tool>seentools:look effort low<assistant>"
     assert "tools:" not in prompt_of(templated, tools=[TOOL], tool_choice="none")
-    call["function"]["arguments"] = "{"  # type: ignore[index]
-    assert chat(templated, messages=messages).json()["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize("parallel", [True, False])
@@ -107,7 +105,7 @@ def test_what_chat_cannot_do_is_refused(server: Running, templated: Running) -> 
     for running, body, param in (
         (server, {"tools": [TOOL]}, "tools"),
         (server, {"reasoning_effort": "low"}, "reasoning_effort"),
-        (templated, {"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        (templated, {"tool_choice": "required"}, "tool_choice"),
         (templated, {"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
         (templated, {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         (templated, {"stream": True, "prompt_logprobs": 1}, "stream"),

@@ -201,6 +201,20 @@ def whole_characters(text: bytes) -> bytes:
     return text
 
 
+def speller(tokenizer: Any) -> Callable[[int], bytes]:
+    """From an id to the bytes that its token adds to a text; a special token spells its own name."""
+    own: Callable[[int], bytes] | None = getattr(tokenizer, "spelling", None)
+    if own is not None:
+        return own
+    spell, added = _speller(tokenizer), tokenizer.added_tokens_decoder
+
+    def spelled_by(token: int) -> bytes:
+        name = str(tokenizer.convert_ids_to_tokens(token) or "")
+        return name.encode() if token in added else spell(name)
+
+    return spelled_by
+
+
 def _encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
     """From a text to ids, without special tokens around it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -79,10 +79,10 @@ class AsyncLlm:
         self.llm, self.max_running, self.max_queued = llm, max_running, max_queued
         kept = min(prefix_bytes, kv_memory or prefix_bytes) if prefix_cache else 0
         self._turn = llm.calls.turn  # before ``_lock``, where both are held
+        self._on_end = on_end
         with self._turn:
             llm.engine.serve(max_running, kv_memory, prefill_chunk, kept)
             llm.engine.on_leave = None if on_end is None else self._note_end
-        self._on_end = on_end
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._new: list[Ticket] = []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import weakref
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.hf import from_tokenizer
 
 from foretoken.grammar.constraint import GrammarConstraint
@@ -29,6 +30,8 @@ LIMITS: dict[str, Any] = {
 TRIAL = Trial()
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it: with free white space a small model may write nothing else, and less is forced."""
+_TOKEN = re.compile(r"<\[\d+\]>")
+"""A token by its id: a special token is not spelled by its text."""
 
 _tokenizers: weakref.WeakKeyDictionary[Any, dict[int, LLTokenizer]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -53,7 +56,7 @@ def compile_constraint(
     grammar = _grammar(kind, spec)
     known = _tokenizer(tokenizer, vocab_size)
     if kind != "json_object":  # that one is ours
-        _check(kind, TRIAL.error(grammar, LIMITS, patience_s))
+        _check(kind, TRIAL.error(_TOKEN.sub("<[0]>", grammar), LIMITS, patience_s))  # the trial's vocabulary is small
     matcher = LLMatcher(known, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     _check(kind, matcher.get_error())
     return GrammarConstraint(matcher, vocab_size, frozenset(_ends(tokenizer)))
@@ -125,12 +128,43 @@ def _tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
             known = {}
         if vocab_size not in known:
             try:
-                known[vocab_size] = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=_ends(tokenizer) or None)
+                known[vocab_size] = _viewed(tokenizer, vocab_size)
             except (ValueError, AttributeError, RuntimeError) as error:
                 raise ValueError(
                     f"structured output needs a fast tokenizer of Transformers: {_one_line(str(error))}"
                 ) from None
         return known[vocab_size]
+
+
+def _viewed(tokenizer: Any, vocab_size: int) -> LLTokenizer:
+    """A tokenizer of Transformers, or one that says itself which bytes a token spells (a GGUF file's)."""
+    if hasattr(tokenizer, "spelling"):
+        return LLTokenizer(TokenizerWrapper(_Spelled(tokenizer, vocab_size)), n_vocab=vocab_size)
+    return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=_ends(tokenizer) or None)
+
+
+class _Spelled:
+    """What llguidance asks of a tokenizer that is not Transformers' own.
+
+    Args:
+        tokenizer: has ``spelling`` (bytes of a token) and ``encode``.
+        vocab_size: width of the logits.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
+        if self.eos_token_id is None:
+            raise ValueError("the file names no end-of-text token")
+        self.special_token_ids = sorted(tokenizer.all_special_ids)
+        size = min(vocab_size, len(tokenizer))
+        self.tokens = [tokenizer.spelling(token) for token in range(size)] + [b""] * (vocab_size - size)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Ids of a text without special tokens around it."""
+        given = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
+        found: list[int] = self._tokenizer.encode(given, add_special_tokens=False)
+        return found
 
 
 def _ends(tokenizer: Any) -> list[int]:

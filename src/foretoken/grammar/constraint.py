@@ -97,8 +97,16 @@ class GrammarConstraint:
             return True, found
         bits = self._matcher.compute_bitmask()
         self._check()
+        if int.from_bytes(bits, "little").bit_count() == 1:
+            self._check_only(bits)
         every = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little")
         return True, every[: self._vocab_size].astype(bool)
+
+    def _check_only(self, bits: bytes) -> None:
+        """llguidance spells forced text as the tokenizer does, so with special tokens, which it then does not take."""
+        token = int.from_bytes(bits, "little").bit_length() - 1
+        if token not in self.ends and not self._matcher.validate_tokens([token]):
+            raise CannotGoOn(f"the grammar spells the special token {token} by its text: write <[{token}]> instead")
 
     def _go_to(self, output: list[int]) -> bool:
         """Move to the end of the output; false where the grammar does not allow it."""

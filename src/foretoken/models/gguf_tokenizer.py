@@ -24,7 +24,7 @@ class GgufTokenizer:
 
     Attributes:
         chat_template: the file's Jinja template; ``None`` where it has none.
-        eos_token_id, bos_token_id: ``None`` where the file names none.
+        eos_token_id, bos_token_id, eos_token, bos_token: ids and names; ``None`` where the file names none.
 
     Raises:
         GgufError: the file cannot be opened, or holds no vocabulary.
@@ -39,6 +39,8 @@ class GgufTokenizer:
         self.eos_token_id = self._special(self._c.llama_vocab_eos)
         self.bos_token_id = self._special(self._c.llama_vocab_bos)
         self.chat_template = weights.metadata("tokenizer.chat_template")
+        self.eos_token = None if self.eos_token_id is None else self._name(self.eos_token_id)
+        self.bos_token = None if self.bos_token_id is None else self._name(self.bos_token_id)
         self._pieces: dict[tuple[int, bool], bytes] = {}
 
     def __len__(self) -> int:
@@ -98,6 +100,10 @@ class GgufTokenizer:
     def all_special_ids(self) -> list[int]:
         """Ids of control tokens."""
         return [token for token in range(self.size) if self._c.llama_vocab_is_control(self._vocab, token)]
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
+        """The name that the file has for an id, or the names of several."""
+        return self._name(ids) if isinstance(ids, int) else [self._name(token) for token in ids]
 
     def get_vocab(self) -> dict[str, int]:
         """Id of every token, by the name that the file has for it; filling is left out."""

@@ -26,6 +26,8 @@ from foretoken.server.schemas import Shared
 from foretoken.server.serving import Serving
 
 T = TypeVar("T")
+PREFIXES = {"text_completion": "cmpl-", "chat.completion": "chatcmpl-", "message": "msg_", "response": "resp_"}
+"""Of ids, by the kind of answer."""
 REASONS = {"eos": "stop", "stop": "stop", "length": "length", "context": "length"}
 
 
@@ -60,8 +62,7 @@ class Answer:
 
     def __post_init__(self) -> None:
         given = self.body.request_id
-        prefix = "chatcmpl" if self.kind.startswith("chat") else "cmpl"
-        self.id = f"{prefix}-{given or uuid.uuid4().hex}"
+        self.id = f"{PREFIXES[self.kind]}{given or uuid.uuid4().hex}"
 
     @cached_property
     def head(self) -> dict[str, Any]:
@@ -187,6 +188,8 @@ class Answer:
             "usage": usage.usage(self.prompt_stats, self.all_stats, written),
             "metrics": usage.metrics(whole, time.monotonic() - self.began_s, longest, self._predicted),
         }
+        if getattr(self.body, "prediction", None) is None:  # what the server predicts by itself is nobody's bill
+            found["usage"]["completion_tokens_details"] |= dict.fromkeys(usage.PREDICTED, 0)
         if self.body.timings:
             found["timings"] = usage.timings(whole)
         return found

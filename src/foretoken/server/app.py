@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import foretoken
-from foretoken.server import chat, completions, errors, info
+from foretoken.server import chat, completions, errors, info, messages, responses
 from foretoken.server.config import Settings
 from foretoken.server.limits import Gate
 from foretoken.server.serving import Serving
@@ -40,12 +40,14 @@ def create_app(settings: Settings, serving: Serving | None = None) -> FastAPI:
         lifespan=life,
         docs_url=None,
         redoc_url=None,
-        root_path=settings.root_path,
+        root_path=settings.root_path.rstrip("/"),
     )
     app.state.serving = state
     errors.install(app)
     app.include_router(info.router)
     app.include_router(completions.router)
     app.include_router(chat.router)
+    app.include_router(messages.router)
+    app.include_router(responses.router)
     app.add_middleware(Gate, settings=settings, places=state.places, admit=state.admit)
     return app

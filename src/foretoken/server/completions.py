@@ -16,7 +16,7 @@ from foretoken.engine.request import Request as EngineRequest
 from foretoken.server.answering import Answer, Gathered, explained, finish_reason
 from foretoken.server.errors import RESPONSES, api_error, bad
 from foretoken.server.inputs import check_fields, constraints_of, encoded, engine_requests, tenant_of
-from foretoken.server.logprobs import TokenTexts, completion_logprobs, prompt_logprobs
+from foretoken.server.logprobs import Offsets, TokenTexts, completion_logprobs, prompt_logprobs
 from foretoken.server.running import outputs_of, pieces_of
 from foretoken.server.schemas import CompletionRequest
 from foretoken.server.serving import Serving
@@ -130,10 +130,12 @@ class _Completions:
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         body, prompt = self.body, self.prompts[index // (self.body.n or 1)]
         ids = [] if self.unwritten else output.token_ids
+        before = self._prompt_text(prompt) if body.echo else ""
+        text = before + ("" if self.unwritten else output.text)
         found: dict[str, Any] = {
             "index": index,
-            "text": (self._prompt_text(prompt) if body.echo else "") + ("" if self.unwritten else output.text),
-            "logprobs": self._logprobs(output, prompt, ids),
+            "text": text,
+            "logprobs": self._logprobs(output, prompt, ids, len(before), len(text)),
             "finish_reason": "length" if self.unwritten else finish_reason(output.finish_reason),
             "stop_reason": None if self.unwritten else output.stop_reason,
         }
@@ -145,14 +147,20 @@ class _Completions:
             found["speculative"] = {**explained(output.rounds, self.serving), "why": output.why}
         return found
 
-    def _logprobs(self, output: Output, prompt: Sequence[int], ids: Sequence[int]) -> dict[str, Any] | None:
+    def _logprobs(
+        self, output: Output, prompt: Sequence[int], ids: Sequence[int], before: int, whole: int
+    ) -> dict[str, Any] | None:
+        """Values of a choice whose text begins with ``before`` characters of the prompt and has ``whole`` in all."""
         if self.body.logprobs is None:
             return None
+        tokenizer = self.serving.llm.tokenizer
         found: list[TokenLogprobs | None] = [*(output.logprobs or ())][: len(ids)]
+        offsets = Offsets(tokenizer, before).push(ids, whole)
         if self.body.echo:
             found = [*(output.prompt_logprobs or ()), *found]
+            offsets = [*Offsets(tokenizer).push(prompt, before), *offsets]
             ids = [*prompt, *ids]
-        return completion_logprobs(found, ids, self.texts, self.body.logprobs)
+        return completion_logprobs(found, ids, self.texts, self.body.logprobs, offsets)
 
     def _prompt_text(self, ids: Sequence[int]) -> str:
         tokenizer = self.serving.llm.tokenizer
@@ -163,18 +171,18 @@ class _Completions:
     async def _events(self, tickets: Sequence[Ticket]) -> AsyncIterator[Any]:
         options = self.body.stream_options
         gathered = [Gathered(self.serving.settings.stream_interval) for _ in tickets]
-        offsets = [0] * len(tickets)
+        places = [_Place(self.serving.llm.tokenizer) for _ in tickets]
         if self.body.echo:
             for index in range(len(tickets)):
                 text = self._prompt_text(self.prompts[index // (self.body.n or 1)])
-                offsets[index] = len(text)
+                places[index] = _Place(self.serving.llm.tokenizer, len(text))
                 yield self._chunk({"index": index, "text": text, "logprobs": None, "finish_reason": None})
         async for index, piece in pieces_of(self.engine, tickets, self.answer.saw):
             if piece.stats is not None:
                 self.answer.note(index, piece.stats, piece.finish_reason, piece.why)
             ready = gathered[index].push(piece)
             if ready is not None:
-                chunk = self._chunk(self._delta(index, ready, offsets))
+                chunk = self._chunk(self._delta(index, ready, places[index]))
                 if options is not None and options.continuous_usage_stats:
                     chunk["usage"] = self.answer.tail()["usage"]
                 yield chunk
@@ -184,14 +192,14 @@ class _Completions:
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self.answer.head, "choices": [choice]}
 
-    def _delta(self, index: int, piece: Piece, offsets: list[int]) -> dict[str, Any]:
+    def _delta(self, index: int, piece: Piece, place: _Place) -> dict[str, Any]:
         body = self.body
         if self.unwritten:
             return {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason(piece.finish_reason)}
         values = None
         if body.logprobs is not None:
-            values = completion_logprobs(piece.logprobs, piece.token_ids, self.texts, body.logprobs, offsets[index])
-            offsets[index] += sum(map(len, values["tokens"]))
+            offsets = place.after(piece)
+            values = completion_logprobs(piece.logprobs, piece.token_ids, self.texts, body.logprobs, offsets)
         found: dict[str, Any] = {
             "index": index,
             "text": piece.text,
@@ -204,3 +212,20 @@ class _Completions:
         if body.speculative is not None and body.speculative.explain:
             found["speculative"] = {**explained(piece.rounds, self.serving), "why": piece.why}
         return found
+
+
+class _Place:
+    """How far the text of a streamed choice is.
+
+    Args:
+        tokenizer: a Transformers tokenizer, or ``None``.
+        sent: characters that are sent before the first token.
+    """
+
+    def __init__(self, tokenizer: Any | None, sent: int = 0) -> None:
+        self._offsets, self._sent = Offsets(tokenizer, sent), sent
+
+    def after(self, piece: Piece) -> list[int]:
+        """Where the piece's tokens begin."""
+        self._sent += len(piece.text)
+        return self._offsets.push(piece.token_ids, self._sent)

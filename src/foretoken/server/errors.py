@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -48,6 +48,9 @@ KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+ANTHROPIC_KINDS = {413: "request_too_large", 500: "api_error"}
+"""Where Anthropic's words are others."""
+ANTHROPIC_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 log = logging.getLogger("foretoken.server")
 
 
@@ -66,8 +69,24 @@ class ErrorAnswer(BaseModel):
     error: ErrorBody
 
 
+class AnthropicErrorBody(BaseModel):
+    """What is wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """Every answer of Anthropic's API that is not a success."""
+
+    type: Literal["error"]
+    error: AnthropicErrorBody
+
+
 RESPONSES: dict[int | str, dict[str, Any]] = {status: {"model": ErrorAnswer} for status in KINDS}
 """What any route may answer besides."""
+ANTHROPIC_RESPONSES: dict[int | str, dict[str, Any]] = {status: {"model": AnthropicError} for status in KINDS}
+"""The same for Anthropic's."""
 
 
 class ApiError(Exception):
@@ -101,9 +120,20 @@ class ApiError(Exception):
         return {"error": {"message": self.message[:LONGEST], "type": kind, "param": self.param, "code": self.code}}
 
     @property
-    def response(self) -> JSONResponse:
-        """The answer."""
-        return JSONResponse(self.body, self.status, headers=self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same in the shape of Anthropic's API."""
+        kind = ANTHROPIC_KINDS.get(self.status) or KINDS.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message[:LONGEST]}}
+
+    def response_to(self, path: str) -> JSONResponse:
+        """The answer to a request of this path, in the shape of its API."""
+        body = self.anthropic_body if is_anthropic(path) else self.body
+        return JSONResponse(body, self.status, headers=self.headers)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path belongs to Anthropic's API."""
+    return path.endswith(ANTHROPIC_PATHS)
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -186,17 +216,18 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return _invalid(error.errors(), request.headers.get("content-type", "")).response
+        wrong = _invalid(error.errors(), request.headers.get("content-type", ""))
+        return wrong.response_to(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail) if error.detail else HTTPStatus(error.status_code).phrase
-        return ApiError(error.status_code, message, headers=error.headers).response
+        return ApiError(error.status_code, message, headers=error.headers).response_to(request.url.path)
 
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> JSONResponse:
-        return error.response
+        return error.response_to(request.url.path)
 
     @app.exception_handler(Exception)
     async def unknown(request: Request, error: Exception) -> JSONResponse:
-        return api_error(error).response
+        return api_error(error).response_to(request.url.path)

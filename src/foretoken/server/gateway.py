@@ -8,7 +8,6 @@ event and without ``[DONE]``, so that no client takes a part for the whole.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, Protocol
@@ -18,13 +17,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.server.config import Settings
-from foretoken.server.errors import ApiError, api_error
+from foretoken.server.errors import ApiError, api_error, is_anthropic
 from foretoken.server.fleet_metrics import FleetMetrics
 from foretoken.server.keys import Caller
 from foretoken.server.limits import WRITERS, Gate
 from foretoken.server.places import Place, Places, place_of
 from foretoken.server.replica import SPENT
 from foretoken.server.routing import asked_of, choices_of, session_of
+from foretoken.server.sse import event
 
 ATTEMPTS = 8
 """Replicas that a request may lose before it is given up."""
@@ -158,7 +158,7 @@ class Gateway:
         except ConnectionError:
             raise  # an answer has begun: only a broken connection says that it is not whole
         except Exception as error:
-            await api_error(error).response(scope, receive, send)
+            await api_error(error).response_to(scope["path"])(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -237,7 +237,7 @@ class Gateway:
         Raises:
             ApiError: 503, every replica that was tried is gone; 504, the time is up.
         """
-        sent = _Sent(send)
+        sent = _Sent(send, is_anthropic(scope["path"]))
         # The replica ends a request in time itself; this is for one that hangs.
         end = asyncio.get_running_loop().time() + self.fleet.settings.request_timeout + GRACE_S
         for attempt in range(ATTEMPTS):
@@ -276,8 +276,8 @@ class Gateway:
 class _Sent:
     """What a client has got so far."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, anthropic: bool) -> None:
+        self._send, self._anthropic = send, anthropic
         self._start: Message | None = None
         self.begun = self.ended = False
 
@@ -302,8 +302,8 @@ class _Sent:
         if not names.get(b"content-type", b"").startswith(b"text/event-stream"):
             raise ConnectionError("an answer broke off")
         error = ApiError(503, "the replica that wrote this is gone: the answer is not complete", code="replica_lost")
-        event = b"data: " + json.dumps(error.body, separators=(",", ":")).encode() + b"\n\n"
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        frame = event(error.anthropic_body, named=True) if self._anthropic else event(error.body)
+        await self._send({"type": "http.response.body", "body": frame, "more_body": False})
         self.ended = True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from foretoken.drafters.online import OnlineDrafter
 from foretoken.server.errors import RESPONSES, ApiError, bad
 from foretoken.server.schemas import DetokenizeRequest, TokenizeRequest
 from foretoken.server.serving import Serving
-from foretoken.server.templates import prompt_of
+from foretoken.server.templates import Conversation, has_template, prompt_of
 from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter(responses=RESPONSES)
@@ -73,7 +74,8 @@ async def metrics(http: Request) -> Response:
 @router.get("/v1/models")
 async def models(http: Request) -> dict[str, Any]:
     """The one model that is served."""
-    return {"object": "list", "data": [_model(_serving(http))]}
+    found = _model(_serving(http))
+    return {"object": "list", "data": [found], "has_more": False, "first_id": found["id"], "last_id": found["id"]}
 
 
 @router.get("/v1/models/{name:path}")
@@ -85,10 +87,14 @@ async def model(name: str, http: Request) -> dict[str, Any]:
 
 
 def _model(serving: Serving) -> dict[str, Any]:
+    """In OpenAI's words and in Anthropic's."""
     return {
         "id": serving.settings.name,
         "object": "model",
+        "type": "model",
+        "display_name": serving.settings.name,
         "created": serving.started_s,
+        "created_at": datetime.fromtimestamp(serving.started_s, UTC).isoformat(),
         "owned_by": "foretoken",
         "root": serving.settings.name,
         "max_model_len": serving.llm.target.context_length,
@@ -104,9 +110,11 @@ async def tokenize(body: TokenizeRequest, http: Request) -> Response:
     tokenizer = _tokenizer(serving)
     if (body.prompt is None) == (body.messages is None):
         raise bad("give either prompt or messages", "prompt")
-    text = body.prompt if body.prompt is not None else await prompt_of(tokenizer, body.messages or ())
-    special, with_texts = body.add_special_tokens, body.return_token_strs
-    longest = serving.llm.target.context_length
+    text, special = body.prompt, body.add_special_tokens is not False
+    if text is None:
+        text = await prompt_of(tokenizer, _conversation(body))
+        special = not has_template(tokenizer) if body.add_special_tokens is None else body.add_special_tokens
+    with_texts, longest = body.return_token_strs, serving.llm.target.context_length
 
     def answer() -> bytes:
         ids = ids_with_one_bos(text, tokenizer, special)
@@ -126,6 +134,16 @@ def _tokens_json(ids: Sequence[int], longest: int, texts: Sequence[str] | None) 
 
     head = f'{{"count":{len(ids)},"max_model_len":{longest},"tokens":{written(ids)}'
     return (head + ("" if texts is None else f',"token_strs":{written(texts)}') + "}").encode()
+
+
+def _conversation(body: TokenizeRequest) -> Conversation:
+    return Conversation(
+        body.messages or (),
+        body.tools or (),
+        body.chat_template_kwargs or {},
+        body.add_generation_prompt,
+        body.continue_final_message,
+    )
 
 
 @router.post("/detokenize")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ValidationError
 from starlette.requests import Request as HttpRequest
 
 from foretoken.bos import ids_with_one_bos
@@ -15,7 +16,7 @@ from foretoken.options import make_request
 from foretoken.server.errors import ApiError, bad
 from foretoken.server.keys import Caller
 from foretoken.server.places import place_of
-from foretoken.server.schemas import REFUSED, ResponseFormat, Shared, StructuredOutputs
+from foretoken.server.schemas import REFUSED, ChatRequest, ResponseFormat, Shared, StructuredOutputs
 from foretoken.server.serving import Serving
 from foretoken.server.workers import GRAMMARS, in_thread
 
@@ -45,6 +46,20 @@ def check_fields(body: Shared, serving: Serving) -> dict[str, str]:
         if wanted.tree is not None:
             raise bad("the tree belongs to the drafter that the server was started with: leave it out", "speculative")
     return serving.note_ignored(body.ignored)
+
+
+def chat_of(found: Mapping[str, Any]) -> ChatRequest:
+    """The request of another API in the words of chat completions.
+
+    Raises:
+        ApiError: 400 for a value that does not fit there.
+    """
+    try:
+        return ChatRequest.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise bad(f"{place}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None, "invalid_value") from None
 
 
 def member_of(method: str | None, serving: Serving) -> str | None:
@@ -234,13 +249,19 @@ def tenant_of(http: HttpRequest) -> Caller:
     return place_of(http.scope).caller
 
 
-async def constraints_of(body: Shared, count: int, serving: Serving) -> list[Constraint | None]:
+async def constraints_of(body: Shared, count: int, serving: Serving, calls: str = "") -> list[Constraint | None]:
     """What the answers must look like, one for each choice.
+
+    Args:
+        body: what was asked.
+        count: choices.
+        serving: the server.
+        calls: a grammar of calls of tools, where these are forced.
 
     Raises:
         ApiError: 400 for a grammar that cannot be compiled, or not in time; 503 where others stand in its way.
     """
-    wanted = _wanted(body.response_format, body.structured_outputs)
+    wanted = ("grammar", calls, "tools") if calls else _wanted(body.response_format, body.structured_outputs)
     if wanted is None:
         return [None] * count
     kind, spec, param = wanted

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
 import signal
 import socket
 from collections.abc import Iterator
@@ -148,5 +149,16 @@ def greeting(settings: Settings) -> str:
     return (
         f"serving {settings.name} at {url} (page at {url}/)\n"
         f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
-        f'-d \'{{"model": "{settings.name}", "prompt": "def fib(n):", "max_tokens": 64, "temperature": 0}}\''
+        f'-d \'{{"model": "{settings.name}", "prompt": "def fib(n):", "max_tokens": 64, "temperature": 0}}\'\n'
+        f"{agents(settings, url)}"
+    )
+
+
+def agents(settings: Settings, url: str) -> str:
+    """The environment that points an agent at the server, a line for each vendor's."""
+    key = "KEY" if settings.api_keys else "none"
+    name = shlex.quote(settings.name)
+    return (
+        f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN={key} ANTHROPIC_MODEL={name}\n"
+        f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} OPENAI_MODEL={name}"
     )

@@ -54,7 +54,8 @@ class Gate:
         self, app: ASGIApp, settings: Settings, places: Places, admit: Callable[[], None] | None = None
     ) -> None:
         self.app, self.places, self.admit = app, places, admit
-        self.max_body, self.body_timeout, self.root = settings.max_body, settings.body_timeout, settings.root_path
+        self.max_body, self.body_timeout = settings.max_body, settings.body_timeout
+        self.root = settings.root_path.rstrip("/")
         self.keys = settings.keys
         self.hosts = Hosts(settings.host, settings.allowed_host, len(self.keys) > 0)
 
@@ -75,7 +76,7 @@ class Gate:
                 if self.admit is not None and scope["method"] == "POST" and scope["path"].endswith(WRITERS):
                     self.admit()
             except ApiError as error:
-                await error.response(scope, receive, sender)
+                await error.response_to(scope["path"])(scope, receive, sender)
                 return
             # Nobody but the connection need know that only the head of an answer is asked for: it leaves out the rest.
             asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope

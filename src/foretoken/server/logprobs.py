@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from foretoken.drafters.vocabulary import speller
 from foretoken.engine.logprobs import TokenLogprobs
+from foretoken.engine.stopping import Detokenizer
+
+REPLACEMENT = "\ufffd"
+"""What bytes that are no whole character are decoded to."""
 
 
 class TokenTexts:
     """Texts of single tokens.
+
+    A token that is no whole character, such as the first byte of one, is written as OpenAI writes it: ``bytes:`` and
+    its bytes.  Decoded, all such tokens would be one replacement sign.
 
     Args:
         tokenizer: a Transformers tokenizer, or ``None``.
@@ -18,35 +26,72 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any | None, as_ids: bool = False) -> None:
         self._tokenizer, self._as_ids = tokenizer, as_ids
+        self._spell: Callable[[int], bytes] | None = None
 
     def __call__(self, token: int) -> str:
         """The text of a token."""
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token}"
-        return str(self._tokenizer.decode([token]))
+        text = str(self._tokenizer.decode([token]))
+        if REPLACEMENT not in text:
+            return text
+        spelled = self.bytes_of(token)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token adds to a text; none without a tokenizer."""
+        if self._tokenizer is None:
+            return b""
+        if self._spell is None:
+            self._spell = speller(self._tokenizer)
+        return self._spell(token)
 
     def top(self, found: TokenLogprobs, count: int) -> dict[str, float]:
-        """The likeliest tokens, and the one that was taken; of tokens with one text the likeliest."""
+        """The likeliest tokens, and the one that was taken; a token whose text another one has is named by its id."""
         values: dict[str, float] = {}
-        for token, value in (*found.top[:count], (found.token_id, found.logprob)):
-            values.setdefault(self(token), value)
+        for token, value in dict((*found.top[:count], (found.token_id, found.logprob))).items():
+            text = self(token)
+            values[f"token_id:{token}" if text in values else text] = value
         return values
 
 
+class Offsets:
+    """Where tokens begin in a text, as it grows.
+
+    Args:
+        tokenizer: a Transformers tokenizer, or ``None``.
+        start: where the first one begins.
+    """
+
+    def __init__(self, tokenizer: Any | None, start: int = 0) -> None:
+        self._text, self._start = Detokenizer(tokenizer), start
+
+    def push(self, ids: Sequence[int], most: int) -> list[int]:
+        """Offsets of the next tokens; special tokens have no text, and what a stop string cuts off begins at the end.
+
+        Args:
+            ids: the tokens.
+            most: length of the whole text so far, as it was sent.
+        """
+        found = []
+        for token in ids:
+            found.append(min(self._start + len(self._text.text), most))
+            self._text.push([token])
+        return found
+
+
 def completion_logprobs(
-    found: Sequence[TokenLogprobs | None], ids: Sequence[int], texts: TokenTexts, count: int, offset: int = 0
+    found: Sequence[TokenLogprobs | None], ids: Sequence[int], texts: TokenTexts, count: int, offsets: Sequence[int]
 ) -> dict[str, Any]:
     """The old shape: four lists.  A token without a value (the first of a prompt) has ``null``."""
-    tokens = [texts(token) for token in ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
     return {
-        "tokens": tokens,
+        "tokens": [texts(token) for token in ids],
         "token_logprobs": [None if one is None else one.logprob for one in found],
         "top_logprobs": [None if one is None else texts.top(one, count) for one in found],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 
@@ -54,8 +99,7 @@ def chat_logprobs(found: Sequence[TokenLogprobs], texts: TokenTexts, count: int)
     """The new shape: one object per token."""
 
     def entry(token: int, value: float) -> dict[str, Any]:
-        text = texts(token)
-        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+        return {"token": texts(token), "logprob": value, "bytes": list(texts.bytes_of(token))}
 
     return {
         "content": [

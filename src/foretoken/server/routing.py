@@ -61,7 +61,7 @@ def session_of(headers: Mapping[str, str], asked: Mapping[str, Any], tenant: str
 
 def _beginning(asked: Mapping[str, Any]) -> str:
     """What the turns of a conversation, or prompts with a common prefix, have in common."""
-    messages = asked.get("messages")
+    messages = asked.get("messages") or asked.get("input")
     if isinstance(messages, list):
         first: list[Any] = []
         for message in messages:
@@ -69,7 +69,7 @@ def _beginning(asked: Mapping[str, Any]) -> str:
             if isinstance(message, dict) and message.get("role") == "user":
                 break
         return json.dumps(first, sort_keys=True) if first else ""
-    prompt = asked.get("prompt")
+    prompt = asked.get("prompt") or asked.get("input")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):

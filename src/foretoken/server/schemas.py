@@ -9,11 +9,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, 
 
 MOST_PROMPTS, MOST_CHOICES, MOST_STOPS, LONGEST_STOP = 64, 8, 16, 256
 MOST_LOGPROBS, MOST_BIASES, MOST_WORDS, MOST_IDS = 20, 300, 128, 4096
+MOST_TOOLS = 128
 LONGEST_TEXT = 2_000_000
 BIG = 2**31 - 1
 
 
-def _encodable(text: Any) -> Any:
+def encodable(text: Any) -> Any:
     """A text that is no UTF-8 cannot be tokenised, and cannot be sent back."""
     if isinstance(text, str):
         try:
@@ -30,9 +31,9 @@ def _number(value: Any) -> Any:
     return value
 
 
-Text = Annotated[StrictStr, Field(max_length=LONGEST_TEXT), BeforeValidator(_encodable)]
-Short = Annotated[StrictStr, Field(max_length=256), BeforeValidator(_encodable)]
-Stop = Annotated[StrictStr, Field(min_length=1, max_length=LONGEST_STOP), BeforeValidator(_encodable)]
+Text = Annotated[StrictStr, Field(max_length=LONGEST_TEXT), BeforeValidator(encodable)]
+Short = Annotated[StrictStr, Field(max_length=256), BeforeValidator(encodable)]
+Stop = Annotated[StrictStr, Field(min_length=1, max_length=LONGEST_STOP), BeforeValidator(encodable)]
 Id = Annotated[StrictInt, Field(ge=0, le=BIG)]
 Ids = Annotated[list[Id], Field(max_length=LONGEST_TEXT)]
 
@@ -62,7 +63,7 @@ def _texts(value: list[Any]) -> list[str]:
         raise ValueError("prompts are either all texts or all token ids")
     if any(len(one) > LONGEST_TEXT for one in value):
         raise ValueError(f"a text has at most {LONGEST_TEXT} characters")
-    return [str(_encodable(one)) for one in value]
+    return [str(encodable(one)) for one in value]
 
 
 def _ids(value: Any) -> list[int]:
@@ -159,7 +160,7 @@ class StructuredOutputs(Body):
 class Shared(Body):
     """What completions and chat have in common."""
 
-    model: Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(_encodable)]
+    model: Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(encodable)]
     temperature: number(0, 2) | None = None  # type: ignore[valid-type]
     top_p: number(0, 1, above=True) | None = None  # type: ignore[valid-type]
     top_k: count(-1, BIG) | None = None  # type: ignore[valid-type]
@@ -193,7 +194,7 @@ class Shared(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     request_id: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] | None = None
-    cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=256), BeforeValidator(_encodable)] | None = None
+    cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=256), BeforeValidator(encodable)] | None = None
     priority: count(-(2**31), BIG) | None = None  # type: ignore[valid-type]
     prompt_logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
     add_special_tokens: StrictBool | None = None
@@ -232,12 +233,19 @@ class CompletionRequest(Shared):
     prediction: Prediction | None = None
 
 
+class CalledFunction(Body):
+    """Which function was called, with which arguments; a model may have written them wrong."""
+
+    name: Short
+    arguments: Text | dict[str, Any] | None = None
+
+
 class ToolCall(Body):
     """A call that the model has made."""
 
-    id: Short = ""
+    id: Short | None = None
     type: Literal["function"] = "function"
-    function: dict[str, Any]
+    function: CalledFunction
 
 
 class Message(Body):
@@ -273,13 +281,14 @@ class ChatRequest(Shared):
     max_tokens: count(1, BIG) | None = None  # type: ignore[valid-type]
     logprobs: StrictBool | None = None
     top_logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: StrictBool | None = None
     prediction: Prediction | None = None
     reasoning_effort: Short | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool | None = None
     modalities: Annotated[list[Short], Field(max_length=8)] | None = None
 
 
@@ -289,7 +298,11 @@ class TokenizeRequest(Body):
     model: Short | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=2048)] | None = None
-    add_special_tokens: StrictBool = True
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    add_special_tokens: StrictBool | None = None
     return_token_strs: StrictBool = False
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 
-from foretoken.server.errors import api_error
+from foretoken.server.errors import ApiError, api_error
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -18,26 +19,48 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", "Connection":
 _encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def event(data: Any, pad: int = 0) -> bytes:
+@dataclass(frozen=True)
+class Dialect:
+    """How an API writes its streams.
+
+    Attributes:
+        error: what an event says of an error.
+        end: bytes at the end of a whole answer.
+        named: whether an event has its type as a name.
+    """
+
+    error: Callable[[ApiError], dict[str, Any]]
+    end: bytes = b""
+    named: bool = False
+
+
+OPENAI = Dialect(lambda error: error.body, DONE)
+ANTHROPIC = Dialect(lambda error: error.anthropic_body, named=True)
+RESPONSES = Dialect(lambda error: {"type": "error", **error.body["error"]}, named=True)
+
+
+def event(data: Any, pad: int = 0, named: bool = False) -> bytes:
     """One event; with ``pad``, filled with a comment up to a multiple of so many bytes."""
-    found = b"data: " + _encoded(data).encode() + b"\n\n"
+    name = b"event: " + str(data["type"]).encode() + b"\n" if named else b""
+    found = name + b"data: " + _encoded(data).encode() + b"\n\n"
     if not pad or len(found) % pad == 0:
         return found
     missing = -(len(found) + 3) % pad
     return b":" + b" " * missing + b"\n\n" + found
 
 
-async def framed(events: AsyncIterator[Any], pad: int) -> AsyncGenerator[bytes, None]:
+async def framed(events: AsyncIterator[Any], pad: int, dialect: Dialect = OPENAI) -> AsyncGenerator[bytes, None]:
     """Events as bytes, an error at its place, or the end.
 
     After an error the stream just closes: a client that saw ``[DONE]`` would take what it has for the whole answer.
     """
     try:
         async for data in events:
-            yield event(data, pad)
-        yield DONE
+            yield event(data, pad, dialect.named)
+        if dialect.end:
+            yield dialect.end
     except Exception as error:
-        yield event(api_error(error).body, pad)
+        yield event(dialect.error(api_error(error)), pad, dialect.named)
     finally:
         await events.aclose()  # type: ignore[attr-defined]
 
@@ -52,10 +75,13 @@ class EventStream(StreamingResponse):
         ping_s: seconds of silence before a comment.
         pad: see :func:`event`.
         headers: more of them.
+        dialect: of the API.
     """
 
-    def __init__(self, events: AsyncIterator[Any], ping_s: float, pad: int, headers: dict[str, str]) -> None:
-        self.frames, self.ping_s, self._sent_s = framed(events, pad), ping_s, 0.0
+    def __init__(
+        self, events: AsyncIterator[Any], ping_s: float, pad: int, headers: dict[str, str], dialect: Dialect = OPENAI
+    ) -> None:
+        self.frames, self.ping_s, self._sent_s = framed(events, pad, dialect), ping_s, 0.0
         super().__init__(self.frames, media_type="text/event-stream", headers=HEADERS | headers)
 
     async def stream_response(self, send: Send) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from foretoken.conversation import has_template as has_template
@@ -18,6 +20,10 @@ KWARGS = ("enable_thinking", "thinking", "reasoning", "date_string", "documents"
 """What a request may hand to a template: nothing that changes how it is run."""
 PLAIN_STOP = "\nUser:"
 """Where an answer ends for a model without a template."""
+UNPARSED = "unparsed"
+"""The one argument of an earlier call whose arguments are no JSON object: templates want an object."""
+NINE = "[TOOL_CALLS]"
+"""Mistral's templates, which have this, refuse ids of calls that are not nine letters and digits."""
 
 
 def takes_effort(tokenizer: Any) -> bool:
@@ -25,79 +31,163 @@ def takes_effort(tokenizer: Any) -> bool:
     return has_template(tokenizer) and "reasoning_effort" in str(tokenizer.chat_template)
 
 
-async def prompt_of(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    generate: bool = True,
-    effort: str | None = None,
-) -> str:
+@dataclass(frozen=True)
+class Conversation:
+    """What a template is given.
+
+    Attributes:
+        messages: as they came.
+        tools: functions that the model is told of.
+        kwargs: the client's own values for the template.
+        generate: end where the assistant answers.
+        continues: end inside the last message, which is the assistant's: the answer goes on with it.
+        effort: how hard the model should think.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    generate: bool = True
+    continues: bool = False
+    effort: str | None = None
+
+
+async def prompt_of(tokenizer: Any, conversation: Conversation) -> str:
     """The prompt of a conversation.
 
     Raises:
-        ApiError: 400, where the template refuses it or takes too long.
+        ApiError: 400, where the template refuses it, takes too long, or shows the model nothing of its tools.
     """
     if tokenizer is None:
         raise bad("this model has no tokenizer: use /v1/completions with token ids", "messages")
-    written = [_plain(message) for message in messages]
-    unknown = [name for name in kwargs or {} if name not in KWARGS]
-    if unknown:
-        raise bad(f"chat_template_kwargs may hold {', '.join(KWARGS)}, not {unknown[0][:64]!r}", "chat_template_kwargs")
+    _check(conversation)
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    written = [_plain(message, template) for message in conversation.messages]
     if not has_template(tokenizer):
-        if tools:
+        if conversation.tools:
             raise bad("this model has no chat template, so it cannot be told of tools", "tools")
-        return _without_template(written, generate)
-    extra = dict(kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort})
-    functions = [tool.model_dump(exclude_none=True) for tool in tools or ()] or None
-
-    def render() -> str:
-        return str(
-            tokenizer.apply_chat_template(
-                written, tools=functions, tokenize=False, add_generation_prompt=generate, **extra
-            )
-        )
-
+        return _without_template(written, conversation.generate and not conversation.continues)
     try:
-        return await in_thread(TEMPLATES, render, RENDER_S)
+        text, shows_tools = await in_thread(TEMPLATES, lambda: _rendered(tokenizer, written, conversation), RENDER_S)
     except TimeoutError:
         raise bad("the chat template takes too long for these messages", "messages") from None
     except Exception as error:  # the template's own: it refuses roles, orders, missing fields
         raise bad(template_fault(error, tokenizer, 200), "messages") from None
+    if not shows_tools:
+        raise bad("this model's chat template has no place for tools, so it cannot be told of them", "tools")
+    _check_calls(written, text)
+    return text
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """A message as templates expect it, with its text in one piece."""
-    content = message.content
-    if isinstance(content, list):
-        for part in content:
-            if part.type != "text":
-                raise bad(f"only text is served, not {part.type[:32]!r}", "messages")
-        content = "".join(part.text for part in content)
-    found: dict[str, Any] = {"role": message.role, "content": content or ""}
+def _check(conversation: Conversation) -> None:
+    """Refuse what no template could do."""
+    unknown = [name for name in conversation.kwargs if name not in KWARGS]
+    if unknown:
+        raise bad(f"chat_template_kwargs may hold {', '.join(KWARGS)}, not {unknown[0][:64]!r}", "chat_template_kwargs")
+    last = conversation.messages[-1]
+    if conversation.continues and (last.role != "assistant" or last.tool_calls or not _text_of(last).strip()):
+        raise bad(
+            "continue_final_message needs a last message of the assistant with text to go on with",
+            "continue_final_message",
+        )
+
+
+def _rendered(tokenizer: Any, written: Sequence[Mapping[str, Any]], conversation: Conversation) -> tuple[str, bool]:
+    """The prompt, and whether it says anything of the tools."""
+    how = dict(conversation.kwargs)
+    if conversation.effort is not None:
+        how["reasoning_effort"] = conversation.effort
+    if conversation.continues:
+        how["continue_final_message"] = True
+    generate = conversation.generate and not conversation.continues
+    functions = [tool.model_dump(exclude_none=True) for tool in conversation.tools]
+
+    def text(shown: Any) -> str:
+        return str(
+            tokenizer.apply_chat_template(written, tools=shown, tokenize=False, add_generation_prompt=generate, **how)
+        )
+
+    found = text(functions or None)
+    return found, not functions or found != text(None)
+
+
+def _check_calls(written: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Refuse earlier calls that the template leaves out: the model would answer another conversation."""
+    for message in written:
+        for call in message.get("tool_calls", ()):
+            if call["function"]["name"] not in text:
+                raise bad(
+                    "this model's chat template has no place for calls of tools, so it cannot be told of earlier ones",
+                    "messages",
+                )
+
+
+def _text_of(message: Message) -> str:
+    """The text of a message in one piece.
+
+    Raises:
+        ApiError: 400 for a part that is no text.
+    """
+    if not isinstance(message.content, list):
+        return message.content or ""
+    for part in message.content:
+        if part.type != "text":
+            raise bad(f"only text is served, not {part.type[:32]!r}", "messages")
+    return "".join(part.text for part in message.content)
+
+
+def _plain(message: Message, template: str) -> dict[str, Any]:
+    """A message as templates expect it."""
+    role: str = message.role
+    if role == "developer" and "developer" not in template:
+        role = "system"  # many templates leave out a message whose role they do not know
+    found: dict[str, Any] = {"role": role, "content": _text_of(message)}
     if message.tool_calls:
-        found["tool_calls"] = [_call(call) for call in message.tool_calls]
-    for name in ("name", "tool_call_id"):
-        if getattr(message, name):
-            found[name] = getattr(message, name)
+        found["tool_calls"] = [_call(call, template) for call in message.tool_calls]
+    if message.name:
+        found["name"] = message.name
+    if message.tool_call_id:
+        found["tool_call_id"] = _id(message.tool_call_id, template)
     return found
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
-    """An earlier call, with its arguments as templates want them: an object, which clients send as JSON text."""
-    found = call.model_dump()
-    arguments = call.function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (json.JSONDecodeError, RecursionError):
-            raise bad("the arguments of an earlier tool call are no JSON", "messages") from None
-        found["function"] = {**call.function, "arguments": parsed}
-    return found
+def _call(call: ToolCall, template: str) -> dict[str, Any]:
+    """An earlier call, with its arguments as templates want them: an object, which clients send as JSON text.
+
+    Whatever a model has written stays in the conversation: refusing it would end the conversation for ever.
+    """
+    function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}
+    return {"id": _id(call.id or "", template), "type": "function", "function": function}
+
+
+def arguments_of(given: str | dict[str, Any] | None) -> dict[str, Any]:
+    """The arguments of a call as an object; a text that is none is its only member, ``unparsed``."""
+    if isinstance(given, dict):
+        return given
+    if given is None or not given.strip():
+        return {}
+    try:
+        found = json.loads(given)
+    except (json.JSONDecodeError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {UNPARSED: given}
+
+
+def _id(given: str, template: str) -> str:
+    """The id of a call as the template takes it; the same for the call and for its result."""
+    if NINE not in template or (len(given) == 9 and given.isalnum()):
+        return given
+    return hashlib.sha256(given.encode()).hexdigest()[:9]
 
 
 def _without_template(messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
-    """A dialogue as plain text."""
+    """A dialogue as plain text.
+
+    Raises:
+        ApiError: 400 for calls of tools, which it has no place for.
+    """
+    if any(message.get("tool_calls") for message in messages):
+        raise bad("this model has no chat template, so it cannot be told of earlier calls of tools", "messages")
     names = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
     lines = [
         f"{names[message['role']]}: {message['content']}" if message["role"] in names else str(message["content"])

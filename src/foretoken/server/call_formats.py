@@ -1,0 +1,115 @@
+"""How models write calls of tools: the format that a chat template asks for, and a grammar that allows nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foretoken.server.errors import bad
+from foretoken.server.schemas import Tool
+
+MOST_CALLS = 16
+"""Calls in one forced answer."""
+LONGEST_PAST = 4000
+"""Characters of earlier calls that are drafted from."""
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]")
+"""Special tokens of the formats."""
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as ``json.dumps`` writes it, so that more of it is forced (llguidance's ``x-guidance``)."""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """One way to write calls.
+
+    Attributes:
+        name: of the format.
+        begin, end: around each call.
+        between: from one call to the next.
+        opens, closes: around all calls.
+        key: of the arguments.
+    """
+
+    name: str
+    begin: str = ""
+    end: str = ""
+    between: str = ""
+    opens: str = ""
+    closes: str = ""
+    key: str = "arguments"
+
+    def written(self, name: str, arguments: dict[str, Any]) -> str:
+        """One call as the model would write it."""
+        inner = json.dumps({"name": name, self.key: arguments}, ensure_ascii=False)
+        return f"{self.begin}{inner}{self.end}"
+
+
+HERMES = CallFormat("hermes", begin="<tool_call>\n", end="\n</tool_call>", between="\n")
+LLAMA = CallFormat("llama", between="; ", key="parameters")
+MISTRAL = CallFormat("mistral", between=", ", opens="[TOOL_CALLS][", closes="]")
+
+
+def format_of(template: str) -> CallFormat:
+    """The format that a chat template asks for; Hermes's for one that we do not know.
+
+    Models that write Python calls can be read (:mod:`foretoken.server.call_reader`), but where a call is forced they
+    write JSON as Llama does: a schema's types are not those of Python's values.
+    """
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL
+    if "<tool_call>" in template:
+        return HERMES
+    return LLAMA if "<|python_tag|>" in template or '"parameters"' in template or "pythonic" in template else HERMES
+
+
+def forced(form: CallFormat, tools: Sequence[Tool], most: int, special: Mapping[str, int]) -> str:
+    """A grammar (Lark's syntax, as llguidance reads it) of one to ``most`` calls of these tools and nothing else.
+
+    Args:
+        form: how calls are written.
+        tools: those that may be called.
+        most: calls.
+        special: ids of the tokenizer's added tokens: a grammar names these by their ids.
+
+    Raises:
+        ApiError: 400 for parameters that are no object.
+    """
+
+    def literal(text: str) -> str:
+        return _literal(text, special)
+
+    again = f" ({literal(form.between)} call){{0,{most - 1}}}" if most > 1 else ""
+    parts = [literal(form.opens), f"call{again}", literal(form.closes)]
+    lines = ["start: " + " ".join(part for part in parts if part)]
+    lines.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
+    for place, tool in enumerate(tools):
+        head = f'{form.begin}{{"name": {json.dumps(tool.function.name)}, "{form.key}": '
+        lines.append(f"call_{place}: {literal(head)} arguments_{place} {literal('}' + form.end)}")
+        lines.append(f"arguments_{place}: %json {json.dumps(_schema(tool))}")
+    return "\n".join(lines)
+
+
+def _literal(text: str, special: Mapping[str, int]) -> str:
+    """Text in a grammar, with special tokens by their ids."""
+    marks = [mark for mark in special if mark in text]
+    if not marks:
+        return json.dumps(text) if text else ""
+    mark = max(marks, key=len)
+    before, _, behind = text.partition(mark)
+    return f"{_literal(before, special)} <[{special[mark]}]> {_literal(behind, special)}"
+
+
+def special_of(tokenizer: Any) -> dict[str, int]:
+    """Ids of a tokenizer's added tokens, by their text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(token): int(number) for number, token in added.items() if str(token) in MARKS}
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object."""
+    given = tool.function.parameters or {}
+    if given.get("type", "object") != "object":
+        raise bad(f"the parameters of {tool.function.name} must be a schema of type object", "tools")
+    return {**given, "type": "object", "x-guidance": SPACING}

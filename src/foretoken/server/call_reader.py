@@ -1,0 +1,350 @@
+"""Calls of tools in what a model writes, as it comes: Hermes and Qwen, Llama 3, Mistral, and Python calls.
+
+A call is reported when it is whole.  Text that may become one is held back; what turns out to be none (another
+function than those offered, no JSON, cut off by a limit) is text.  A stream and an answer in one piece are read by the
+same code, so that they say the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+HERMES, HERMES_END = "<tool_call>", "</tool_call>"
+MISTRAL, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+LLAMA = "<|python_tag|>"
+MARKS = (HERMES, MISTRAL, LLAMA)
+"""Where a call begins in the middle of a text.  Without one it may only be the whole answer."""
+KEYS = ("name", "arguments", "parameters", "type", "function", "id")
+"""Of the object of a call: one that begins with another key is an answer in JSON."""
+_FIRST_KEY = re.compile(r'\[?\s*\{\s*"([^"\\]*)"')
+_NAMED = re.compile(r"([A-Za-z0-9_.-]{1,64})(?:\[ARGS\])?\s*(?=\{)")
+_SPACE = re.compile(r"\s*")
+_BEGUN = re.compile(r"[A-Za-z0-9_.-]{1,64}\s*(?:\[(?:A(?:R(?:G(?:S\]?)?)?)?)?)?\s*")
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a tool.
+
+    Attributes:
+        name: of the function.
+        arguments: a JSON object, as text.
+        id: names it for its result.
+    """
+
+    name: str
+    arguments: str
+    id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """OpenAI's shape."""
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+class CallReader:
+    """Divides what one answer says into text and calls.
+
+    Args:
+        offered: names of the functions that may be called; none leaves everything text.
+        most: calls that are reported; what comes behind the last of them is left out.
+
+    Attributes:
+        count: calls that were reported.
+    """
+
+    def __init__(self, offered: Collection[str], most: int | None = None) -> None:
+        self._offered, self._most = frozenset(offered), most
+        self._text = ""  # what is not yet told
+        self._bare = True  # whether a call may begin without a mark: nothing was told yet
+        self._after = False  # whether a call was the last thing: white space and separators behind it say nothing
+        self._value: _Value | None = None  # of the call that is being written
+        self._opening: tuple[int, str] = (0, "")  # where it begins, and by which mark
+        self.count = 0
+
+    def push(self, new: str, final: bool) -> list[str | Call]:
+        """What has become certain, in order; texts are never empty, and never follow one another.
+
+        Args:
+            new: the text's next characters.
+            final: whether there are no more.
+        """
+        if not self._offered:
+            return [new] if new else []
+        self._text += new
+        found: list[str | Call] = []
+        while self._text and (parts := self._step(final)) is not None:
+            for part in parts:
+                if isinstance(part, str) and found and isinstance(found[-1], str):
+                    found[-1] += part
+                elif part:
+                    found.append(part)
+        return found
+
+    def _step(self, final: bool) -> list[str | Call] | None:
+        """Text or calls from the beginning of what is left; ``None`` where more must come first."""
+        if self._most is not None and self.count >= self._most:
+            self._text = ""
+            return []
+        if self._after and not self._skip():
+            return None
+        begin, mark = self._opening
+        try:
+            if self._value is None:
+                begin, mark = self._opening = self._begin()
+                if begin == len(self._text):
+                    return self._plain(final)
+                before = self._text[:begin].rstrip()
+                if before:
+                    return self._tell(len(before))
+            end, calls = self._block(begin + len(mark), mark, final)
+        except _Incomplete:
+            return self._tell(len(self._text)) if final else None
+        except _NoCall:
+            return self._tell(begin + max(len(mark), 1))
+        self._text, self._value, self._after = self._text[end:], None, True
+        self._bare = mark in ("", LLAMA)  # others may follow it as they do in Llama's format, or each in its line
+        calls = calls[: None if self._most is None else self._most - self.count]
+        self.count += len(calls)
+        return list(calls)
+
+    def _skip(self) -> bool:
+        """Leave out what separates calls; false where nothing else is left."""
+        self._text = self._text.lstrip()
+        if self._bare and self._text.startswith(";"):
+            self._text = self._text[1:].lstrip()
+        self._after = not self._text
+        return bool(self._text)
+
+    def _tell(self, size: int) -> list[str | Call]:
+        """So many characters are text."""
+        text, self._text, self._value = self._text[:size], self._text[size:], None
+        self._bare = self._bare and not text.strip()
+        return [text]
+
+    def _begin(self) -> tuple[int, str]:
+        """Where the next call may begin, and by which mark; behind the end where none does."""
+        bare = self._text.lstrip()
+        if self._bare and not bare.startswith(MARKS):
+            openings = [f"{name}{sign}" for name in self._offered for sign in ("{", ARGUMENTS)]
+            if any(one.startswith(bare) for one in (*MARKS, *openings)):
+                raise _Incomplete
+            if bare[0] in "{[" or bare.startswith(tuple(openings)):
+                return len(self._text) - len(bare), ""
+        places = [(place, mark) for mark in MARKS if (place := self._text.find(mark)) >= 0]
+        return min(places) if places else (len(self._text), "")
+
+    def _plain(self, final: bool) -> list[str | Call] | None:
+        """Text that is no call, without what may become the beginning of one."""
+        size = len(self._text)
+        if not final:
+            size = len(self._text.rstrip())
+            size -= max(
+                (n for mark in MARKS for n in range(1, len(mark)) if self._text.endswith(mark[:n], 0, size)), default=0
+            )
+            size = len(self._text[:size].rstrip())
+        return self._tell(size) if size else None
+
+    def _block(self, at: int, mark: str, final: bool) -> tuple[int, list[Call]]:
+        """End of a call, or of a list of them, and what it says.
+
+        Raises:
+            _Incomplete: more must come first.
+            _NoCall: it is something else.
+        """
+        value = self._value = self._value or self._opened(at)
+        end = value.end(self._text)
+        written = self._text[value.start : end]
+        found = _python_calls(written) if value.python else _json_calls(written, value.name)
+        if not found or not all(call.name in self._offered for call in found):
+            raise _NoCall
+        return (_behind(self._text, end, final) if mark == HERMES else end), found
+
+    def _opened(self, at: int) -> _Value:
+        """The value that begins behind a mark."""
+        text = self._text
+        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        name, at = ("", at) if text[at : at + 1] in ("{", "[", "") else self._name(at)
+        if at >= len(text):
+            raise _Incomplete
+        first = _FIRST_KEY.match(text, at)
+        if not name and first is not None and first[1] not in KEYS:
+            raise _NoCall
+        return _Value(at, name, not name and text[at] == "[" and not _opens_json(text[at + 1 :]))
+
+    def _name(self, at: int) -> tuple[str, int]:
+        """The name before the arguments, as Mistral's newer models write it, and where these begin."""
+        whole = _NAMED.match(self._text, at)
+        if whole is not None:
+            return whole[1], whole.end()
+        if _BEGUN.fullmatch(self._text, at) is not None:
+            raise _Incomplete
+        raise _NoCall
+
+
+class _Incomplete(Exception):
+    """What may be a call is not whole."""
+
+
+class _NoCall(Exception):
+    """What looked like a call is none."""
+
+
+class _Value:
+    """Finds the end of a value in brackets, as its text grows.
+
+    Args:
+        start: where it begins.
+        name: the function's, where it stands before the value.
+        python: whether it is Python's, where strings have other quotes as well.
+    """
+
+    def __init__(self, start: int, name: str, python: bool) -> None:
+        self.start, self.name, self.python = start, name, python
+        self._at, self._quotes = start, "\"'" if python else '"'
+        self._depth, self._quote, self._escaped = 0, "", False
+        self._end: int | None = None
+
+    def end(self, text: str) -> int:
+        """The place behind the last bracket.
+
+        Raises:
+            _Incomplete: it is not there yet.
+        """
+        while self._end is None:
+            if self._at >= len(text):
+                raise _Incomplete
+            sign = text[self._at]
+            self._at += 1
+            if self._quote:
+                if self._escaped:
+                    self._escaped = False
+                elif sign == "\\":
+                    self._escaped = True
+                elif sign == self._quote:
+                    self._quote = ""
+            elif sign in self._quotes:
+                self._quote = sign
+            elif sign in "([{":
+                self._depth += 1
+            elif sign in ")]}":
+                self._depth -= 1
+                if self._depth <= 0:
+                    self._end = self._at
+        return self._end
+
+
+def _opens_json(rest: str) -> bool:
+    """Whether a list whose first sign was read holds objects.
+
+    Raises:
+        _Incomplete: nothing else is there yet.
+    """
+    if not rest.strip():
+        raise _Incomplete
+    return rest.lstrip()[0] in "{]"
+
+
+def _behind(text: str, end: int, final: bool) -> int:
+    """The place behind Hermes's closing tag, which some models leave out.
+
+    Raises:
+        _Incomplete: it may still come.
+    """
+    rest = text[end:].lstrip()
+    if rest.startswith(HERMES_END):
+        return len(text) - len(rest) + len(HERMES_END)
+    if HERMES_END.startswith(rest) and not final:
+        raise _Incomplete
+    return end
+
+
+def _json_calls(text: str, name: str) -> list[Call]:
+    """Calls in a JSON object or a list of them; ``name`` is the function's where the object is its arguments.
+
+    Raises:
+        _NoCall: it is no such thing.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _NoCall from None
+    if name:
+        return [_made(name, found)]
+    return [_from_object(one) for one in (found if isinstance(found, list) else [found])]
+
+
+def _from_object(found: Any) -> Call:
+    if isinstance(found, dict) and isinstance(found.get("function"), dict):
+        found = found["function"]
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        raise _NoCall
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the arguments as OpenAI's API shows them
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            raise _NoCall from None
+    return _made(found["name"], arguments)
+
+
+def _made(name: str, arguments: Any) -> Call:
+    """A call whose arguments are an object that can be sent."""
+    if not isinstance(arguments, dict):
+        raise _NoCall
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair: only its escape can be sent
+        text = json.dumps(arguments, allow_nan=False)
+    except ValueError:
+        raise _NoCall from None
+    return Call(name, text)
+
+
+def _python_calls(text: str) -> list[Call]:
+    """Calls in a Python list, ``[look(x=1), find(name="a")]``; only constants are read, nothing is run."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise _NoCall from None
+    if not isinstance(tree, ast.List):
+        raise _NoCall
+    return [_python_call(one) for one in tree.elts]
+
+
+def _python_call(node: ast.expr) -> Call:
+    if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Name | ast.Attribute):
+        raise _NoCall
+    try:
+        arguments = {str(one.arg): _constant(one.value) for one in node.keywords if one.arg is not None}
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        raise _NoCall from None
+    if len(arguments) != len(node.keywords):
+        raise _NoCall
+    return _made(ast.unparse(node.func), arguments)
+
+
+def _constant(node: ast.expr) -> Any:
+    """A value that JSON has; models mix Python's and JSON's names."""
+    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
+        return _JSON_NAMES[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_constant(one) for one in node.elts]
+    if isinstance(node, ast.Dict):
+        return {str(_constant(key)): _constant(one) for key, one in zip(node.keys, node.values, strict=True) if key}
+    found = ast.literal_eval(node)
+    if not isinstance(found, str | int | float | bool | None):
+        raise ValueError("no value of JSON")
+    return found

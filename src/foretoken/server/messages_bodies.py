@@ -1,0 +1,237 @@
+"""What clients of Anthropic's API may send, and the same in the words of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictStr
+
+from foretoken.server.errors import bad
+from foretoken.server.inputs import chat_of
+from foretoken.server.schemas import (
+    BIG,
+    MOST_STOPS,
+    MOST_TOOLS,
+    Body,
+    ChatRequest,
+    Short,
+    Speculative,
+    Stop,
+    Text,
+    count,
+    encodable,
+    number,
+)
+
+MOST_MESSAGES, MOST_BLOCKS = 2048, 256
+UNSERVED = {
+    "container": "no code is run here",
+    "mcp_servers": "no server is asked here: offer its tools",
+    "inference_geo": "there is one place",
+}
+"""Fields that cannot be honoured, and why."""
+
+
+class Block(Body):
+    """A part of a message: text, a call of a tool, or what it gave."""
+
+    type: Annotated[StrictStr, Field(max_length=64)]
+    text: Text | None = None
+    id: Short | None = None
+    name: Short | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: Short | None = None
+    content: Text | Annotated[list[Block], Field(max_length=MOST_BLOCKS)] | None = None
+    is_error: StrictBool | None = None
+
+
+Content = Text | Annotated[list[Block], Field(max_length=MOST_BLOCKS)]
+
+
+class AnthropicMessage(Body):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class AnthropicTool(Body):
+    """A tool that the model may use."""
+
+    type: Short | None = None
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class AnthropicToolChoice(Body):
+    """Whether it must."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Short | None = None
+    disable_parallel_tool_use: StrictBool | None = None
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: count(0, BIG) | None = None  # type: ignore[valid-type]
+
+
+class OutputFormat(Body):
+    """What the answer must look like."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """How the answer is written."""
+
+    format: OutputFormat | None = None
+    effort: Short | None = None
+
+
+class CountRequest(Body):
+    """``POST /v1/messages/count_tokens``."""
+
+    model: Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(encodable)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    system: Content | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest):
+    """``POST /v1/messages``."""
+
+    max_tokens: count(1, BIG)  # type: ignore[valid-type]
+    stop_sequences: Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    stream: StrictBool | None = None
+    temperature: number(0, 2) | None = None  # type: ignore[valid-type]
+    top_p: number(0, 1, above=True) | None = None  # type: ignore[valid-type]
+    top_k: count(-1, BIG) | None = None  # type: ignore[valid-type]
+    metadata: dict[str, Any] | None = None
+    service_tier: Short | None = None
+    seed: count(-(2**63), 2**63 - 1) | None = None  # type: ignore[valid-type]
+    cache_salt: Short | None = None
+    speculative: Speculative | None = None
+
+
+Block.model_rebuild()
+
+
+def chat_request(body: CountRequest) -> ChatRequest:
+    """The request in the words of chat completions.
+
+    Raises:
+        ApiError: 400 for what cannot be served.
+    """
+    for name in body.ignored:
+        if name in UNSERVED and (body.model_extra or {}).get(name):
+            raise bad(f"{name} is not served: {UNSERVED[name]}", name, "unsupported_parameter")
+    if body.thinking is not None and body.thinking.type == "enabled":
+        raise bad(
+            "this server writes no thinking blocks: leave thinking out (Claude Code: MAX_THINKING_TOKENS=0)", "thinking"
+        )
+    found: dict[str, Any] = {"model": body.model, "messages": list(_messages(body))}
+    if found["messages"][-1]["role"] == "assistant":  # its beginning is given, and the answer goes on with it
+        found["continue_final_message"] = True
+    if body.tools:
+        found["tools"] = [_tool(tool) for tool in body.tools]
+    found |= _choice(body.tool_choice)
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = {"name": "answer", "schema": body.output_config.format.schema_}
+        found["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(body, MessagesRequest):
+        found |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences, "stream": body.stream}
+        for name in ("temperature", "top_p", "top_k", "seed", "cache_salt"):
+            found[name] = getattr(body, name)
+        found["speculative"] = None if body.speculative is None else body.speculative.model_dump()
+    return chat_of(found)
+
+
+def _messages(body: CountRequest) -> Iterator[dict[str, Any]]:
+    if body.system:
+        yield {"role": "system", "content": _text(body.system, "system", "\n")}
+    for message in body.messages:
+        if isinstance(message.content, str):
+            yield {"role": message.role, "content": message.content}
+        elif message.role == "assistant":
+            yield _assistant(message.content)
+        else:
+            yield from _user(message.role, message.content)
+
+
+def _user(role: str, blocks: Sequence[Block]) -> Iterator[dict[str, Any]]:
+    """What tools gave, each a message of its own, and the text, in the order in which they stand."""
+    texts: list[Block] = []
+    for block in blocks:
+        if block.type == "tool_result":
+            if block.tool_use_id is None:
+                raise bad("a tool_result block needs a tool_use_id", "messages")
+            if texts:
+                yield {"role": role, "content": _text(texts, "messages")}
+                texts = []
+            given = _text(block.content or "", "messages")
+            given = f"Error: {given}" if block.is_error else given
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": given}
+        else:
+            texts.append(block)
+    if texts or not blocks:
+        yield {"role": role, "content": _text(texts, "messages")}
+
+
+def _assistant(blocks: Sequence[Block]) -> dict[str, Any]:
+    """Text and calls; what it thought is not shown to it again."""
+    calls = [block for block in blocks if block.type == "tool_use"]
+    rest = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
+    found: dict[str, Any] = {"role": "assistant", "content": _text(rest, "messages")}
+    if calls:
+        found["tool_calls"] = [_call(block) for block in calls]
+    return found
+
+
+def _call(block: Block) -> dict[str, Any]:
+    if not block.name:
+        raise bad("a tool_use block needs a name", "messages")
+    return {"id": block.id, "function": {"name": block.name, "arguments": block.input or {}}}
+
+
+def _text(content: str | Sequence[Block], field: str, between: str = "") -> str:
+    """Text in one piece.
+
+    Raises:
+        ApiError: 400 for a block of another kind.
+    """
+    if isinstance(content, str):
+        return content
+    for block in content:
+        if block.type != "text" or block.text is None:
+            raise bad(f"only text is served, not a block of type {block.type!r}", field)
+    return between.join(block.text or "" for block in content)
+
+
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise bad(f"tools of type {tool.type!r} are run by Anthropic's servers, not here: leave them out", "tools")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema or {}}
+    return {"type": "function", "function": function}
+
+
+def _choice(given: AnthropicToolChoice | None) -> dict[str, Any]:
+    """``tool_choice`` and whether several calls may come at once."""
+    if given is None:
+        return {}
+    found: dict[str, Any] = {"tool_choice": {"any": "required"}.get(given.type, given.type)}
+    if given.type == "tool":
+        if not given.name:
+            raise bad("tool_choice of type tool needs a name", "tool_choice")
+        found["tool_choice"] = {"type": "function", "function": {"name": given.name}}
+    if given.disable_parallel_tool_use:
+        found["parallel_tool_calls"] = False
+    return found

@@ -1,0 +1,232 @@
+"""``POST /v1/responses``: OpenAI's Responses API, on the same engine requests as chat completions; nothing is kept."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from foretoken.engine.background import Ticket
+from foretoken.engine.logprobs import TokenLogprobs
+from foretoken.engine.output import Output
+from foretoken.server.call_reader import Call
+from foretoken.server.errors import RESPONSES, api_error
+from foretoken.server.inputs import check_fields
+from foretoken.server.logprobs import TokenTexts, chat_logprobs
+from foretoken.server.responses_bodies import ResponsesRequest, chat_request, renamed
+from foretoken.server.serving import Serving
+from foretoken.server.sse import RESPONSES as DIALECT
+from foretoken.server.sse import EventStream
+from foretoken.server.turn import Part, Turn
+
+router = APIRouter()
+
+
+@router.post("/v1/responses", response_model=None, responses=RESPONSES)
+async def responses(body: ResponsesRequest, http: Request) -> Response:
+    """Answer a conversation."""
+    serving: Serving = http.app.state.serving
+    try:
+        inner = chat_request(body)
+        check_fields(inner, serving)
+        headers = serving.note_ignored(body.ignored)
+        answer = _Response(Turn(serving, http, inner, "response", clamps=True), body)
+        tickets = await answer.turn.start()
+        if body.stream:
+            events = answer.told(answer.turn.answer.logged(_Stream(answer).events(tickets)))
+            return EventStream(events, serving.settings.ping, serving.settings.stream_pad, headers, DIALECT)
+        (output,) = await answer.turn.outputs(tickets)
+        return JSONResponse(answer.whole(output), headers=headers)
+    except Exception as error:
+        raise renamed(api_error(error)) from error
+
+
+class _Response:
+    """One request, and the object that answers it.
+
+    Args:
+        turn: what is asked.
+        body: as it came.
+    """
+
+    def __init__(self, turn: Turn, body: ResponsesRequest) -> None:
+        self.turn, self.body = turn, body
+        self.texts = TokenTexts(turn.serving.llm.tokenizer)
+
+    def whole(self, output: Output) -> dict[str, Any]:
+        """The object of an answer in one piece."""
+        parts = self.turn.reader().push(output.text, final=True)
+        items = [self.item(part, output.logprobs if place == 0 else None) for place, part in enumerate(parts) if part]
+        return self.ended(items, output.finish_reason)
+
+    def item(
+        self, part: Part, values: Sequence[TokenLogprobs] | None = None, status: str = "completed"
+    ) -> dict[str, Any]:
+        """An item of the output: a message or a call."""
+        if isinstance(part, Call):
+            return {
+                "type": "function_call",
+                "id": f"fc_{part.id.removeprefix('call_')}",
+                "call_id": part.id,
+                "name": part.name,
+                "arguments": part.arguments,
+                "status": status,
+            }
+        return {
+            "type": "message",
+            "id": f"msg_{uuid.uuid4().hex}",
+            "role": "assistant",
+            "status": status,
+            "content": [self.content(part, values)],
+        }
+
+    def content(self, text: str, values: Sequence[TokenLogprobs] | None = None) -> dict[str, Any]:
+        """The text of a message."""
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs(values)}
+
+    def logprobs(self, values: Sequence[TokenLogprobs] | None) -> list[dict[str, Any]]:
+        """Of tokens, where they were asked for."""
+        if not self.turn.body.logprobs:
+            return []
+        found: list[dict[str, Any]] = chat_logprobs(values or (), self.texts, self.body.top_logprobs or 0)["content"]
+        return found
+
+    def ended(self, items: Sequence[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+        """The object at the end."""
+        cut = reason in ("length", "context")
+        found = self.object("incomplete" if cut else "completed", items)
+        tail = self.turn.answer.tail()
+        spent = tail["usage"]
+        return found | {
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "usage": {
+                "input_tokens": spent["prompt_tokens"],
+                "input_tokens_details": {**spent["prompt_tokens_details"], "cache_write_tokens": 0},
+                "output_tokens": spent["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": spent["total_tokens"],
+            },
+            "metrics": tail["metrics"],
+        }
+
+    def object(self, status: str, items: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """The object, as far as it is."""
+        body, turn = self.body, self.turn
+        text = {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True)
+        return {
+            "id": turn.answer.id,
+            "object": "response",
+            "created_at": turn.answer.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": turn.serving.settings.name,
+            "output": list(items),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": body.temperature,
+            "text": text,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        }
+
+    async def told(self, events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+        """Events with their numbers; an error is one of them, and the last."""
+        number = 0
+        try:
+            async for one in events:
+                yield {**one, "sequence_number": number}
+                number += 1
+        except Exception as error:
+            failure = renamed(api_error(error))
+            code = "server_error" if failure.status >= 500 else "invalid_prompt"
+            failed = {**self.object("failed"), "error": {"code": code, "message": failure.body["error"]["message"]}}
+            yield {"type": "response.failed", "response": failed, "sequence_number": number}
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+
+class _Stream:
+    """The events of one answer: items, each added, continued and done."""
+
+    def __init__(self, answer: _Response) -> None:
+        self.answer = answer
+        self.items: list[dict[str, Any]] = []
+        self.message: dict[str, Any] | None = None
+        self.values: list[TokenLogprobs] = []
+        self.untold: list[TokenLogprobs] = []  # of tokens whose text is held back
+
+    async def events(self, tickets: Sequence[Ticket]) -> AsyncIterator[dict[str, Any]]:
+        """All of them, without their numbers."""
+        answer, turn = self.answer, self.answer.turn
+        for name in ("created", "in_progress"):
+            yield {"type": f"response.{name}", "response": answer.object("in_progress")}
+        reader = turn.reader()
+        async for _, piece in turn.pieces(tickets):
+            self.untold.extend(piece.logprobs)
+            for part in reader.push(piece.text, piece.finish_reason is not None):
+                values, self.untold = self.untold, []
+                for one in self._part(part, values):
+                    yield one
+            if piece.stats is not None:
+                for one in self._closed():
+                    yield one
+                found = answer.ended(self.items, piece.finish_reason)
+                yield {"type": f"response.{found['status']}", "response": found}
+
+    def _part(self, part: Part, values: Sequence[TokenLogprobs]) -> Iterator[dict[str, Any]]:
+        if isinstance(part, str):
+            yield from self._text(part, values)
+            return
+        yield from self._closed()
+        item, place = self.answer.item(part), len(self.items)
+        where = {"item_id": item["id"], "output_index": place}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        yield {"type": "response.output_item.added", "output_index": place, "item": begun}
+        yield {"type": "response.function_call_arguments.delta", **where, "delta": part.arguments}
+        yield {"type": "response.function_call_arguments.done", **where, "name": part.name, "arguments": part.arguments}
+        yield {"type": "response.output_item.done", "output_index": place, "item": item}
+        self.items.append(item)
+
+    def _text(self, text: str, values: Sequence[TokenLogprobs]) -> Iterator[dict[str, Any]]:
+        if self.message is None:
+            self.message = self.answer.item("", status="in_progress")
+            begun = {**self.message, "content": []}
+            yield {"type": "response.output_item.added", "output_index": len(self.items), "item": begun}
+            yield {"type": "response.content_part.added", **self._where, "part": self.answer.content("")}
+        self.message["content"][0]["text"] += text
+        self.values.extend(values)
+        delta = {"delta": text, "logprobs": self.answer.logprobs(values)}
+        yield {"type": "response.output_text.delta", **self._where, **delta}
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        """The place of the text that is being written."""
+        message = self.message or {}
+        return {"item_id": message.get("id"), "output_index": len(self.items), "content_index": 0}
+
+    def _closed(self) -> Iterator[dict[str, Any]]:
+        """The end of a message, if one is being written."""
+        if self.message is None:
+            return
+        text = self.message["content"][0]["text"]
+        part = self.answer.content(text, self.values)
+        item = {**self.message, "status": "completed", "content": [part]}
+        yield {"type": "response.output_text.done", **self._where, "text": text, "logprobs": part["logprobs"]}
+        yield {"type": "response.content_part.done", **self._where, "part": part}
+        yield {"type": "response.output_item.done", "output_index": len(self.items), "item": item}
+        self.items.append(item)
+        self.message, self.values = None, []

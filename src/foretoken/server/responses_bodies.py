@@ -1,0 +1,253 @@
+"""What clients of OpenAI's Responses API may send, and the same in the words of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictStr
+
+from foretoken.server.errors import ApiError, bad
+from foretoken.server.inputs import chat_of
+from foretoken.server.schemas import (
+    BIG,
+    MOST_LOGPROBS,
+    MOST_TOOLS,
+    Body,
+    ChatRequest,
+    Short,
+    Speculative,
+    Text,
+    count,
+    encodable,
+    number,
+)
+
+MOST_ITEMS, MOST_PARTS = 2048, 256
+LOGPROBS = "message.output_text.logprobs"
+INCLUDES = (LOGPROBS, "reasoning.encrypted_content")
+"""What ``include`` may name: there is no reasoning here, so nothing of it is left out."""
+UNSERVED = {
+    "previous_response_id": "no answers are kept: send the whole conversation as input",
+    "conversation": "no conversations are kept: send the whole conversation as input",
+    "background": "answers are not kept: leave it out, or stream",
+    "prompt": "no templates of prompts are kept: send the prompt itself",
+    "context_management": "nothing is left out of a conversation here",
+    "moderation": "nothing is moderated here",
+}
+"""Fields that cannot be honoured, and why."""
+FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+    "continue_final_message": "input",
+}
+"""Fields of chat completions, as they are called here."""
+
+
+class Part(Body):
+    """A part of a message; others than text are refused."""
+
+    type: Annotated[StrictStr, Field(max_length=64)]
+    text: Text | None = None
+    refusal: Text | None = None
+
+
+Content = Text | Annotated[list[Part], Field(max_length=MOST_PARTS)]
+
+
+class Item(Body):
+    """One item of the input: a message, a call of a function, or what it gave."""
+
+    type: Short = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: Content | None = None
+    id: Short | None = None
+    call_id: Short | None = None
+    name: Short | None = None
+    arguments: Text | None = None
+    output: Content | None = None
+    status: Short | None = None
+
+
+class ResponsesTool(Body):
+    """A tool that the model may use."""
+
+    type: Short
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] | None = None
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: StrictBool | None = None
+
+
+class TextFormat(Body):
+    """What the answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Short | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    description: Text | None = None
+    strict: StrictBool | None = None
+
+
+class TextConfig(Body):
+    """How the answer is written."""
+
+    format: TextFormat | None = None
+    verbosity: Short | None = None
+
+
+class Reasoning(Body):
+    """How hard the model thinks."""
+
+    effort: Short | None = None
+    summary: Short | None = None
+
+
+class ResponsesRequest(Body):
+    """``POST /v1/responses``."""
+
+    model: Annotated[StrictStr, Field(min_length=1, max_length=1024), BeforeValidator(encodable)]
+    input: Text | Annotated[list[Item], Field(min_length=1, max_length=MOST_ITEMS)]
+    instructions: Text | None = None
+    max_output_tokens: count(1, BIG) | None = None  # type: ignore[valid-type]
+    temperature: number(0, 2) | None = None  # type: ignore[valid-type]
+    top_p: number(0, 1, above=True) | None = None  # type: ignore[valid-type]
+    top_logprobs: count(0, MOST_LOGPROBS) | None = None  # type: ignore[valid-type]
+    stream: StrictBool | None = None
+    stream_options: dict[str, Any] | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: StrictBool | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[list[Short], Field(max_length=16)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Annotated[dict[str, Short], Field(max_length=16)] | None = None
+    store: StrictBool | None = None
+    user: Short | None = None
+    safety_identifier: Short | None = None
+    prompt_cache_key: Short | None = None
+    service_tier: Short | None = None
+    seed: count(-(2**63), 2**63 - 1) | None = None  # type: ignore[valid-type]
+    cache_salt: Short | None = None
+    speculative: Speculative | None = None
+
+
+def chat_request(body: ResponsesRequest) -> ChatRequest:
+    """The request in the words of chat completions.
+
+    Raises:
+        ApiError: 400 for what cannot be served.
+    """
+    _check(body)
+    found: dict[str, Any] = {
+        "model": body.model,
+        "messages": _messages(body),
+        "max_completion_tokens": body.max_output_tokens,
+        "stream": body.stream,
+        "tool_choice": _choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "tools": [_tool(tool) for tool in body.tools] if body.tools else None,
+        "speculative": None if body.speculative is None else body.speculative.model_dump(),
+        **{name: getattr(body, name) for name in ("temperature", "top_p", "seed", "cache_salt")},
+    }
+    if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
+        found |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
+    if body.reasoning is not None and body.reasoning.effort not in (None, "none"):
+        found["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        found["response_format"] = _form(body.text.format)
+    return chat_of(found)
+
+
+def renamed(error: ApiError) -> ApiError:
+    """An error that names the field as it is called here."""
+    name = error.param or ""
+    if name in FIELDS:
+        message = error.message.replace(name, FIELDS[name])
+        return ApiError(error.status, message, param=FIELDS[name], code=error.code, headers=error.headers)
+    return error
+
+
+def _check(body: ResponsesRequest) -> None:
+    for name in body.ignored:
+        if name in UNSERVED and (body.model_extra or {}).get(name):
+            raise bad(f"{name} is not served: {UNSERVED[name]}", name, "unsupported_parameter")
+    for one in body.include or ():
+        if one not in INCLUDES:
+            raise bad(f"include may name {' or '.join(INCLUDES)}, not {one[:64]!r}", "include", "unsupported_parameter")
+    if body.truncation == "auto":
+        raise bad("nothing is left out of a conversation here: truncation must be disabled", "truncation")
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Messages; a call belongs to the assistant's message before it."""
+    found: list[dict[str, Any]] = []
+    if body.instructions:
+        found.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*found, {"role": "user", "content": body.input}]
+    for item in body.input:
+        if item.type == "function_call":
+            if not found or found[-1]["role"] != "assistant":
+                found.append({"role": "assistant", "content": ""})
+            found[-1].setdefault("tool_calls", []).append(_call(item))
+        elif item.type == "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise bad("an item of type function_call_output needs call_id and output", "input")
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif item.type == "message":
+            if item.role is None or item.content is None:
+                raise bad("a message needs role and content", "input")
+            found.append({"role": item.role, "content": _text(item.content)})
+        elif item.type != "reasoning":  # what a model has thought is not shown to it again
+            raise bad(f"items of type {item.type[:64]!r} are not served", "input", "unsupported_value")
+    if not found:
+        raise bad("the input has no message", "input")
+    return found
+
+
+def _call(item: Item) -> dict[str, Any]:
+    if item.call_id is None or item.name is None:
+        raise bad("an item of type function_call needs call_id and name", "input")
+    return {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+
+
+def _text(content: str | Sequence[Part]) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in ("input_text", "output_text", "text", "refusal"):
+            raise bad(f"only text is served, not a part of type {part.type!r}", "input")
+    return "".join(part.text or part.refusal or "" for part in content)
+
+
+def _tool(tool: ResponsesTool) -> dict[str, Any]:
+    if tool.type != "function":
+        raise bad(f"tools of type {tool.type[:64]!r} are not served: only functions are", "tools", "unsupported_value")
+    if tool.name is None:
+        raise bad("a function needs a name", "tools")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters or {}}
+    return {"type": "function", "function": function}
+
+
+def _choice(given: str | dict[str, Any] | None) -> Any:
+    """``tool_choice``: here a function's name is not inside another object."""
+    if not isinstance(given, dict):
+        return given
+    if given.get("type") == "function":
+        return {"type": "function", "function": {"name": given.get("name")}}
+    if given.get("type") == "allowed_tools" and isinstance(given.get("tools"), list):
+        tools = [{"function": one} for one in given["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode", "auto"), "tools": tools}}
+    raise bad("tool_choice is auto, none, required, a function, or allowed_tools", "tool_choice", "unsupported_value")
+
+
+def _form(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    if form.schema_ is None:
+        raise bad("text.format of type json_schema needs a schema", "text")
+    return {"type": "json_schema", "json_schema": {"name": form.name or "answer", "schema": form.schema_}}

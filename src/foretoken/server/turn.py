@@ -1,0 +1,184 @@
+"""The answer to a conversation, whichever API asks for it: chat completions, messages (Anthropic), responses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from functools import cached_property
+
+from starlette.requests import Request as HttpRequest
+
+from foretoken.constraints import Constraint
+from foretoken.engine.background import Ticket
+from foretoken.engine.output import Output, Piece
+from foretoken.engine.request import Request as EngineRequest
+from foretoken.server.answering import Answer, Gathered
+from foretoken.server.call_formats import LONGEST_PAST, CallFormat, forced, format_of, special_of
+from foretoken.server.call_reader import Call, CallReader
+from foretoken.server.errors import bad
+from foretoken.server.inputs import constraints_of, encoded, engine_requests, tenant_of
+from foretoken.server.running import outputs_of, pieces_of
+from foretoken.server.schemas import ChatRequest
+from foretoken.server.serving import Serving
+from foretoken.server.templates import PLAIN_STOP, Conversation, arguments_of, has_template, prompt_of, takes_effort
+from foretoken.server.tool_choice import choice_of
+from foretoken.server.workers import TEXTS, in_thread
+
+Part = str | Call
+
+
+class Turn:
+    """One request for an answer.
+
+    Args:
+        serving: the server.
+        http: the request.
+        body: what it asks, in the words of chat completions.
+        kind: of the answer.
+        clamps: whether the limit of tokens may be more than the context has left, which then ends the answer.
+
+    Attributes:
+        prompt: token ids, once it was started.
+        choice: what it says about tools.
+        most: tokens of the answer, once it was started.
+    """
+
+    def __init__(
+        self, serving: Serving, http: HttpRequest, body: ChatRequest, kind: str, *, clamps: bool = False
+    ) -> None:
+        self.serving, self.http, self.body, self.clamps = serving, http, body, clamps
+        self._check()
+        self.choice = choice_of(body)
+        self.answer = Answer(serving, http, body, kind)
+        self.prompt: list[int] = []
+        self.most = 0
+
+    def _check(self) -> None:
+        body = self.body
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad("top_logprobs needs logprobs: true", "top_logprobs")
+        if body.reasoning_effort is not None and not takes_effort(self.serving.llm.tokenizer):
+            raise bad("this model's template takes no reasoning effort: leave it out", "reasoning_effort")
+        if body.stream and body.prompt_logprobs is not None:
+            raise bad("logprobs of a prompt are not streamed: leave stream out, or what asks for them", "stream")
+        if body.modalities not in (None, ["text"]):
+            raise bad("only text is served", "modalities")
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise bad("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+        if body.continue_final_message and body.add_generation_prompt:
+            raise bad(
+                "continue_final_message goes on with a message, so no other begins: leave one of them out",
+                "add_generation_prompt",
+            )
+
+    @cached_property
+    def format(self) -> CallFormat:
+        """How the model writes calls."""
+        return format_of(str(getattr(self.serving.llm.tokenizer, "chat_template", None) or ""))
+
+    def reader(self) -> CallReader:
+        """Reads the text of one answer."""
+        return CallReader(self.choice.names, self.choice.most)
+
+    def conversation(self) -> Conversation:
+        """What the template is given."""
+        body = self.body
+        return Conversation(
+            body.messages,
+            self.choice.offered,
+            dict(body.chat_template_kwargs or {}),
+            body.add_generation_prompt is not False,
+            bool(body.continue_final_message),
+            body.reasoning_effort,
+        )
+
+    async def count(self) -> int:
+        """Tokens of the prompt, without an answer."""
+        prompt = await prompt_of(self.serving.llm.tokenizer, self.conversation())
+        return len(await in_thread(TEXTS, lambda: self._encoded(prompt), cost=len(prompt)))
+
+    async def start(self) -> Sequence[Ticket]:
+        """Hand it to the engine.
+
+        Raises:
+            ApiError: it is refused.
+        """
+        body, choice = self.body, self.choice
+        count = body.n or 1
+        self.answer.check_room(count)
+        prompt = await prompt_of(self.serving.llm.tokenizer, self.conversation())
+        calls = ""
+        if choice.forced:
+            special = special_of(self.serving.llm.tokenizer)
+            calls = forced(self.format, choice.forced, choice.most_forced, special)
+        constraints = await constraints_of(body, count, self.serving, calls)
+        requests = await in_thread(TEXTS, lambda: self._requests(prompt, constraints), cost=self.answer.size)
+        return self.answer.submit(requests)
+
+    def _encoded(self, prompt: str) -> list[int]:
+        special = self.body.add_special_tokens
+        if special is None:
+            special = not has_template(self.serving.llm.tokenizer)
+        return encoded(prompt, self.serving, special, "messages")
+
+    def _requests(self, prompt: str, constraints: Sequence[Constraint | None]) -> list[EngineRequest]:
+        """What the engine is asked."""
+        body, llm = self.body, self.serving.llm
+        self.prompt = self._encoded(prompt)
+        room = max(1, llm.target.context_length - len(self.prompt))
+        usual = min(room, llm.defaults.sampling.get("max_new_tokens", room))
+        self.most = body.max_completion_tokens or body.max_tokens or usual
+        if self.clamps:
+            self.most = min(self.most, room)
+        return engine_requests(
+            [self.prompt],
+            body,
+            self.serving,
+            constraints,
+            "messages",
+            tenant_of(self.http),
+            max_new_tokens=self.most,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+            prediction=self._prediction(),
+            **({} if has_template(llm.tokenizer) else {"stop": self._stops()}),
+        )
+
+    def _stops(self) -> list[str]:
+        given = self.body.stop
+        return [*([given] if isinstance(given, str) else given or ()), PLAIN_STOP]
+
+    def _prediction(self) -> str | None:
+        """What the client predicts, else, where a call is forced, earlier calls of the same tools, the last one first:
+        names and keys are forced anyway, and values are often those of before."""
+        if self.body.prediction is not None:
+            return self.body.prediction.text
+        names = {tool.function.name for tool in self.choice.forced}
+        past = [
+            self.format.written(call.function.name, arguments_of(call.function.arguments))
+            for message in reversed(self.body.messages if names else [])
+            for call in message.tool_calls or ()
+            if call.function.name in names
+        ]
+        return "\n".join(past)[:LONGEST_PAST] or None
+
+    async def outputs(self, tickets: Sequence[Ticket]) -> list[Output]:
+        """The whole answers, counted and logged.
+
+        Raises:
+            ApiError: it failed.
+        """
+        found = await self.answer.finished(outputs_of(self.serving.engine, tickets, self.answer.saw))
+        for index, output in enumerate(found):
+            self.answer.note(index, output.stats, output.finish_reason, output.why)
+        self.answer.log(200)
+        return found
+
+    async def pieces(self, tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
+        """What each answer gains, with its index."""
+        gathered = [Gathered(self.serving.settings.stream_interval) for _ in tickets]
+        async for index, piece in pieces_of(self.serving.engine, tickets, self.answer.saw):
+            if piece.stats is not None:
+                self.answer.note(index, piece.stats, piece.finish_reason, piece.why)
+            ready = gathered[index].push(piece)
+            if ready is not None:
+                yield index, ready

@@ -1,0 +1,116 @@
+"""Calls of tools in what a model writes: each format, whole and in pieces of any size."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the extra 'server' is not installed")
+
+from foretoken.server.call_reader import Call, CallReader
+
+OFFERED = {"look", "find", "a.b"}
+ONE = '{"name": "look", "arguments": {"x": 1}}'
+
+
+def shown(parts: list[str | Call]) -> list[Any]:
+    """Texts as they are, calls as names and arguments."""
+    return [part if isinstance(part, str) else (part.name, json.loads(part.arguments)) for part in parts]
+
+
+def read(text: str, most: int | None = None) -> list[Any]:
+    """The parts of a text; the same however it is cut into pieces."""
+    whole = shown(CallReader(OFFERED, most).push(text, final=True))
+    for size in (1, 2, 3, 7):
+        reader, parts = CallReader(OFFERED, most), []
+        for begin in range(0, len(text), size):
+            parts += reader.push(text[begin : begin + size], final=False)
+        parts += reader.push("", final=True)
+        merged: list[Any] = []
+        for part in shown(parts):
+            if isinstance(part, str) and merged and isinstance(merged[-1], str):
+                merged[-1] += part
+            else:
+                merged.append(part)
+        assert merged == whole, size
+    return whole
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (f"Hi.\n<tool_call>\n{ONE}\n</tool_call>", ["Hi.", ("look", {"x": 1})]),
+        (f"<tool_call>{ONE}</tool_call>\n<tool_call>{ONE}</tool_call>", [("look", {"x": 1})] * 2),
+        (f"<tool_call>{ONE}", [("look", {"x": 1})]),
+        (f"<tool_call>{ONE}</tool_call>\nDone.", [("look", {"x": 1}), "Done."]),
+        (f"[TOOL_CALLS] [{ONE}, {ONE}]", [("look", {"x": 1})] * 2),
+        (f"[{ONE}]", [("look", {"x": 1})]),
+        (f"{ONE}\n{ONE}\nDone.", [*[("look", {"x": 1})] * 2, "Done."]),
+        ('[TOOL_CALLS]look[ARGS]{"x": 1}[TOOL_CALLS]find{"y": 2}', [("look", {"x": 1}), ("find", {"y": 2})]),
+        ('look{"x": "}"}', [("look", {"x": "}"})]),
+        ('<|python_tag|>{"name": "look", "parameters": {"x": 1}}', [("look", {"x": 1})]),
+        ('{"name": "look", "parameters": {}}; {"name": "find", "parameters": {}}', [("look", {}), ("find", {})]),
+        ("[look(s=\"a]b'\", t=true), a.b(y=[None])]", [("look", {"s": "a]b'", "t": True}), ("a.b", {"y": [None]})]),
+        ('<tool_call>{"name": "look", "arguments": "{\\"x\\": 1}"}</tool_call>', [("look", {"x": 1})]),
+        ('<tool_call>{"name": "look", "arguments": {"s": "\\ud800"}}</tool_call>', [("look", {"s": "\ud800"})]),
+    ],
+)  # fmt: skip
+def test_formats(text: str, parts: list[Any]) -> None:
+    assert read(text) == parts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello,  world \n",
+        "  \n indented",
+        "a < b, <tool, [TOOL_CALL and <|python",
+        "look at this",
+        '<tool_call>{"name": "other", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": {"x": ',
+        '<tool_call>{"name": "look", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "look", "arguments": {"x": NaN}}</tool_call>',
+        f'[{ONE}, {{"name": "other"}}]',
+        '{"answer": {"name": "look"}}',
+        f"The call is {ONE}",
+        "[1, 2, 3]",
+        "[look(1)]",
+        '[look(x=__import__("os"))]',
+        "[look(x=y)]",
+        "]}",
+        "[" * 3000 + "]" * 3000,
+    ],
+)
+def test_what_is_no_call_is_text_to_the_last_character(text: str) -> None:
+    assert read(text) == [text]
+
+
+def test_calls_beyond_the_last_one_allowed_are_left_out() -> None:
+    assert read(f"Hi <tool_call>{ONE}</tool_call> and <tool_call>{ONE}</tool_call>", most=1) == [
+        "Hi",
+        ("look", {"x": 1}),
+    ]
+
+
+def test_without_tools_everything_is_text() -> None:
+    text = f"<tool_call>{ONE}</tool_call>"
+    assert CallReader(()).push(text, final=False) == [text]
+
+
+def test_what_can_be_sent_is_not_held_back() -> None:
+    reader = CallReader(OFFERED)
+    assert reader.push("Let me see", final=False) == ["Let me see"]
+    assert reader.push('. {"a": 1}', final=False) == ['. {"a": 1}']
+    assert reader.push(" <tool", final=False) == []
+    assert reader.push("box>", final=False) == [" <toolbox>"]
+    early = CallReader(OFFERED)
+    assert early.push('{"answer": ', final=False) == ['{"answer":']  # no call begins with that key
+
+
+def test_a_call_is_told_before_the_answer_ends() -> None:
+    reader = CallReader(OFFERED)
+    reader.push(f"<tool_call>{ONE}", final=False)
+    assert shown(reader.push("\n</tool_call>", final=False)) == [("look", {"x": 1})]
+    assert reader.count == 1

@@ -1,0 +1,227 @@
+"""``/v1/messages`` by Anthropic's own client: answers, streams, tools, counts and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from running_server import Running, served
+from tool_server import CALL, SCHEMA, make_with_template, script
+
+anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
+
+__all__ = ["script"]
+GREEDY = {"temperature": 0}
+TOOL = {"name": "look", "description": "Looks.", "input_schema": SCHEMA}
+ASKED: dict[str, Any] = {"model": "builtin", "max_tokens": 60, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[Running]:
+    with served(make_with_template) as running:
+        yield running
+
+
+@pytest.fixture
+def client(tools: Running) -> Any:
+    return anthropic.Anthropic(base_url=tools.url, api_key="anything", max_retries=0)
+
+
+def prompt_of(running: Running, monkeypatch: pytest.MonkeyPatch, **body: Any) -> str:
+    """What a request was turned into."""
+    from foretoken.server.turn import Turn
+
+    seen: list[str] = []
+    encoded = Turn._encoded
+    monkeypatch.setattr(Turn, "_encoded", lambda self, prompt: seen.append(prompt) or encoded(self, prompt))
+    answer = running.client.post("/v1/messages/count_tokens", json={"model": "builtin", **body})
+    assert answer.status_code == 200, answer.text
+    return seen[0]
+
+
+def test_an_answer_is_what_chat_completions_say(tools: Running, client: Any) -> None:
+    wanted = tools.post(
+        "/v1/chat/completions",
+        messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+        max_tokens=20,
+        temperature=0,
+    ).json()
+    found = client.messages.create(**{**ASKED, "max_tokens": 20}, system="Be brief.", extra_body=GREEDY)
+    assert [block.text for block in found.content] == [wanted["choices"][0]["message"]["content"]]
+    assert found.role == "assistant" and found.type == "message" and found.id.startswith("msg_")
+    assert (found.stop_reason, found.model) == ("max_tokens", "builtin")
+    whole = found.usage.input_tokens + found.usage.cache_read_input_tokens
+    assert (whole, found.usage.output_tokens) == (wanted["usage"]["prompt_tokens"], 20)
+
+
+def test_a_stream_has_the_events_of_one_piece(client: Any) -> None:
+    whole = client.messages.create(**ASKED, extra_body=GREEDY)
+    kinds = []
+    with client.messages.stream(**ASKED, extra_body=GREEDY) as stream:
+        for event in stream:
+            kinds.append(event.type)
+        found = stream.get_final_message()
+    assert [block.text for block in found.content] == [block.text for block in whole.content]
+    assert found.stop_reason == whole.stop_reason
+    assert found.usage.output_tokens == whole.usage.output_tokens
+    raw = [kind for kind in kinds if kind not in ("text", "input_json")]
+    assert raw[:2] == ["message_start", "content_block_start"]
+    assert raw[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert set(raw[2:-3]) == {"content_block_delta"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_and_calls_are_blocks_in_order(client: Any, script: Callable[[str], None], stream: bool) -> None:
+    script(f"So.\n{CALL}\n{CALL}")
+    asked = {**ASKED, "tools": [TOOL], "max_tokens": 200}
+    if stream:
+        with client.messages.stream(**asked) as events:
+            found = events.get_final_message()
+    else:
+        found = client.messages.create(**asked)
+    assert found.stop_reason == "tool_use"
+    assert [block.type for block in found.content] == ["text", "tool_use", "tool_use"]
+    assert found.content[0].text == "So."
+    assert [(block.name, block.input) for block in found.content[1:]] == [("look", {"x": 1})] * 2
+    assert len({block.id for block in found.content[1:]}) == 2
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "look"}])
+def test_a_call_is_forced(client: Any, choice: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
+    choice = {**choice, "disable_parallel_tool_use": True}
+    found = client.messages.create(**{**ASKED, "max_tokens": 200}, tools=[TOOL], tool_choice=choice)
+    (block,) = found.content
+    assert found.stop_reason == "tool_use" and block.name == "look" and 0 <= block.input["x"] <= 9
+
+
+def test_a_conversation_reaches_the_template(tools: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Look", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "text", "text": "So. "},
+                {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"x": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "seen"}]},
+                {"type": "tool_result", "tool_use_id": "toolu_2", "content": "gone", "is_error": True},
+                {"type": "text", "text": "Go on"},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]
+    text = prompt_of(tools, monkeypatch, messages=messages, system=system, tools=[TOOL])
+    assert text == (
+        f"<tool look><system>Be\nbrief.<user>Look<assistant>So. {CALL}<tool>seen<tool>Error: gone<user>Go on<assistant>"
+    )
+    messages.append({"role": "assistant", "content": "It says"})
+    assert prompt_of(tools, monkeypatch, messages=messages).endswith("<user>Go on<assistant>It says")
+
+
+def test_tokens_are_counted(tools: Running, client: Any) -> None:
+    asked = {name: ASKED[name] for name in ("model", "messages")}
+    bare = client.messages.count_tokens(**asked).input_tokens
+    assert bare == client.messages.create(**ASKED).usage.input_tokens
+    assert client.messages.count_tokens(**asked, tools=[TOOL], system="Be brief.").input_tokens > bare
+
+
+def test_why_an_answer_ended(client: Any, script: Callable[[str], None]) -> None:
+    script("one two three")
+    found = client.messages.create(**ASKED, stop_sequences=["two"])
+    assert (found.stop_reason, found.stop_sequence, found.content[0].text) == ("stop_sequence", "two", "one ")
+    found = client.messages.create(**ASKED)
+    assert (found.stop_reason, found.content[0].text) == ("end_turn", "one two three")
+
+
+def test_more_tokens_than_the_context_has_left_are_an_upper_limit(client: Any, script: Callable[[str], None]) -> None:
+    """Agents ask for as many as the largest models may write."""
+    long = {**ASKED, "max_tokens": 64_000, "messages": [{"role": "user", "content": "a b" * 400}]}
+    assert 800 < client.messages.count_tokens(model="builtin", messages=long["messages"]).input_tokens < 1000
+    for text, reason in (("one two three", "end_turn"), ("one two three " * 80, "model_context_window_exceeded")):
+        script(text)
+        with client.messages.stream(**long) as stream:
+            found = stream.get_final_message()
+        assert found.stop_reason == reason and text.startswith(found.content[0].text)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "only text"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tool_choice": {"type": "any"}}, "without tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "hear"}}, "hear"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "needs a name"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
+        ({"temperature": 3}, "temperature"),
+    ],
+)
+def test_what_is_not_served_is_an_error_in_anthropics_shape(tools: Running, body: dict[str, Any], words: str) -> None:
+    answer = tools.client.post("/v1/messages", json={**ASKED, **body})
+    found = answer.json()
+    assert answer.status_code == 400, answer.text
+    assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
+    assert words in found["error"]["message"]
+
+
+def test_errors_reach_the_client_as_its_own(tools: Running, client: Any) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(**{**ASKED, "model": "claude"})
+    with pytest.raises(anthropic.BadRequestError, match="thinking"):
+        client.messages.create(**ASKED, thinking={"type": "enabled", "budget_tokens": 1024})
+    body = tools.client.post("/v1/messages", content="{").json()
+    assert body["type"] == "error"
+    assert tools.client.get("/v1/messages").json()["type"] == "error"
+
+
+def test_a_key_in_anthropics_header() -> None:
+    with served(api_keys=("one",)) as running:
+        for key, status in (("one", 200), ("two", 401)):
+            answer = running.client.post("/v1/messages/count_tokens", json=ASKED, headers={"x-api-key": key})
+            assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "authentication_error"
+        assert running.client.get("/v1/models", headers={"x-api-key": "one"}).status_code == 200
+
+
+def test_an_error_in_a_stream_is_an_event_that_raises(client: Any) -> None:
+    """A deadline that passes in mid-stream."""
+    with served(make_with_template, request_timeout=0.3) as running:
+        other = anthropic.Anthropic(base_url=running.url, api_key="x", max_retries=0)
+        with pytest.raises(anthropic.APIStatusError, match="longer than it may"):
+            for _ in other.messages.create(**{**ASKED, "max_tokens": 900}, stream=True):
+                pass
+
+
+def test_ignored_fields_are_named(tools: Running) -> None:
+    body = {
+        **ASKED,
+        "max_tokens": 1,
+        "context_management": {},
+        "output_config": {"effort": "high"},
+        "metadata": {"user_id": "a"},
+    }
+    answer = tools.client.post("/v1/messages", json=body)
+    assert answer.headers["X-Ignored-Fields"] == "context_management, output_config.effort"
+
+
+def test_a_form_of_the_answer(client: Any) -> None:
+    pytest.importorskip("llguidance", reason="the extra 'grammar' is not installed")
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    found = client.messages.create(**ASKED, output_config=form)
+    assert 0 <= json.loads(found.content[0].text)["x"] <= 9
+
+
+def test_models_are_listed_for_both_vendors(client: Any) -> None:
+    (found,) = client.models.list().data
+    assert (found.id, found.type, found.display_name) == ("builtin", "model", "builtin")
