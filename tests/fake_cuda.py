@@ -246,6 +246,7 @@ def fake_cuda() -> Iterator[Device]:
         mock.patch.object(torch.cuda, "is_available", lambda: True),
         mock.patch.object(torch.cuda, "device_count", lambda: 1),
         mock.patch.object(torch.cuda, "current_device", lambda: 0),
+        mock.patch.object(torch.cuda, "get_device_name", lambda _: "a stand-in"),
         mock.patch.object(torch.cuda, "synchronize", device.synchronize),
         torch.no_grad(),
         _Dispatch(),

@@ -79,7 +79,6 @@ SLOW: dict[str, Sequence[Key]] = {
     # Processes, clusters, searches and pages that run every command.
     "cli/test_cli_batch.py::test_a_killed_run_goes_on": [],
     "cli/test_cli_drafters.py::test_a_datastore_fits_by_its_tokenizer": [],
-    "cli/test_cli_drafters.py::test_sampled_gains_and_a_table_of_80_columns": [],
     "cli/test_tune_tree.py::test_a_tree_for_a_draft_model": [],
     "docs/test_howto.py::test_commands_run": [],
     "docs/test_howto.py::test_python_runs": [once],

@@ -58,7 +58,7 @@ def as_fp8(tensors: dict[str, torch.Tensor]) -> None:
     tensors["fc.weight"] = tensors["fc.weight"].to(torch.float8_e4m3fn)
 
 
-OUTSIDE = "d2t names tokens outside the target's vocabulary of 96"
+OUTSIDE = "the draft vocabulary names tokens outside the target's 96"
 EIGHT_BITS: list[tuple[Damage, str]] = [
     (edited(as_int8), "fc.weight in .* is stored as int8, and only full weights are read"),
     (edited(as_fp8), "fc.weight in .* is stored as float8_e4m3fn"),

@@ -381,8 +381,15 @@ def test_dynamic_trees(family: str, grow: str, mode: str, monkeypatch: pytest.Mo
     seen_by: list[Candidates] = []
     find = FeatureDrafter._best
 
-    def checked(self: FeatureDrafter, tree: Any, nodes: Sequence[int], logits: Tensor) -> Any:
-        tokens, values = find(self, tree, nodes, logits)
+    score, scored = FeatureDrafter._sure, dict[int, tuple[Sequence[int], Tensor]]()
+
+    def noted(self: FeatureDrafter, tree: Any, nodes: Sequence[int], logits: Tensor) -> Tensor:
+        scored[id(tree)] = nodes, logits
+        return score(self, tree, nodes, logits)
+
+    def checked(self: FeatureDrafter, tree: Any, sure: Tensor) -> Any:
+        tokens, values = find(self, tree, sure)
+        nodes, logits = scored[id(tree)]
         wide, context = self.widened(logits), tree.context
         for row, node in enumerate(nodes):
             path = tree.seen.path_tokens(node)
@@ -395,6 +402,7 @@ def test_dynamic_trees(family: str, grow: str, mode: str, monkeypatch: pytest.Mo
         seen_by.append(tree.seen)
         return tokens, values
 
+    monkeypatch.setattr(FeatureDrafter, "_sure", noted)
     monkeypatch.setattr(FeatureDrafter, "_best", checked)
     trees: list[TokenTree] = []
     speculative = engine(target, drafter, on_round=lambda runs, found, verdicts, times: trees.extend(found))

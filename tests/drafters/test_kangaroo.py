@@ -466,7 +466,7 @@ def test_a_new_adapter_is_an_early_exit(name: str) -> None:
 def test_settings_of_the_recipe() -> None:
     deep = HuggingFaceModel(new_model("llama", num_hidden_layers=8))
     recipe = KangarooRecipe(deep, TargetParts(deep), {})
-    assert (recipe.config.layer, recipe.config.ffn, recipe.taps) == (2, 0, ("layer:2", "last"))
+    assert (recipe.config.layer, recipe.config.ffn, recipe.taps) == (1, 0, ("layer:1", "last"))
     target = model()
     parts = TargetParts(target)
     assert KangarooRecipe(target, parts, {"layer": "3"}).net.config.layer == 3

@@ -67,7 +67,7 @@ def test_a_model_that_keeps_what_was_asked_for_is_served(exactness: str, exact: 
 def test_the_start_names_how_the_model_runs_and_what_it_was_refused(log: pytest.LogCaptureFixture) -> None:
     started("rounding")
     told = next(line for line in log.records if line.getMessage().startswith("loaded builtin: table forward"))
-    assert told.getMessage().endswith("exact up to rounding (this test says so)")
+    assert told.getMessage().endswith("exact up to rounding (this test says so), drafter none")
     assert {"forward", "weights", "exactness", "exactness_why", "threads", "refused"} <= set(vars(told)["fields"])
     warnings = [line.getMessage() for line in log.records if line.levelno == logging.WARNING]
     assert warnings == [str(refusal) for refusal in REFUSALS]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import httpx
@@ -112,7 +113,7 @@ def test_cheap_work_comes_first_and_costly_work_comes_too() -> None:
     queue.submit(go.wait, cost=1)
     wait_until(lambda: not queue._due[False])
     costs = [30_000, 10, 20_000, 20, 30, 40_000]
-    futures = [queue.submit(order.append, cost, cost=cost) for cost in costs]
+    futures = [queue.submit(partial(order.append, cost), cost=cost) for cost in costs]
     go.set()
     for future in futures:
         future.result(60)

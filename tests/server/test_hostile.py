@@ -48,4 +48,7 @@ def test_every_status_is_declared(server: Running) -> None:
         "/v1/spec",
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
     }

@@ -125,7 +125,7 @@ def test_a_draft_model_shares_the_tokenizer_and_the_corpus(data: Path, whole: Pa
     before = (whole / "corpus" / "corpus.json").stat().st_mtime_ns
     train_lm([data], tmp_path / "draft", TINY, tokenizer_from=whole, teacher=whole)
     assert not (tmp_path / "draft" / "corpus").exists()
-    llm = ft.load(str(whole), drafter=f"model:{tmp_path / 'draft'}")
+    llm = ft.load(str(whole), drafter=f"model:{tmp_path / 'draft'}", controller="constant")
     assert llm.generate("alpha", max_new_tokens=4).stats.num_draft_tokens > 0
     train_lm([data / "a.py"], tmp_path / "other", TINY, tokenizer_from=whole)
     assert (tmp_path / "other" / "corpus" / "corpus.json").exists()

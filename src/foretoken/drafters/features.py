@@ -103,9 +103,15 @@ class FeatureDrafter(FeatureReader, Drafter):
         sorts = {points, (Kind.IID, False)} if draw == "iid" else {points}
         self.traits = Traits(Kind.IID if draw == "iid" else Kind.POINT, width > 1, frozenset(sorts))
 
+    @property
+    def head(self) -> DraftHead | None:
+        """The vocabulary projection; ``None`` where the network has one of its own kind, over the target's tokens."""
+        found = getattr(self.model, "project", None)
+        return found if isinstance(found, DraftHead) else None
+
     def cost_beside(self, target_bytes: int) -> float:
         """The network, and the vocabulary projection that it borrows from the target."""
-        return share_of_bytes(self.model.weight_bytes + self.model.project.weight_bytes, target_bytes)
+        return share_of_bytes(self.model.weight_bytes + (self.head.weight_bytes if self.head else 0), target_bytes)
 
     @classmethod
     def sized(cls, model: FeatureModel, target: LanguageModel, options: dict[str, Any]) -> Self:
@@ -240,13 +246,11 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def mapped(self, tokens: Tensor) -> Tensor:
         """Target ids of draft ids."""
-        head = getattr(self.model, "project", None)
-        return head.mapped(tokens) if isinstance(head, DraftHead) else tokens
+        return tokens if self.head is None else self.head.mapped(tokens)
 
     def widened(self, logits: Tensor) -> Tensor:
         """Logits [n, V] over the target's ids from the draft's."""
-        head = getattr(self.model, "project", None)
-        return head.widened(logits) if isinstance(head, DraftHead) else logits
+        return logits if self.head is None else self.head.widened(logits)
 
     def _most(self, tree: Growing) -> int:
         return min(self.max_nodes, tree.budget.max_nodes)

@@ -229,7 +229,7 @@ def _check_decoder_alone(path: str) -> None:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception:  # whatever is wrong with it, loading the model says so
         return
     if getattr(config, "is_encoder_decoder", False):

@@ -359,7 +359,8 @@ def check_packable(model: Any) -> None:
 def weight_bytes(model: nn.Module) -> int:
     """Memory of a model's weights, packed ones included, each counted once."""
     packed = {id(m.projection): m.projection.num_bytes for m in model.modules() if isinstance(m, PackedLinear)}
-    plain = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+    storages = [p.untyped_storage() for p in model.parameters()]
+    plain = {storage._cdata: storage.nbytes() for storage in storages}  # not every device tells where its data are
     quantised = sum(getattr(m, "packed_bytes", 0) for m in model.modules())
     return sum(plain.values()) + sum(packed.values()) + quantised
 
