@@ -10,6 +10,7 @@ import typer
 
 from foretoken.cli.model_argument import HELP, Target, WordsCommand, existing_model, is_model, names_model
 from foretoken.cli.options import Json
+from foretoken.cli.output import check_inputs
 
 app = typer.Typer(help="Build the datastores of retrieval drafters.", no_args_is_help=True)
 
@@ -38,9 +39,7 @@ def build_command(
         raise ValueError(f"{out} is a folder: --out names the file to write")
     model, data = _model_and_data(words)
     source = existing_model(model, target)
-    missing = [path for path in data if not path.exists()]
-    if missing:
-        raise ValueError(f"no such file or folder: {missing[0]}")
+    check_inputs(data)
 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

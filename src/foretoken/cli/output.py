@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,17 @@ def check_out(out: Path) -> None:
         raise ValueError(f"--out {out} is a folder: give the name of a file")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out} cannot be written: No such file or directory")
+
+
+def check_inputs(paths: Iterable[Path]) -> None:
+    """Find that a file is missing before a model is loaded for it.
+
+    Raises:
+        ValueError: one of the paths leads nowhere.
+    """
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"no such file or folder: {path}")
 
 
 def has_colour(console: Console) -> bool:

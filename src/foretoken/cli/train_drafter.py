@@ -10,7 +10,7 @@ import typer
 
 from foretoken.cli.memory import keep_freed_memory
 from foretoken.cli.model_argument import Model, Target, existing_model
-from foretoken.cli.output import json_only, print_json, screen
+from foretoken.cli.output import check_inputs, json_only, print_json, screen
 from foretoken.cli.train_options import (
     AnswerBatch,
     Answers,
@@ -83,6 +83,7 @@ def make_command(method: str) -> Callable[..., None]:
         device: str | None = None,
         as_json: Report = False,
     ) -> None:
+        check_inputs(data)
         how = (answers, {"tokens": answer_tokens, "temperature": answer_temperature, "batch": answer_batch})
         with json_only(as_json), stop_on_signals() as stop:
             report = train(
