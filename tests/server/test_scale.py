@@ -167,6 +167,9 @@ class InMemory:
         finally:
             self.cancelled += not whole
 
+    async def is_chat(self) -> bool:
+        return self._replica.is_chat
+
     async def metrics(self) -> Mapping[str, str]:
         return {"one": self._replica.metrics()}
 
