@@ -1,7 +1,7 @@
 """A small server for the page's tests: it streams rounds that the real engine has written down.
 
-What a prompt says decides how it behaves: REFUSE, QUOTA and BUSY are answered with an error (400, 429, 503), BREAK ends in
-the middle of a stream, FAIL sends an error within it, and DIFFER makes plain decoding write another last token.
+What a prompt says decides how it behaves: REFUSE, QUOTA and BUSY are answered with an error (400, 429, 503), BREAK ends
+in the middle of a stream, FAIL sends an error within it, and DIFFER makes plain decoding write another last token.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Mock(ThreadingHTTPServer):
         pause_s: between two chunks.
         delay_s: seconds before the first chunk, by the request's body.
         is_chat: whether the model has a chat template.
+        sampling: options that it comes with.
         drafts: whether speculative requests have drafts.
     """
 
@@ -51,6 +52,7 @@ class Mock(ThreadingHTTPServer):
         self.pause_s = 0.01
         self.delay_s: Callable[[dict[str, Any]], float] = lambda body: 0.0
         self.is_chat = False
+        self.sampling: dict[str, float] = {}
         self.drafts = True
         self.rounds = 0
 
@@ -96,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         if file.parent == PAGE and file.is_file():
             self._send(200, KINDS[file.suffix], file.read_bytes())
         elif name in ("v1/spec", "metrics") and self._is_allowed():
-            found = json.dumps(_spec(self.server.rounds) | {"chat_template": self.server.is_chat}) if name == "v1/spec" else _metrics(self.server.rounds)
+            found = json.dumps(_spec(self.server)) if name == "v1/spec" else _metrics(self.server.rounds)
             self._send(200, "application/json", found.encode())
         elif name not in ("v1/spec", "metrics"):
             self._json(404, {"error": {"message": "there is no such page", "type": "not_found_error"}})
@@ -170,7 +172,7 @@ def _plain(differs: bool) -> Iterator[dict[str, Any]]:
         root = token
 
 
-def _spec(rounds: int) -> dict[str, Any]:
+def _spec(server: Mock) -> dict[str, Any]:
     state = {"running": 1, "waiting": 2, "kv_bytes": 5_242_880, "kv_budget_bytes": None, "dead": None}
     return {
         "model": "builtin",
@@ -178,8 +180,9 @@ def _spec(rounds: int) -> dict[str, Any]:
         "verifier": "auto",
         "controller": "auto",
         "lossless": True,
-        "sampling_defaults": {"values": {}, "source": None},
-        "state": state | {"draining": False, "rounds": rounds, "controller": {"costs": {"plain_ms": 4.25}}},
+        "chat_template": server.is_chat,
+        "sampling_defaults": {"values": server.sampling, "source": ""},
+        "state": state | {"draining": False, "rounds": server.rounds, "controller": {"costs": {"plain_ms": 4.25}}},
         "limits": {"max_running": 16, "max_queued": 256, "context_length": 1024},
     }
 

@@ -21,6 +21,15 @@ for (const [name, value] of Object.entries(found)) {
 }
 globalThis.complaints = complaints;
 globalThis.load = (name) => import(pathToFileURL(join(folder, name)));
+
+/** Press a key where the focus is; Enter then does what a browser does of itself. */
+globalThis.pressed = (values) => {
+  const one = document.activeElement;
+  if (!one.dispatchEvent(new Event("keydown", values)) || values.key !== "Enter" || values.ctrlKey) return;
+  if (one.localName === "textarea") one.value += "\n";
+  if (one.localName === "button") one.click();
+};
+
 for (const script of document.querySelectorAll("script")) {
   const file = join(folder, script.getAttribute("src"));
   if (script.getAttribute("type") === "module") await import(pathToFileURL(file));

@@ -97,12 +97,7 @@ class NodeTab:
     def press(self, key: str, control: bool = False, shift: bool = False) -> None:
         """Press a key where the focus is."""
         event = {"bubbles": True, "key": " " if key == "Space" else key, "ctrlKey": control, "shiftKey": shift}
-        isolated = f"new Event('keydown', {json.dumps(event)})"
-        new_line = key == "Enter" and not control
-        self.run(
-            f"(() => {{ const one = document.activeElement; if (one.dispatchEvent({isolated}) && {json.dumps(new_line)}) {{"
-            "if (one.localName === 'textarea') one.value += '\\n'; else if (one.localName === 'button') one.click(); } })()"
-        )
+        self.run(f"pressed({json.dumps(event)})")
 
     def type(self, text: str) -> None:
         """Write into what has the focus."""

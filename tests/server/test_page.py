@@ -1,4 +1,4 @@
-"""The page in a real browser, on recorded rounds: what it shows, what it sends, what it says of errors."""
+"""The page, on recorded rounds, in a browser or else under Node: what it shows, sends and says of errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ import re
 
 import pytest
 from page_mock import PAGE, REASON, RECORDED, Mock
-from page_steps import Page, click, count, needs_browser, needs_page, module, open_tab, put, raced, server, tab, text, write
+from page_steps import (
+    Page,
+    click,
+    count,
+    module,
+    needs_browser,
+    needs_page,
+    open_tab,
+    put,
+    raced,
+    server,
+    tab,
+    text,
+    write,
+)
 
 from foretoken.server.pages import PATHS
 

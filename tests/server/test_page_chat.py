@@ -36,7 +36,9 @@ def value(tab: Page, name: str) -> Any:
 def test_a_model_with_a_template_opens_a_chat(chat: Page) -> None:
     assert text(chat, "#run") == "Send" and value(chat, "prompt") == ""
     assert text(chat, "#prompt-label") == "Message"
-    is_open = "['settings', 'rounds-drawer', 'race-drawer', 'engine-drawer'].map((one) => document.getElementById(one).open)"
+    is_open = (
+        "['settings', 'rounds-drawer', 'race-drawer', 'engine-drawer'].map((one) => document.getElementById(one).open)"
+    )
     assert chat.run(is_open) == [False] * 4
     assert chat.complaints == []
 
@@ -59,6 +61,40 @@ def test_each_kind_of_page_keeps_its_fields(chat: Page, server: Mock) -> None:
     assert server.asked[-1][0] == "/v1/completions"
     chat.run("document.querySelector('input[value=chat]').click()")
     assert value(chat, "prompt") == "a message" and value(chat, "tokens") == "512"
+
+
+@needs_page
+def test_the_kind_does_not_change_under_an_answer(chat: Page, server: Mock) -> None:
+    server.pause_s = 0.02
+    put(chat, "prompt", "hello")
+    click(chat, "run")
+    chat.run("document.querySelector('input[value=completion]').click()")
+    assert (
+        chat.run("[document.body.dataset.mode, document.querySelector('input[name=mode]:checked').value]")
+        == ["chat"] * 2
+    )
+    chat.until("document.getElementById('status').textContent.includes('ended by')")
+    assert said(chat) == ["hello", ANSWER]
+
+
+@needs_page
+def test_a_key_can_be_given_before_the_model_is_known(tab: Page, server: Mock) -> None:
+    server.key, server.is_chat = "secret", True
+    tab.open(server.url)
+    tab.until("document.getElementById('live-state').textContent.includes('API key')")
+    assert tab.run("[document.body.dataset.mode, document.getElementById('settings').open]") == ["completion", True]
+    put(tab, "key", "secret")
+    tab.until("document.body.dataset.mode === 'chat'")
+    send(tab, "hello")
+    assert said(tab) == ["hello", ANSWER]
+
+
+@needs_page
+def test_the_models_own_temperature_is_offered(tab: Page, server: Mock) -> None:
+    server.is_chat, server.sampling = True, {"temperature": 0.6, "top_p": 0.9}
+    tab.open(server.url)
+    tab.until("document.body.dataset.mode === 'chat'")
+    assert value(tab, "temperature") == "0.6"
 
 
 # -- talking ----------------------------------------------------------------------------------------------------------
@@ -184,7 +220,9 @@ def test_the_drawer_shows_the_last_answer_or_the_chosen_one(chat: Page, server: 
     assert chat.run("document.getElementById('rounds-drawer').open") is True
     assert count(chat, "#ribbon .round") == len(ROUNDS)
     assert count(chat, "#tree .node") == len(ROUNDS[0]["tokens"]) + 1
-    pressed = "[...document.querySelectorAll('.tools button[aria-pressed]')].map((one) => one.getAttribute('aria-pressed'))"
+    pressed = (
+        "[...document.querySelectorAll('.tools button[aria-pressed]')].map((one) => one.getAttribute('aria-pressed'))"
+    )
     assert chat.run(pressed) == ["true", "false"]
 
 

@@ -116,7 +116,8 @@ def test_words_can_be_read(tab: Tab, server: Mock, dark: bool, is_chat: bool) ->
         }
         return [255, 255, 255];
       };
-      return [...document.querySelectorAll('.t, .hint, .peek, .text, summary, button, dt, dd, h1, h2, label, td, th, #status')]
+      const seen = '.t, .hint, .peek, .text, summary, button, dt, dd, h1, h2, label, td, th, #status';
+      return [...document.querySelectorAll(seen)]
         .filter((one) => one.getClientRects().length)
         .map((one) => {
           const pair = [light(parts(getComputedStyle(one).color)), light(behind(one))].sort((a, b) => b - a);

@@ -230,6 +230,16 @@ def test_a_unary_call_survives_its_replica(script: list[str], whole: str) -> Non
     asyncio.run(run())
 
 
+def test_the_gateway_knows_whether_its_model_chats() -> None:
+    async def run() -> None:
+        async with gateway() as (_, replicas, fleet):
+            assert fleet.is_chat is False
+            replicas._replica.serving.llm.tokenizer.chat_template = "{{ messages[0].content }}"
+            assert await replicas.is_chat() is True
+
+    asyncio.run(run())
+
+
 def test_a_stream_is_the_same_as_the_whole(whole: str) -> None:
     async def run() -> None:
         async with gateway(SETTINGS, "lost at once") as (client, _, _):

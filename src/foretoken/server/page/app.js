@@ -92,7 +92,7 @@ async function follow(path, body, signal, answer, turn) {
     why = found.why || why;
     finish = found.finish ?? finish;
     for (const round of kept(found)) add(answer, round);
-    if (turn) grow(turn, found.text);
+    if (turn && found.text) grow(turn, found.text);
     if (isFirst && answer.rounds.length) {
       isFirst = false;
       say("Writing …");
@@ -160,13 +160,13 @@ const WORDS = {
 
 function setMode(mode) {
   const before = document.body.dataset.mode;
+  document.querySelector(`input[name=mode][value=${mode}]`).checked = true;
   if (before === mode) return;
   for (const id of ["prompt", "tokens"]) {
     if (before === "chat" || mode === "chat") KEPT[before === "chat" ? "chat" : "completion"][id] = $(id).value;
     $(id).value = KEPT[mode][id] ?? $(id).value;
   }
   document.body.dataset.mode = mode;
-  document.querySelector(`input[name=mode][value=${mode}]`).checked = true;
   const [name, hint, placeholder] = WORDS[mode];
   $("prompt-label").textContent = $("write-title").textContent = name;
   $("keys").textContent = hint;
@@ -232,7 +232,7 @@ function begin() {
     if (stack) choose(Number(stack.getAttribute("data-round")));
   });
   for (const radio of document.querySelectorAll("input[name=mode]")) {
-    radio.addEventListener("change", () => setMode(radio.value));
+    radio.addEventListener("change", () => setMode(state.running ? document.body.dataset.mode : radio.value));
   }
   new ResizeObserver(() => drawSoon()).observe(document.querySelector("main"));
   enable(true);

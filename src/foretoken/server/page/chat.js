@@ -33,8 +33,8 @@ export function ask(text, answer, onRounds) {
   const copy = html("button", { type: "button", "aria-label": `Copy answer ${number}` }, "Copy");
   const rounds = html("button", { type: "button", "aria-pressed": "false", "aria-label": `Rounds of answer ${number}` }, "Rounds");
   const nodes = [
-    html("li", { class: "turn user" }, html("p", { class: "sr" }, "You"), html("div", { class: "text" }, text)),
-    html("li", { class: "turn assistant" }, html("p", { class: "sr" }, "Model"), shown, note, html("p", { class: "tools" }, copy, rounds)),
+    html("div", { class: "turn user" }, html("p", { class: "sr" }, "You"), html("div", { class: "text" }, text)),
+    html("div", { class: "turn assistant" }, html("p", { class: "sr" }, "Model"), shown, note, html("p", { class: "tools" }, copy, rounds)),
   ];
   const turn = { number, text, answer, shown, note, rounds, nodes, isKept: false };
   copy.addEventListener("click", async () => say((await copied(answer.text)) ? "Copied." : "The browser does not let this page copy."));

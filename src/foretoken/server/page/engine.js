@@ -60,8 +60,8 @@ function flat(value, name = "") {
 
 let isKnown = false;
 
-/** Ask every second, as long as the page is seen; tell once what the first report is, and that a key is needed. */
-export async function watch(onFirst, onRefused) {
+/** Ask every second, as long as the page is seen; tell once that the first report is there, or that none is to be had. */
+export async function watch(onFirst, onTrouble) {
   if (document.visibilityState === "visible") {
     const isFirst = !isKnown;
     try {
@@ -71,8 +71,8 @@ export async function watch(onFirst, onRefused) {
     } catch (error) {
       const isRefused = error.message.startsWith("401");
       $("live-state").textContent = isRefused ? "needs an API key" : error.name === "TimeoutError" ? "no answer" : error.message;
-      if (isFirst && isRefused) onRefused();
+      if (isFirst && !error.message.startsWith("503")) onTrouble();  // a server that is loading soon says more
     }
   }
-  setTimeout(watch, 1000, onFirst, onRefused);
+  setTimeout(watch, 1000, onFirst, onTrouble);
 }

@@ -61,12 +61,13 @@ function sameWords(pairs) {
   return [true, `identical: yes, ${count} of ${count} tokens in ${plural(pairs.length, "pair")}`];
 }
 
-function draftWords(pairs) {
-  if (!sum(pairs.map(({ spec }) => spec.drafted))) {
-    const why = state.spec?.drafter ? "the controller chose plain decoding in every round" : "the server has no drafter";
-    return `No draft was used: ${why}, so both lanes ran the same way. `;
+const drafted = (pairs) => sum(pairs.map(({ spec }) => spec.drafted));
+
+function verdict(pairs, interval) {
+  if (!drafted(pairs)) {
+    return raceWords(interval, state.spec?.drafter ? "the controller chose plain decoding in every round" : "the server has no drafter");
   }
-  return sum(pairs.map(({ spec }) => spec.accepted)) ? "" : "No draft was accepted. ";
+  return (sum(pairs.map(({ spec }) => spec.accepted)) ? "" : "No draft was accepted. ") + raceWords(interval);
 }
 
 /** Pairs until the interval is decided, or there is nothing to be decided, or there were enough. */
@@ -95,15 +96,14 @@ export async function race(request, signal) {
     throw error;
   }
   const [isSame, same] = sameWords(pairs);
-  $("verdict").textContent = draftWords(pairs) + raceWords(interval);
+  $("verdict").textContent = verdict(pairs, interval);
   $("identical").textContent = `${same}.`;
   $("identical").className = isSame ? "same" : "differ";
   say(`Race: ${$("verdict").textContent}`);
 }
 
 const isEnough = (pairs, interval) =>
-  pairs.length >= MOST_PAIRS || isDecided(interval) ||
-  (pairs.length >= FEWEST_PAIRS && !sum(pairs.map(({ spec }) => spec.drafted)));
+  pairs.length >= MOST_PAIRS || isDecided(interval) || (pairs.length >= FEWEST_PAIRS && !drafted(pairs));
 
 /** The last pair again at its recorded pace, stretched to be seen; at once where motion is not wanted. */
 export function replay(done) {

@@ -34,9 +34,10 @@ export function ratioInterval(ratios) {
 /** Whether the interval lies on one side of 1. */
 export const isDecided = ({ low, high }) => low > 1 || high < 1;
 
-/** What a race has shown, in words. */
-export function raceWords({ count, ratio, low, high }) {
+/** What a race has shown, in words; without drafts its ratio is no finding, wherever the interval lies. */
+export function raceWords({ count, ratio, low, high }, noDrafts = "") {
   const between = `95 % interval ${low.toFixed(2)} to ${high.toFixed(2)}, ${count} pairs`;
+  if (noDrafts) return `No draft was used: ${noDrafts}. The ratio of ${ratio.toFixed(2)} is noise and the controller's own cost (${between}).`;
   if (low > 1) return `Speculative is faster: ${ratio.toFixed(2)} times as fast as plain (${between}).`;
   if (high < 1) return `Speculative is slower: ${ratio.toFixed(2)} of plain's speed (${between}).`;
   return `No difference can be told: speculative has ${ratio.toFixed(2)} of plain's speed, and the interval contains 1 (${between}).`;
