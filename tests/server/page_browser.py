@@ -116,10 +116,10 @@ class Tab:
         scheme = "dark" if dark else "light"
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def press(self, key: str, control: bool = False) -> None:
+    def press(self, key: str, control: bool = False, shift: bool = False) -> None:
         """Press and release a key."""
         name, code, text = KEYS[key]
-        common = {"key": name, "code": key, "windowsVirtualKeyCode": code, "modifiers": 2 if control else 0}
+        common = {"key": name, "code": key, "windowsVirtualKeyCode": code, "modifiers": 2 * control + 8 * shift}
         self.call("Input.dispatchKeyEvent", type="keyDown", **common, **({"text": text} if text else {}))
         self.call("Input.dispatchKeyEvent", type="keyUp", **common)
 

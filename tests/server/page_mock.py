@@ -1,7 +1,7 @@
 """A small server for the page's tests: it streams rounds that the real engine has written down.
 
-What a prompt says decides how it behaves: REFUSE is answered with an error, BREAK ends in the middle of a stream, FAIL
-sends an error within it, and DIFFER makes plain decoding write another last token.
+What a prompt says decides how it behaves: REFUSE, QUOTA and BUSY are answered with an error (400, 429, 503), BREAK ends
+in the middle of a stream, FAIL sends an error within it, and DIFFER makes plain decoding write another last token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,11 @@ PAGE = Path(foretoken.server.__file__).with_name("page")
 RECORDED: list[dict[str, Any]] = json.loads(Path(__file__).with_name("page_recorded.json").read_text(encoding="utf-8"))
 POLICY = "default-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self' data:"
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+REFUSALS = {
+    "REFUSE": (400, "max_new_tokens=9000 goes past the model's context"),
+    "QUOTA": (429, "the key's tokens of this minute are used up"),
+    "BUSY": (503, "the server is busy: all 256 places are taken;\ntry again"),
+}
 REASON = "plain decoding is faster here: a round of 4 drafts costs 3.1 plain rounds"
 
 
@@ -32,6 +37,10 @@ class Mock(ThreadingHTTPServer):
         asked: paths and bodies of all requests that write text.
         key: the only key that is let in; empty for none.
         pause_s: between two chunks.
+        delay_s: seconds before the first chunk, by the request's body.
+        is_chat: whether the model has a chat template.
+        sampling: options that it comes with.
+        drafts: whether speculative requests have drafts.
     """
 
     daemon_threads = True
@@ -41,6 +50,10 @@ class Mock(ThreadingHTTPServer):
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.key = ""
         self.pause_s = 0.01
+        self.delay_s: Callable[[dict[str, Any]], float] = lambda body: 0.0
+        self.is_chat = False
+        self.sampling: dict[str, float] = {}
+        self.drafts = True
         self.rounds = 0
 
     @property
@@ -58,16 +71,18 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Quiet."""
 
-    def _send(self, status: int, kind: str, body: bytes) -> None:
+    def _send(self, status: int, kind: str, body: bytes, **headers: str) -> None:
         self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Content-Security-Policy", POLICY)
         self.end_headers()
         self.wfile.write(body)
 
-    def _json(self, status: int, found: Any) -> None:
-        self._send(status, "application/json", json.dumps(found).encode())
+    def _json(self, status: int, found: Any, **headers: str) -> None:
+        self._send(status, "application/json", json.dumps(found).encode(), **headers)
 
     def _is_allowed(self) -> bool:
         given = self.headers.get("Authorization", "")
@@ -83,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         if file.parent == PAGE and file.is_file():
             self._send(200, KINDS[file.suffix], file.read_bytes())
         elif name in ("v1/spec", "metrics") and self._is_allowed():
-            found = json.dumps(_spec(self.server.rounds)) if name == "v1/spec" else _metrics(self.server.rounds)
+            found = json.dumps(_spec(self.server)) if name == "v1/spec" else _metrics(self.server.rounds)
             self._send(200, "application/json", found.encode())
         elif name not in ("v1/spec", "metrics"):
             self._json(404, {"error": {"message": "there is no such page", "type": "not_found_error"}})
@@ -95,14 +110,16 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.server.asked.append((self.path, body))
         said = json.dumps(body)
-        if "REFUSE" in said:
-            error = {"message": "max_new_tokens=9000 goes past the model's context", "type": "invalid_request_error"}
-            self._json(400, {"error": error})
-            return
+        for word, (status, message) in REFUSALS.items():
+            if word in said:
+                wait = {} if status == 400 else {"Retry_After": "7"}
+                self._json(status, {"error": {"message": message, "type": "error"}}, **wait)
+                return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        for index, chunk in enumerate(answer(self.path, body, said)):
+        time.sleep(self.server.delay_s(body))
+        for index, chunk in enumerate(answer(self.path, body, said, self.server.drafts)):
             if index == 3 and "BREAK" in said:
                 return
             if index == 3 and "FAIL" in said:
@@ -116,9 +133,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
 
-def answer(path: str, body: dict[str, Any], said: str = "") -> Iterator[dict[str, Any]]:
+def answer(path: str, body: dict[str, Any], said: str = "", drafts: bool = True) -> Iterator[dict[str, Any]]:
     """Chunks as the server sends them."""
-    chunks = copy.deepcopy(RECORDED) if body["speculative"]["enabled"] else list(_plain("DIFFER" in said))
+    speculates = drafts and body["speculative"]["enabled"]
+    chunks = copy.deepcopy(RECORDED) if speculates else list(_plain("DIFFER" in said))
+    if "chat" in path:
+        yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}
     for chunk in chunks:
         for choice in chunk["choices"]:
             if not body["speculative"].get("explain"):
@@ -152,7 +172,7 @@ def _plain(differs: bool) -> Iterator[dict[str, Any]]:
         root = token
 
 
-def _spec(rounds: int) -> dict[str, Any]:
+def _spec(server: Mock) -> dict[str, Any]:
     state = {"running": 1, "waiting": 2, "kv_bytes": 5_242_880, "kv_budget_bytes": None, "dead": None}
     return {
         "model": "builtin",
@@ -160,7 +180,9 @@ def _spec(rounds: int) -> dict[str, Any]:
         "verifier": "auto",
         "controller": "auto",
         "lossless": True,
-        "state": state | {"draining": False, "rounds": rounds, "controller": {"costs": {"plain_ms": 4.25}}},
+        "chat_template": server.is_chat,
+        "sampling_defaults": {"values": server.sampling, "source": ""},
+        "state": state | {"draining": False, "rounds": server.rounds, "controller": {"costs": {"plain_ms": 4.25}}},
         "limits": {"max_running": 16, "max_queued": 256, "context_length": 1024},
     }
 

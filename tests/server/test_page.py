@@ -1,13 +1,28 @@
-"""The page in a real browser, on recorded rounds: what it shows, what it sends, what it says of errors."""
+"""The page, on recorded rounds, in a browser or else under Node: what it shows, sends and says of errors."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from page_browser import Tab
 from page_mock import PAGE, REASON, RECORDED, Mock
-from page_steps import click, count, needs_browser, open_tab, put, server, tab, text, write
+from page_steps import (
+    Page,
+    click,
+    count,
+    module,
+    needs_browser,
+    needs_page,
+    open_tab,
+    put,
+    raced,
+    server,
+    tab,
+    text,
+    write,
+)
+
+from foretoken.server.pages import PATHS
 
 __all__ = ["open_tab", "server", "tab"]  # fixtures
 TOKENS = sum(len(choice["token_ids"]) for chunk in RECORDED for choice in chunk["choices"])
@@ -18,8 +33,15 @@ ORIGINS = [origin for chunk in RECORDED for choice in chunk["choices"] for origi
 # -- what is shipped --------------------------------------------------------------------------------------------------
 
 
+def test_every_file_is_served_and_loaded() -> None:
+    sources = {file.name: file.read_text(encoding="utf-8") for file in PAGE.iterdir()}
+    loaded = set(re.findall(r'(?:src|href|from) ?=? ?"(?:\./)?([\w]+\.(?:js|css))"', "".join(sources.values())))
+    assert loaded == set(sources) - {"index.html"} == {path.strip("/") for path in PATHS} - {""}
+
+
 def test_page_is_small_and_asks_nobody_else() -> None:
     files = [file for file in PAGE.iterdir() if file.suffix in (".html", ".js", ".css")]
+    assert {file.name for file in files} == {file.name for file in PAGE.iterdir()}
     assert {"index.html", "app.js", "style.css"} <= {file.name for file in files}
     assert sum(file.stat().st_size for file in files) < 100_000
     for file in files:
@@ -32,17 +54,16 @@ def test_page_is_small_and_asks_nobody_else() -> None:
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 
-@needs_browser
-def test_page_loads_without_complaints(tab: Tab, server: Mock) -> None:
+@needs_page
+def test_page_loads_without_complaints(tab: Page, server: Mock) -> None:
     write(tab)
-    click(tab, "race")
-    tab.until("document.getElementById('verdict').textContent.includes('identical')")
+    raced(tab)
     assert tab.complaints == []
     assert all(url.startswith((server.url, "data:")) for url in tab.urls), tab.urls
 
 
 @needs_browser
-def test_browser_reports_what_the_policy_forbids(tab: Tab) -> None:
+def test_browser_reports_what_the_policy_forbids(tab: Page) -> None:
     """Negative control of the test above: an inline style, and an image from elsewhere, are seen."""
     tab.run("document.body.insertAdjacentHTML('beforeend', '<p style=\"color:red\">x</p>')")
     tab.until("document.querySelector('p[style]') !== null")
@@ -55,8 +76,8 @@ def test_browser_reports_what_the_policy_forbids(tab: Tab) -> None:
 # -- an answer --------------------------------------------------------------------------------------------------------
 
 
-@needs_browser
-def test_ribbon_shows_every_token_with_its_origin(tab: Tab, server: Mock) -> None:
+@needs_page
+def test_ribbon_shows_every_token_with_its_origin(tab: Page, server: Mock) -> None:
     write(tab)
     classes = tab.run("[...document.querySelectorAll('#ribbon .t')].map((one) => one.classList[1])")
     assert classes == ORIGINS
@@ -68,15 +89,19 @@ def test_ribbon_shows_every_token_with_its_origin(tab: Tab, server: Mock) -> Non
         "copy.querySelectorAll('.nl').forEach((one) => one.remove()); return copy.textContent; })()"
     )
     assert shown == "".join(choice["text"] for chunk in RECORDED for choice in chunk["choices"])
+
+
+@needs_browser
+def test_colour_is_not_the_only_difference(tab: Page) -> None:
     styles = tab.run(
         "['accepted', 'recovered', 'bonus', 'plain'].map((kind) =>"
         "getComputedStyle(document.querySelector(`.legend .${kind}`)).textDecorationStyle)"
     )
-    assert len(set(styles)) == 4, "colour must not be the only difference"
+    assert len(set(styles)) == 4
 
 
-@needs_browser
-def test_request_is_what_the_form_says(tab: Tab, server: Mock) -> None:
+@needs_page
+def test_request_is_what_the_form_says(tab: Page, server: Mock) -> None:
     for name, value in (("temperature", "0.25"), ("seed", "11"), ("tokens", "32")):
         put(tab, name, value)
     click(tab, "enabled")
@@ -97,8 +122,8 @@ def test_request_is_what_the_form_says(tab: Tab, server: Mock) -> None:
     assert text(tab, "#n-plain") == str(TOKENS)
 
 
-@needs_browser
-def test_chat_keeps_the_conversation(tab: Tab, server: Mock) -> None:
+@needs_page
+def test_chat_keeps_the_conversation(tab: Page, server: Mock) -> None:
     tab.run("document.querySelector('input[value=chat]').click()")
     write(tab, "first")
     write(tab, "second")
@@ -111,8 +136,8 @@ def test_chat_keeps_the_conversation(tab: Tab, server: Mock) -> None:
     assert [one["content"] for one in server.asked[-1][1]["messages"]] == ["third"]
 
 
-@needs_browser
-def test_tree_of_any_round(tab: Tab) -> None:
+@needs_page
+def test_tree_of_any_round(tab: Page) -> None:
     write(tab)
     index = next(i for i, one in enumerate(ROUNDS) if one["accepted"] and len(one["tokens"]) > 4)
     tab.run(f"document.getElementById('round-{index}').click()")
@@ -127,8 +152,8 @@ def test_tree_of_any_round(tab: Tab) -> None:
     assert struck == len(one["tokens"]) - 1 - len(one["accepted"])
 
 
-@needs_browser
-def test_rings_and_discs_say_p_and_q(tab: Tab) -> None:
+@needs_page
+def test_rings_and_discs_say_p_and_q(tab: Page) -> None:
     write(tab)
     node = next(n for n in range(1, len(ROUNDS[0]["tokens"])) if 0.1 < (ROUNDS[0]["p"][n] or 0) < 0.9)
     p, q = ROUNDS[0]["p"][node], ROUNDS[0]["q"][node]
@@ -138,8 +163,8 @@ def test_rings_and_discs_say_p_and_q(tab: Tab) -> None:
     assert dash / around == pytest.approx(p)
 
 
-@needs_browser
-def test_charts_count_what_was_recorded(tab: Tab) -> None:
+@needs_page
+def test_charts_count_what_was_recorded(tab: Page) -> None:
     write(tab)
     rows = tab.run(
         "[...document.querySelectorAll('#position-table tbody tr')].map((row) =>"
@@ -160,64 +185,28 @@ def test_charts_count_what_was_recorded(tab: Tab) -> None:
     assert REASON in text(tab, "#reason")
 
 
-@needs_browser
-def test_wilson_by_hand(tab: Tab) -> None:
+@needs_page
+def test_wilson_by_hand(tab: Page) -> None:
     """The interval that the page draws, for 8 of 10 and 0 of 5."""
-    source = (PAGE / "app.js").read_text(encoding="utf-8")
-    function = re.search(r"function wilson.*?\n}\n", source, re.DOTALL)
-    assert function is not None
-    found = tab.run(function[0] + "[...wilson(8, 10), ...wilson(0, 5)]")
+    found = tab.run(f"{module(tab, 'statistics.js')}.then((one) => [...one.wilson(8, 10), ...one.wilson(0, 5)])")
     assert found == pytest.approx([0.490162, 0.943318, 0.0, 0.434482], abs=1e-5)
-
-
-# -- the race ---------------------------------------------------------------------------------------------------------
-
-
-@needs_browser
-def test_race_says_identical(tab: Tab, server: Mock) -> None:
-    click(tab, "race")
-    tab.until("document.getElementById('verdict').textContent.includes('identical')")
-    assert text(tab, "#verdict").startswith(f"identical: yes, {TOKENS} of {TOKENS} tokens")
-    (_, plain), (_, spec) = server.asked
-    assert plain["speculative"] == {"enabled": False}
-    assert spec["speculative"] == {"enabled": True}
-    assert plain["seed"] == spec["seed"]
-    assert plain["cache_salt"] != spec["cache_salt"], "one must not read the other's cache"
-    assert text(tab, "#plain-text") == text(tab, "#spec-text") != ""
-
-
-@needs_browser
-def test_race_says_where_texts_differ(tab: Tab) -> None:
-    put(tab, "prompt", "DIFFER")
-    click(tab, "race")
-    tab.until("document.getElementById('verdict').textContent.includes('identical')")
-    assert text(tab, "#verdict").startswith(f"identical: no, they differ from token {TOKENS} of {TOKENS}")
-
-
-@needs_browser
-def test_race_can_be_seen_again(tab: Tab) -> None:
-    click(tab, "race")
-    tab.until("document.getElementById('replay').getAttribute('aria-disabled') === 'false'")
-    shown = text(tab, "#spec-text")
-    click(tab, "replay")
-    assert text(tab, "#spec-text") != shown
-    tab.until("document.getElementById('replay').getAttribute('aria-disabled') === 'false'")
-    assert text(tab, "#spec-text") == shown
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-@needs_browser
+@needs_page
 @pytest.mark.parametrize(
     ("prompt", "said"),
     [
         ("REFUSE", "400: max_new_tokens=9000 goes past the model's context"),
         ("BREAK", "the stream broke off before its end"),
         ("FAIL", "out of memory: try again"),
+        ("QUOTA", "429: the key's tokens of this minute are used up (try again in 7 s)"),
+        ("BUSY", "503: the server is busy: all 256 places are taken; try again (try again in 7 s)"),
     ],
 )
-def test_errors_are_shown_as_text(tab: Tab, prompt: str, said: str) -> None:
+def test_errors_are_shown_as_text(tab: Page, prompt: str, said: str) -> None:
     write(tab, prompt)
     assert text(tab, "#problem") == said
     assert tab.run("document.getElementById('problem').hidden") is False
@@ -225,8 +214,8 @@ def test_errors_are_shown_as_text(tab: Tab, prompt: str, said: str) -> None:
     assert tab.run("document.getElementById('problem').hidden") is True
 
 
-@needs_browser
-def test_key_is_sent_and_kept_for_the_tab_only(tab: Tab, server: Mock) -> None:
+@needs_page
+def test_key_is_sent_and_kept_for_the_tab_only(tab: Page, server: Mock) -> None:
     server.key = "secret"
     tab.until("document.getElementById('live-state').textContent.includes('API key')")
     write(tab)
@@ -245,8 +234,8 @@ def test_key_is_sent_and_kept_for_the_tab_only(tab: Tab, server: Mock) -> None:
 # -- the engine -------------------------------------------------------------------------------------------------------
 
 
-@needs_browser
-def test_queue_and_throughput_are_live(tab: Tab, server: Mock) -> None:
+@needs_page
+def test_queue_and_throughput_are_live(tab: Page, server: Mock) -> None:
     assert [text(tab, "#live-running"), text(tab, "#live-waiting")] == ["1", "2"]
     server.rounds += 500
     tab.until("Number(document.getElementById('live-rounds').textContent) > 10")

@@ -167,6 +167,9 @@ class InMemory:
         finally:
             self.cancelled += not whole
 
+    async def is_chat(self) -> bool:
+        return self._replica.is_chat
+
     async def metrics(self) -> Mapping[str, str]:
         return {"one": self._replica.metrics()}
 
@@ -223,6 +226,16 @@ def test_a_unary_call_survives_its_replica(script: list[str], whole: str) -> Non
             assert answer.headers["x-replica"] == "one" and answer.headers["x-request-id"]
             assert len(replicas.asked) == len(script) + 1 and len(set(replicas.asked)) == 1
             assert fleet.metrics.retried == len(script) and fleet.num_open == 0
+
+    asyncio.run(run())
+
+
+def test_the_gateway_knows_whether_its_model_chats() -> None:
+    async def run() -> None:
+        async with gateway() as (_, replicas, fleet):
+            assert fleet.is_chat is False
+            replicas._replica.serving.llm.tokenizer.chat_template = "{{ messages[0].content }}"
+            assert await replicas.is_chat() is True
 
     asyncio.run(run())
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 import foretoken
-from foretoken.server import chat, completions, errors, info, messages, responses
+from foretoken.server import chat, completions, errors, info, messages, pages, responses
 from foretoken.server.config import Settings
 from foretoken.server.limits import Gate
 from foretoken.server.serving import Serving
@@ -45,6 +45,7 @@ def create_app(settings: Settings, serving: Serving | None = None) -> FastAPI:
     app.state.serving = state
     errors.install(app)
     app.include_router(info.router)
+    app.include_router(pages.router)
     app.include_router(completions.router)
     app.include_router(chat.router)
     app.include_router(messages.router)

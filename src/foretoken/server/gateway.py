@@ -71,6 +71,9 @@ class Replicas(Protocol):
     async def metrics(self) -> Mapping[str, str]:
         """Counters of each replica, by its name."""
 
+    async def is_chat(self) -> bool:
+        """Whether the model comes with a chat template."""
+
     async def stop(self) -> None:
         """End them."""
 
@@ -83,6 +86,7 @@ class Fleet:
         replicas: what serves.
         failed: why they could not be started.
         draining: whether new requests are refused.
+        is_chat: whether the model comes with a chat template.
         num_open: requests that have not ended.
         end_s: seconds in which the replicas and Ray must have ended.
     """
@@ -92,7 +96,7 @@ class Fleet:
     def __init__(self, settings: Settings, replicas: Replicas) -> None:
         self.settings, self.replicas = settings, replicas
         self.failed: Exception | None = None
-        self.draining = self.is_loaded = False
+        self.draining = self.is_loaded = self.is_chat = False
         self.num_open = 0
         prefixes = ("foretoken", *([settings.metrics_compat] if settings.metrics_compat else []))
         self.metrics = FleetMetrics(prefixes, settings.name)
@@ -102,6 +106,7 @@ class Fleet:
         """Start the replicas."""
         try:
             await self.replicas.start()
+            self.is_chat = await self.replicas.is_chat()
             self.is_loaded = True
         except Exception as error:  # told to whoever starts the server
             self.failed = error

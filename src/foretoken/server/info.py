@@ -6,11 +6,10 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import foretoken
@@ -26,10 +25,8 @@ from foretoken.server.templates import Conversation, has_template, prompt_of
 from foretoken.server.workers import TEXTS, in_thread
 
 router = APIRouter(responses=RESPONSES)
-PAGE = Path(__file__).with_name("page")
 PIECE = 4096
 """Values of a list that are written in one go."""
-KINDS = {"index.html": "text/html", "app.js": "text/javascript", "style.css": "text/css"}
 
 
 def _serving(http: Request) -> Serving:
@@ -201,6 +198,7 @@ async def spec(http: Request) -> dict[str, Any]:
         "verifier": "auto" if llm.engine.verifier is None else llm.engine.verifier.name,
         "controller": None if controller is None else controller.name,
         "lossless": not llm.engine.allow_lossy,
+        "chat_template": serving.is_chat,
         "sampling_defaults": {"values": llm.defaults.sampling, "source": llm.defaults.source},
         **llm.describe(),
         "state": dataclasses.asdict(status),
@@ -238,25 +236,3 @@ def _learned(drafter: Drafter) -> dict[str, Any] | None:
     if isinstance(drafter, GroupDrafter):
         return next((found for found in map(_learned, drafter.drafters) if found is not None), None)
     return None
-
-
-@router.get("/", include_in_schema=False)
-async def page() -> FileResponse:
-    """The page for people."""
-    return _file("index.html")
-
-
-@router.get("/app.js", include_in_schema=False)
-async def script() -> FileResponse:
-    """What it runs."""
-    return _file("app.js")
-
-
-@router.get("/style.css", include_in_schema=False)
-async def style() -> FileResponse:
-    """How it looks."""
-    return _file("style.css")
-
-
-def _file(name: str) -> FileResponse:
-    return FileResponse(PAGE / name, media_type=KINDS[name], headers={"Cache-Control": "no-cache"})

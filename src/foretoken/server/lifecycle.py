@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import shlex
@@ -60,8 +61,8 @@ def run_app(app: Any, serving: Any, sock: socket.socket) -> int:
 
     Args:
         app: the ASGI application.
-        serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``end_s``, ``settings`` and
-            ``drain()``.
+        serving: its state: ``failed``, ``trouble``, ``is_loaded``, ``num_open``, ``end_s``, ``is_chat``,
+            ``settings`` and ``drain()``.
         sock: where it listens.
     """
     import uvicorn
@@ -121,7 +122,7 @@ async def _watched(serving: Any, asked: asyncio.Event, task: asyncio.Task[None])
             return 0
         if serving.is_loaded and not said:
             said = True
-            logs.say(greeting(serving.settings))
+            logs.say(greeting(serving.settings, serving.is_chat))
         await asyncio.sleep(0.05)
     return 1
 
@@ -142,14 +143,16 @@ def _no_signals() -> Iterator[None]:
     yield
 
 
-def greeting(settings: Settings) -> str:
-    """Where the server is, and how it is asked."""
+def greeting(settings: Settings, is_chat: bool = False) -> str:
+    """Where the server is, and how it is asked: a model with a chat template by a chat."""
     url = f"http://{settings.host}:{settings.port}{settings.root_path}"
     key = " -H 'Authorization: Bearer KEY'" if settings.api_keys else ""
+    asked = {"messages": [{"role": "user", "content": "Hello"}]} if is_chat else {"prompt": "def fib(n):"}
+    path = "chat/completions" if is_chat else "completions"
+    body = json.dumps({"model": settings.name, **asked, "max_tokens": 64, "temperature": 0})
     return (
         f"serving {settings.name} at {url} (page at {url}/)\n"
-        f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' "
-        f'-d \'{{"model": "{settings.name}", "prompt": "def fib(n):", "max_tokens": 64, "temperature": 0}}\'\n'
+        f"  curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
         f"{agents(settings, url)}"
     )
 

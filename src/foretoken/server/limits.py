@@ -19,6 +19,7 @@ from foretoken.server.config import Settings
 from foretoken.server.errors import ApiError
 from foretoken.server.hosts import Hosts
 from foretoken.server.keys import Caller
+from foretoken.server.pages import PATHS as PAGE_PATHS
 from foretoken.server.places import Places
 
 requests_log = logging.getLogger("foretoken.requests")
@@ -122,7 +123,7 @@ class Gate:
         self.hosts.check(headers.get("host", ""))
         caller = self.keys.caller(headers)
         if caller is None:
-            page = path in ("/", "/app.js", "/style.css")
+            page = path in PAGE_PATHS
             ask = {"WWW-Authenticate": 'Basic realm="foretoken"' if page else "Bearer"}
             raise ApiError(401, "give a valid key: Authorization: Bearer KEY", code="invalid_api_key", headers=ask)
         return caller

@@ -72,6 +72,11 @@ class Replica:
         if self.serving.trouble is not None:
             raise RuntimeError(self.serving.trouble)
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether the model comes with a chat template."""
+        return bool(self.serving.is_chat)
+
     def metrics(self) -> str:
         """Its counters, as Prometheus reads them."""
         return str(self.serving.metrics.text().decode())

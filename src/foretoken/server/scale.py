@@ -199,6 +199,15 @@ class RayReplicas:
             return {}
         return dict(found)
 
+    async def is_chat(self) -> bool:
+        """Whether the model comes with a chat template; no, where no replica says so in time."""
+        from ray.exceptions import RayError
+
+        try:
+            return any(await self._handle.broadcast("is_chat").results_async(timeout_s=METRICS_S))
+        except (RayError, TimeoutError):
+            return False
+
     async def stop(self) -> None:
         """Take the deployment away; end Ray where it was started here."""
         if self._watching is not None:
@@ -271,6 +280,10 @@ def deployment(settings: Settings, replicas: int, threads: int) -> Any:
         async def metrics(self) -> tuple[str, str]:
             """Name and counters."""
             return self.replica.name, self.replica.metrics()
+
+        async def is_chat(self) -> bool:
+            """Whether the model comes with a chat template."""
+            return self.replica.is_chat
 
         def check_health(self) -> None:
             """Ray starts another replica when this raises."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from foretoken.conversation import has_template
 from foretoken.engine.background import AsyncLlm, EngineStatus
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
 from foretoken.llm import Llm, load
@@ -216,6 +217,11 @@ class Serving:
     def llm(self) -> Llm:
         """What the engine serves."""
         return self.engine.llm
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the model comes with a chat template."""
+        return has_template(self.llm.tokenizer)
 
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model.

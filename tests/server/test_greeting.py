@@ -1,0 +1,61 @@
+"""What a server says when it has started, what of it the page and people use: the kind of model, a curl that works."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+
+import pytest
+from running_server import Running, served
+from test_contract import make_templated
+
+from foretoken.server.config import Settings
+from foretoken.server.lifecycle import greeting
+from foretoken.server.pages import FOLDER, PATHS
+
+
+@pytest.fixture(scope="module")
+def templated() -> Iterator[Running]:
+    with served(make_templated) as running:
+        yield running
+
+
+def sent(running: Running) -> tuple[str, dict[str, object]]:
+    """Path and body of the curl that is printed, as a shell would read it; it must succeed."""
+    said = greeting(running.serving.settings, running.serving.is_chat)
+    (line,) = [line for line in said.splitlines() if line.strip().startswith("curl ")]
+    words = shlex.split(line)
+    path, body = words[1].removeprefix(running.url), json.loads(words[words.index("-d") + 1])
+    answer = running.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return path, body
+
+
+def test_the_curl_is_a_chat_where_there_is_a_template(server: Running, templated: Running) -> None:
+    path, body = sent(templated)
+    assert path == "/v1/chat/completions" and body["messages"] == [{"role": "user", "content": "Hello"}]
+    path, body = sent(server)
+    assert path == "/v1/completions" and body["prompt"] == "def fib(n):"
+
+
+def test_the_curl_survives_a_shell() -> None:
+    said = greeting(Settings(served_name="it's mine", api_keys=("secret",)), is_chat=True)
+    line = next(line for line in said.splitlines() if "curl" in line)
+    words = shlex.split(line)
+    assert json.loads(words[-1])["model"] == "it's mine"
+    assert "Authorization: Bearer KEY" in words and "secret" not in said
+
+
+def test_spec_says_whether_there_is_a_template(server: Running, templated: Running) -> None:
+    assert templated.client.get("/v1/spec").json()["chat_template"] is True
+    assert server.client.get("/v1/spec").json()["chat_template"] is False
+
+
+def test_the_pages_files_are_served(server: Running) -> None:
+    assert server.client.get("/").text == (FOLDER / "index.html").read_text(encoding="utf-8")
+    for path in PATHS - {"/"}:
+        answer = server.client.get(path)
+        assert answer.status_code == 200 and answer.headers["cache-control"] == "no-cache"
+        assert answer.headers["content-type"].startswith("text/css" if path.endswith(".css") else "text/javascript")
+        assert answer.headers["content-security-policy"].startswith("default-src 'self'")
