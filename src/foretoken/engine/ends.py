@@ -41,8 +41,9 @@ def ends_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> E
     A constraint ends the text where nothing may follow, even with ``ignore_eos``.
     """
     eos = frozenset() if request.ignore_eos else target.eos_token_ids
-    if request.constraint is not None:
-        eos = target.eos_token_ids | request.constraint.ends
+    rule = request.constraint or request.language
+    if rule is not None:
+        eos = target.eos_token_ids | rule.ends
     special = special_tokens(tokenizer) if request.stop else {}
     named = {special[stop]: stop for stop in request.stop if stop in special}
     return Ends(eos, request.stop_token_ids, named, special)

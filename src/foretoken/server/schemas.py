@@ -148,13 +148,14 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The same in vLLM's words; one of them."""
+    """The same in vLLM's words; one of them, and how the answer is drawn: token by token, or as a whole."""
 
     json_: dict[str, Any] | Text | None = Field(default=None, alias="json")
     regex: Text | None = None
     grammar: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1, max_length=MOST_WORDS)] | None = None
     json_object: StrictBool | None = None
+    sampling: Literal["masked", "conditional"] = "masked"
 
 
 class Shared(Body):
