@@ -74,9 +74,7 @@ def check_language(request: Request, language: FiniteLanguage, target: LanguageM
     if inside:
         raise OptionError("constraint", f"a string of the language holds token {min(inside)}, which ends the text")
     if max(language.tokens) >= target.vocab_size:
-        raise OptionError(
-            "constraint", f"a string of the language holds tokens beyond the {target.vocab_size} there are"
-        )
+        raise OptionError("constraint", "a string of the language holds tokens beyond the vocabulary")
     if not target.capabilities.rollback:
         reason = target.capabilities.missing.get("rollback", "it cannot take tokens back")
         raise OptionError("constraint", f"this model cannot score the strings of a language: {reason}")
@@ -113,18 +111,15 @@ class LanguageRound:
         greedy: take the most likely string (the first of equals) instead of drawing one.
         uniforms: two numbers in [0, 1): for the string, and for which of several ends follows it.  They are given once,
             so whoever asks again gets the same string.
+
+    Attributes:
         width: nodes that are scored by one forward.
     """
 
-    def __init__(
-        self,
-        language: FiniteLanguage,
-        ends: frozenset[int],
-        greedy: bool,
-        uniforms: Sequence[float],
-        width: int = WIDTH,
-    ) -> None:
-        self.language, self.ends, self.greedy, self.uniforms, self.width = language, ends, greedy, uniforms, width
+    width = WIDTH
+
+    def __init__(self, language: FiniteLanguage, ends: frozenset[int], greedy: bool, uniforms: Sequence[float]) -> None:
+        self.language, self.ends, self.greedy, self.uniforms = language, ends, greedy, uniforms
 
     def propose(self, target: LanguageModel, context: Context) -> tuple[TokenTree, Verifier]:
         """The whole language as a tree, or, of one that takes several forwards, the string that was drawn."""
@@ -217,8 +212,8 @@ def _log_probs(tree: TokenTree, scores: Scores) -> Tensor:
         rows = torch.stack([_log_probs_after(node, scores) for node in range(len(tree))])
     if rows.device.type != "mps":
         rows = rows.double()
-    # The pipeline gives them up to a constant per row.
-    return (rows - rows.logsumexp(-1, keepdim=True)).nan_to_num_(nan=-torch.inf)
+    totals = rows.logsumexp(-1, keepdim=True)  # the pipeline gives them up to a constant per row
+    return torch.where(totals > -torch.inf, rows - totals, -torch.inf)
 
 
 def _log_probs_after(node: int, scores: Scores) -> Tensor:

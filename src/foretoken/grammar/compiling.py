@@ -30,7 +30,7 @@ LIMITS: dict[str, Any] = {
 TRIAL = Trial()
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it: with free white space a small model may write nothing else, and less is forced."""
-_TOKEN = re.compile(r"<\[\d+\]>")
+TOKEN = re.compile(r"<\[\d+\]>")
 """A token by its id: a special token is not spelled by its text."""
 
 _tokenizers: weakref.WeakKeyDictionary[Any, dict[int, LLTokenizer]] = weakref.WeakKeyDictionary()
@@ -71,7 +71,7 @@ def checked_grammar(kind: str, spec: Any, patience_s: float | None) -> str:
     """
     grammar = _grammar(kind, spec)
     if kind != "json_object":  # that one is ours
-        _check(kind, TRIAL.error(_TOKEN.sub("<[0]>", grammar), LIMITS, patience_s))  # the trial's vocabulary is small
+        _check(kind, TRIAL.error(TOKEN.sub("<[0]>", grammar), LIMITS, patience_s))  # the trial's vocabulary is small
     return grammar
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from foretoken.constraints import FiniteLanguage
-from foretoken.grammar.compiling import LIMITS, checked_grammar, end_ids, tokenizer_view
+from foretoken.grammar.compiling import LIMITS, TOKEN, checked_grammar, end_ids, tokenizer_view
 
 MOST_STRINGS = 2048
 """Strings of a language."""
@@ -46,6 +46,8 @@ def compile_language(
             end), or one that the tokenizer cannot spell.
     """
     grammar = checked_grammar(kind, spec, patience_s)
+    if TOKEN.search(grammar):
+        raise ValueError(f"the {kind} names tokens by their ids, and conditional sampling takes texts only")
     view = tokenizer_view(tokenizer, vocab_size)
     return FiniteLanguage.of([_spelled(text, view) for text in _strings(kind, grammar)], end_ids(tokenizer))
 
@@ -77,7 +79,7 @@ def _strings(kind: str, grammar: str) -> list[bytes]:
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         _check(kind, matcher)
         if bits >> 256 & ~_ENDS:
-            raise ValueError(f"the {kind} names special tokens, which are no text: conditional sampling needs strings")
+            raise ValueError(f"the {kind} names special tokens, and conditional sampling takes texts only")
         return (byte for byte in range(256) if bits >> byte & 1)
 
     open_bytes = [following()]
