@@ -318,6 +318,17 @@ def test_other_rules_of_the_request_are_in_the_distribution() -> None:
     assert {len(run.output) for run in longer} <= {4, 5}
 
 
+def test_what_ends_a_text_behind_a_string_is_an_end() -> None:
+    """A stop token counts as an end of the text, and a stop string that is in no string has nothing to end."""
+    target = model()
+    wanted = brute_force(target, STRINGS, SAMPLING["plain"], (END, OTHER_END))
+    served = engine(target, max_batch=32, tokenizer=Numbers())
+    more = {"stop_token_ids": frozenset({OTHER_END}), "stop": ["3.4."]}
+    runs = serve(served, [request(seed, **more) for seed in range(400)])
+    assert chi2.sf(*chi_square(Counter(tuple(run.output) for run in runs), wanted)) > FALSE_ALARM
+    assert {run.finish_reason for run in runs} == {"eos", "stop"}
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -327,10 +338,17 @@ class OneWay(TableModel):
     capabilities = Capabilities(False, False, False, False, False, {"rollback": "its layers keep a running state"})
 
 
+class Numbers:
+    """Tokens as numbers."""
+
+    def decode(self, ids: Sequence[int], **more: Any) -> str:
+        return "".join(f"{one}." for one in ids)
+
+
 BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"stop": ["x"]}, "stop", "says where a text ends"),
-    ({"stop_token_ids": frozenset({5})}, "stop_token_ids", "says where a text ends"),
-    ({"ignore_eos": True}, "ignore_eos", "says where a text ends"),
+    ({"stop": ["3."]}, "stop", "'3.' would end the string '1.2.3.' of"),
+    ({"stop_token_ids": frozenset({5})}, "stop_token_ids", "holds token 5, which ends"),
+    ({"ignore_eos": True}, "ignore_eos", "ends with the end of the text"),
     ({"params": SamplingParams(temperature=1.0, top_k=5)}, "top_k", "leave it out or give 0"),
     ({"params": SamplingParams(temperature=1.0, top_p=0.9)}, "top_p", "leave it out or give 1.0"),
     ({"params": SamplingParams(temperature=1.0, min_p=0.1)}, "min_p", "leave it out or give 0.0"),
@@ -344,7 +362,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(("more", "option", "words"), BAD, ids=lambda one: one if isinstance(one, str) else "")
 def test_what_cannot_be_is_refused_in_one_line(more: dict[str, Any], option: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as error:
-        engine(model(), tokenizer=object()).check(request(**more))
+        engine(model(), tokenizer=Numbers()).check(request(**more))
     assert "\n" not in str(error.value) and isinstance(error.value, OptionError) and error.value.option == option
 
 

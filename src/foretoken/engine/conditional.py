@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,19 +43,22 @@ def whole_params(params: SamplingParams) -> SamplingParams:
     return replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if params.temperature == 0 else params
 
 
-def check_language(request: Request, language: FiniteLanguage, target: LanguageModel, ends: frozenset[int]) -> None:
-    """Refuse what cannot go together with a language.
+def check_language(request: Request, target: LanguageModel, tokenizer: Any | None, ends: frozenset[int]) -> None:
+    """Refuse what cannot go together with a request's language; one without a language passes.
 
     Args:
         request: what was asked.
-        language: its language.
         target: the model.
+        tokenizer: for stop strings.
         ends: the ids that end the text.
 
     Raises:
-        OptionError: options that end a text in another way or cut tokens off, too few tokens for the longest string, a
-            language that is too large, or a target that cannot try several strings.
+        OptionError: options that cut tokens off or leave out the end, something that ends a text inside a string, too
+            few tokens for the longest one, a language that is too large, or a target that cannot try several strings.
     """
+    language = request.language
+    if language is None:
+        return
     _check_options(request)
     if len(language) > MOST_NODES:
         raise OptionError(
@@ -68,38 +72,43 @@ def check_language(request: Request, language: FiniteLanguage, target: LanguageM
             f"max_new_tokens={request.max_new_tokens} is too few: the longest string of the language has "
             f"{language.longest} tokens, and the end of the text is one more",
         )
-    if not any(end < target.vocab_size for end in ends):
-        raise OptionError("constraint", "the model has no end-of-text token, so no string of the language could end")
-    inside = ends.intersection(language.tokens)
-    if inside:
-        raise OptionError("constraint", f"a string of the language holds token {min(inside)}, which ends the text")
     if max(language.tokens) >= target.vocab_size:
         raise OptionError("constraint", "a string of the language holds tokens beyond the vocabulary")
+    if not any(end < target.vocab_size for end in ends):
+        raise OptionError("constraint", "the model has no end-of-text token, so no string of the language could end")
+    _check_ends(request, language, tokenizer, ends)
     if not target.capabilities.rollback:
         reason = target.capabilities.missing.get("rollback", "it cannot take tokens back")
         raise OptionError("constraint", f"this model cannot score the strings of a language: {reason}")
 
 
 def _check_options(request: Request) -> None:
-    """A string ends where the language says, and keeps every probability that the model gives it."""
-    given = {
-        "stop": bool(request.stop),
-        "stop_token_ids": bool(request.stop_token_ids),
-        "ignore_eos": request.ignore_eos,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise OptionError(name, f"{name} cannot go with conditional sampling: the language says where a text ends")
-    params = request.params
-    if params.temperature > 0:
-        neutral = SamplingParams()
-        for name in FILTERS:
-            if getattr(params, name) != getattr(neutral, name):
-                raise OptionError(
-                    name,
-                    f"{name} cannot go with conditional sampling: it would take strings of the language away, all of "
-                    f"them where the model prefers other texts; leave it out or give {getattr(neutral, name)}",
-                )
+    """A string ends with the end of the text, and keeps every probability that the model gives it."""
+    if request.ignore_eos:
+        raise OptionError(
+            "ignore_eos", "ignore_eos cannot go with conditional sampling: a string ends with the end of the text"
+        )
+    params, neutral = request.params, SamplingParams()
+    for name in FILTERS if params.temperature > 0 else ():
+        if getattr(params, name) != getattr(neutral, name):
+            raise OptionError(
+                name,
+                f"{name} cannot go with conditional sampling: it would take strings of the language away, all of them "
+                f"where the model prefers other texts; leave it out or give {getattr(neutral, name)}",
+            )
+
+
+def _check_ends(request: Request, language: FiniteLanguage, tokenizer: Any | None, ends: frozenset[int]) -> None:
+    """What ends a text may come behind a string, and not inside."""
+    inside = ends.intersection(language.tokens)
+    if inside:
+        option = "stop_token_ids" if inside & request.stop_token_ids else "constraint"
+        raise OptionError(option, f"a string of the language holds token {min(inside)}, which ends the text")
+    texts = [str(tokenizer.decode(one)) for one in language.strings] if request.stop and tokenizer is not None else []
+    for stop in request.stop:
+        text = next((one for one in texts if stop in one), None)
+        if text is not None:
+            raise OptionError("stop", f"the stop string {stop!r} would end the string {text[:60]!r} of the language")
 
 
 class LanguageRound:

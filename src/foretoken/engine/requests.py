@@ -143,8 +143,7 @@ class Requests(ABC):
             self._check_verifier(self.verifier, greedy=request.params.temperature == 0)
         stopper_of(request, self.target, self.tokenizer)  # checks the stop strings
         check_rules(request, self.target, self.tokenizer)
-        if request.language is not None:
-            check_language(request, request.language, self.target, ends_of(request, self.target, self.tokenizer).ids)
+        check_language(request, self.target, self.tokenizer, ends_of(request, self.target, self.tokenizer).ids)
 
     def add(self, request: Request, arrived_s: float | None = None) -> int:
         """Queue a request; it joins before the next round.  Returns its id.

@@ -294,8 +294,9 @@ async def constraints_of(
 
 def _wanted(form: ResponseFormat | None, structured: StructuredOutputs | None) -> tuple[str, Any, str] | None:
     """Kind, text and field of the one thing that is asked for."""
+    asked = {} if structured is None else structured.asked
     if form is not None and form.type != "text":
-        if structured is not None:
+        if asked:
             raise bad("give response_format or structured_outputs, not both", "structured_outputs")
         if form.type == "json_object":
             return "json_object", None, "response_format"
@@ -304,16 +305,8 @@ def _wanted(form: ResponseFormat | None, structured: StructuredOutputs | None) -
         return "json_schema", form.json_schema.schema_, "response_format"
     if structured is None:
         return None
-    asked: dict[str, Any] = {
-        "json_schema": structured.json_,
-        "regex": structured.regex,
-        "grammar": structured.grammar,
-        "choice": structured.choice,
-        "json_object": structured.json_object or None,
-    }
-    given = [(kind, value) for kind, value in asked.items() if value is not None]
-    if len(given) != 1:
+    if len(asked) != 1:
         raise bad(
             "structured_outputs needs exactly one of json, regex, grammar, choice, json_object", "structured_outputs"
         )
-    return *given[0], "structured_outputs"
+    return *asked.popitem(), "structured_outputs"
