@@ -119,3 +119,7 @@ class FiniteLanguage:
     def strings(self) -> list[list[int]]:
         """The tokens of every string, in the order of the nodes with which they end."""
         return [self.string(node) for node, is_whole in enumerate(self.whole) if is_whole]
+
+
+OutputRule = Constraint | FiniteLanguage
+"""What an output may be told to look like."""

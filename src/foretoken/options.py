@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from foretoken.constraints import Constraint, FiniteLanguage
+from foretoken.constraints import FiniteLanguage, OutputRule
 from foretoken.core.values import check_text, ids_of, texts_of
 from foretoken.engine.request import Request
 from foretoken.prompts import Prompt as Prompt
@@ -69,7 +69,7 @@ class CommonOptions(TypedDict, total=False):
     min_tokens: int
     allowed_token_ids: Sequence[int] | None
     bad_words: Sequence[str]
-    constraint: Constraint | FiniteLanguage | None
+    constraint: OutputRule | None
     logprobs: int | None
     prompt_logprobs: int | None
     max_draft_tokens: int | None
@@ -166,7 +166,7 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
     )
 
 
-def beside(defaults: Mapping[str, Any], constraint: Constraint | FiniteLanguage | None) -> dict[str, Any]:
+def beside(defaults: Mapping[str, Any], constraint: OutputRule | None) -> dict[str, Any]:
     """What a model's own defaults are for a request with this constraint.
 
     A finite language leaves out those that cut tokens off, which would take strings away: a request that names them is

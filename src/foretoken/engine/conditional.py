@@ -43,11 +43,14 @@ def whole_params(params: SamplingParams) -> SamplingParams:
     return replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if params.temperature == 0 else params
 
 
-def check_language(request: Request, target: LanguageModel, tokenizer: Any | None, ends: frozenset[int]) -> None:
-    """Refuse what cannot go together with a request's language; one without a language passes.
+def check_language(
+    request: Request, language: FiniteLanguage, target: LanguageModel, tokenizer: Any | None, ends: frozenset[int]
+) -> None:
+    """Refuse what cannot go together with a request's language.
 
     Args:
         request: what was asked.
+        language: its language.
         target: the model.
         tokenizer: for stop strings.
         ends: the ids that end the text.
@@ -56,9 +59,6 @@ def check_language(request: Request, target: LanguageModel, tokenizer: Any | Non
         OptionError: options that cut tokens off or leave out the end, something that ends a text inside a string, too
             few tokens for the longest one, a language that is too large, or a target that cannot try several strings.
     """
-    language = request.language
-    if language is None:
-        return
     _check_options(request)
     if len(language) > MOST_NODES:
         raise OptionError(

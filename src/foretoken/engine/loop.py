@@ -148,7 +148,7 @@ class Engine(Requests):
         """One round of requests that are all between two rounds."""
         if not runs:
             return []
-        turns = self._each(self._begin, [Turn(run) for run in runs])
+        turns = [turn for run in runs for turn in self._guard(self._begin, [Turn(run)])]
         began = now(self._device)
         self._begin_reading(runs)
         turns = self._guard(self._propose, turns)

@@ -143,7 +143,9 @@ class Requests(ABC):
             self._check_verifier(self.verifier, greedy=request.params.temperature == 0)
         stopper_of(request, self.target, self.tokenizer)  # checks the stop strings
         check_rules(request, self.target, self.tokenizer)
-        check_language(request, self.target, self.tokenizer, ends_of(request, self.target, self.tokenizer).ids)
+        if request.language is not None:
+            ends = ends_of(request, self.target, self.tokenizer).ids
+            check_language(request, request.language, self.target, self.tokenizer, ends)
 
     def add(self, request: Request, arrived_s: float | None = None) -> int:
         """Queue a request; it joins before the next round.  Returns its id.

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from starlette.requests import Request as HttpRequest
 
 from foretoken.bos import ids_with_one_bos
-from foretoken.constraints import Constraint, FiniteLanguage
+from foretoken.constraints import OutputRule
 from foretoken.engine.request import Request
 from foretoken.options import beside, make_request
 from foretoken.server.errors import ApiError, bad
@@ -114,7 +114,7 @@ def engine_requests(
     prompts: Sequence[Sequence[int]],
     body: Shared,
     serving: Serving,
-    constraints: Sequence[Constraint | FiniteLanguage | None],
+    constraints: Sequence[OutputRule | None],
     field: str,
     tenant: Caller,
     **more: Any,
@@ -249,9 +249,7 @@ def tenant_of(http: HttpRequest) -> Caller:
     return place_of(http.scope).caller
 
 
-async def constraints_of(
-    body: Shared, count: int, serving: Serving, calls: str = ""
-) -> list[Constraint | FiniteLanguage | None]:
+async def constraints_of(body: Shared, count: int, serving: Serving, calls: str = "") -> list[OutputRule | None]:
     """What the answers must look like, one for each choice.
 
     Args:
@@ -274,7 +272,7 @@ async def constraints_of(
     llm = serving.llm
     as_a_whole = body.structured_outputs is not None and body.structured_outputs.sampling == "conditional"
 
-    def compiled() -> list[Constraint | FiniteLanguage | None]:
+    def compiled() -> list[OutputRule | None]:
         width = llm.target.vocab_size
         if as_a_whole:  # a language has no state, so one serves all choices
             return [compile_language(kind, spec, llm.tokenizer, width, PATIENCE_S)] * count
