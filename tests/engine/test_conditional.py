@@ -273,6 +273,19 @@ def test_a_language_in_pieces_is_the_same_through_the_engine(monkeypatch: pytest
         assert len(one.logprobs) == len(one.output)
 
 
+def test_a_small_language_takes_one_forward_and_a_large_one_its_pieces() -> None:
+    target = model()
+    served = engine(target)
+    for strings, most in ((STRINGS, 1), (list(product(range(1, 6), repeat=3)), 1 + 3)):  # 16 and 156 nodes
+        served.add(request(language=FiniteLanguage.of(strings)))
+        before = target.forward_calls
+        served._admit()
+        served._read()
+        read = target.forward_calls
+        served.step()
+        assert target.forward_calls - read == most and read > before and not served.busy
+
+
 class Chains(TableModel):
     """A target that takes one draft after another, and not two at once."""
 
