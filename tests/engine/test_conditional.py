@@ -13,10 +13,11 @@ from itertools import product
 from typing import Any
 
 import pytest
+from finite_languages import END, OTHER_END, PROMPT, STRINGS, Numbers, model, request
 from scipy.stats import chi2
 from torch import Tensor
 
-from foretoken.constraints import CannotGoOn, FiniteLanguage
+from foretoken.constraints import FiniteLanguage
 from foretoken.controllers.constant import ConstantController
 from foretoken.core import Context, OptionError, Rng, Scores, TokenTree
 from foretoken.drafters.model import ModelDrafter
@@ -40,9 +41,6 @@ from foretoken.sampling import Sampler, SamplingParams
 from foretoken.verifiers.base import Coins
 from toys import CAUGHT, FALSE_ALARM, chi_square, engine, llamas, serve, tables
 
-END, OTHER_END = 0, 6
-STRINGS = [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 4), (4,), (4, 1), (5, 5, 5), (2, 1), (2, 3, 1)]
-PROMPT = [3, 1, 5]
 TRIES = {
     "prefixes of each other": STRINGS,
     "with the empty string": [(), (1,), (1, 1), (5, 2)],
@@ -56,10 +54,6 @@ SAMPLING = {
     "penalties": SamplingParams(temperature=1.3, presence_penalty=0.8, frequency_penalty=0.3, repetition_penalty=1.4),
     "bias": SamplingParams(temperature=0.9, logit_bias={2: 1.5, 5: -2.0, END: 0.7}),
 }
-
-
-def model(ends: Sequence[int] = (END,), seed: int = 1) -> TableModel:
-    return TableModel.random(7, seed=seed, order=3, sharpness=1.5, eos_token_ids=ends)
 
 
 def brute_force(
@@ -225,13 +219,6 @@ def test_greedy_differs_from_the_greedy_walk() -> None:
     assert found.output == [2, 0] and found.finish_reason == "eos"
 
 
-def request(seed: int | None = 0, **more: Any) -> Request:
-    options: dict[str, Any] = {
-        "params": SAMPLING["plain"], "max_new_tokens": 8, "language": FiniteLanguage.of(STRINGS), **more
-    }  # fmt: skip
-    return Request(PROMPT, seed=seed, **options)
-
-
 def test_the_engine_draws_from_the_distribution() -> None:
     target = model()
     wanted = brute_force(target, STRINGS, SAMPLING["plain"])
@@ -340,73 +327,6 @@ def test_what_ends_a_text_behind_a_string_is_an_end() -> None:
     runs = serve(served, [request(seed, **more) for seed in range(400)])
     assert chi2.sf(*chi_square(Counter(tuple(run.output) for run in runs), wanted)) > FALSE_ALARM
     assert {run.finish_reason for run in runs} == {"eos", "stop"}
-
-
-# -- what is refused -------------------------------------------------------------------------------------------------
-
-
-class OneWay(TableModel):
-    """A target that cannot take tokens back."""
-
-    capabilities = Capabilities(False, False, False, False, False, {"rollback": "its layers keep a running state"})
-
-
-class Numbers:
-    """Tokens as numbers."""
-
-    def decode(self, ids: Sequence[int], **more: Any) -> str:
-        return "".join(f"{one}." for one in ids)
-
-
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"stop": ["3."]}, "stop", "'3.' would end the string '1.2.3.' of"),
-    ({"stop_token_ids": frozenset({5})}, "stop_token_ids", "holds token 5, which ends"),
-    ({"ignore_eos": True}, "ignore_eos", "ends with the end of the text"),
-    ({"params": SamplingParams(temperature=1.0, top_k=5)}, "top_k", "leave it out or give 0"),
-    ({"params": SamplingParams(temperature=1.0, top_p=0.9)}, "top_p", "leave it out or give 1.0"),
-    ({"params": SamplingParams(temperature=1.0, min_p=0.1)}, "min_p", "leave it out or give 0.0"),
-    ({"max_new_tokens": 4}, "max_new_tokens", "has 4 tokens, and the end"),
-    ({"language": FiniteLanguage.of(product(range(1, 6), repeat=5))}, "constraint", "2048 are the most"),
-    ({"language": FiniteLanguage.of([(1, 0)])}, "constraint", "holds token 0, which ends"),
-    ({"language": FiniteLanguage.of([(1, 9)])}, "constraint", "beyond the vocabulary"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("more", "option", "words"), BAD, ids=lambda one: one if isinstance(one, str) else "")
-def test_what_cannot_be_is_refused_in_one_line(more: dict[str, Any], option: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words) as error:
-        engine(model(), tokenizer=Numbers()).check(request(**more))
-    assert "\n" not in str(error.value) and isinstance(error.value, OptionError) and error.value.option == option
-
-
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
-        (OneWay(model().table, 7, eos_token_ids=(END,)), "its layers keep a running state"),
-        (TableModel(model().table, 7), "no end-of-text token"),
-    ],
-)
-def test_targets_that_cannot_are_named(target: TableModel, words: str) -> None:
-    with pytest.raises(OptionError, match=words):
-        engine(target).check(request())
-
-
-def test_an_empty_language_and_an_end_inside() -> None:
-    with pytest.raises(ValueError, match="the language is empty"):
-        FiniteLanguage.of([])
-    with pytest.raises(ValueError, match="holds token 0, which ends the text"):
-        FiniteLanguage.of([(1, 0, 2)], [0])
-
-
-def test_a_language_that_other_rules_exclude_ends_its_request_alone() -> None:
-    target = model()
-    served = engine(target)
-    good = request(3)
-    alone = serve(engine(target), [good])[0].output
-    ids = [served.add(request(1, bad_words=[[1], [2], [4], [5]])), served.add(good)]
-    ended = {run.id: run for run, _ in served.step()}
-    assert isinstance(ended[ids[0]].error, CannotGoOn) and "any probability" in str(ended[ids[0]].error)
-    assert ended[ids[1]].output == alone
 
 
 def test_an_error_beside_it_does_not_change_the_string() -> None:
