@@ -38,7 +38,7 @@ from foretoken.measure.calibration import calibrated
 from foretoken.measure.profile import costs_for
 from foretoken.models.base import LanguageModel
 from foretoken.models.graphs import with_graphs
-from foretoken.options import BatchOptions, Options, Prompt, encode, make_request
+from foretoken.options import BatchOptions, Options, Prompt, beside, encode, make_request
 from foretoken.prompts import prompts_of
 from foretoken.registry import make
 from foretoken.verifiers.base import Verifier
@@ -184,7 +184,8 @@ class Llm:
             ValueError: an option out of range.
             TypeError: an unknown option.
         """
-        request = make_request(prompt, self.tokenizer, **{**self.defaults.sampling, **options})
+        defaults = beside(self.defaults.sampling, options.get("constraint"))
+        request = make_request(prompt, self.tokenizer, **{**defaults, **options})
         room = self.target.context_length - len(request.prompt)
         if "max_new_tokens" in self.defaults.sampling.keys() - options.keys() and 0 < room < request.max_new_tokens:
             request = replace(request, max_new_tokens=room)  # nobody has asked for more than the context holds

@@ -6,12 +6,12 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
-from foretoken.constraints import Constraint
+from foretoken.constraints import FiniteLanguage, OutputRule
 from foretoken.core.values import check_text, ids_of, texts_of
 from foretoken.engine.request import Request
 from foretoken.prompts import Prompt as Prompt
 from foretoken.prompts import encode as encode
-from foretoken.sampling import LogitsProcessor, SamplingParams
+from foretoken.sampling import FILTERS, LogitsProcessor, SamplingParams
 
 Prediction = str | Sequence[int]
 
@@ -40,7 +40,8 @@ class CommonOptions(TypedDict, total=False):
             an end, do end it.
         allowed_token_ids: the only tokens that may be in the output, besides those that end it.
         bad_words: texts that must not be in the output.
-        constraint: what the output must look like (:mod:`foretoken.constraints`).
+        constraint: what the output must look like (:mod:`foretoken.constraints`): a rule by which tokens are masked one
+            by one, or a finite language of which a string is drawn as a whole.
         logprobs: report the log-probabilities of the output's tokens and of so many likeliest ones.
         prompt_logprobs: the same for the prompt.
         max_draft_tokens: longest draft; 0 decodes plainly.
@@ -68,7 +69,7 @@ class CommonOptions(TypedDict, total=False):
     min_tokens: int
     allowed_token_ids: Sequence[int] | None
     bad_words: Sequence[str]
-    constraint: Constraint | None
+    constraint: OutputRule | None
     logprobs: int | None
     prompt_logprobs: int | None
     max_draft_tokens: int | None
@@ -116,7 +117,6 @@ _AS_IT_IS = (
     "ignore_eos",
     "min_tokens",
     "seed",
-    "constraint",
     "logprobs",
     "prompt_logprobs",
     "max_draft_tokens",
@@ -146,6 +146,7 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
         raise TypeError(f"unknown option {unknown[0]!r}: known are {', '.join(KNOWN)}")
     given: dict[str, Any] = dict(options)
     bias, allowed, stops = (given.get(name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"))
+    rule = given.get("constraint")
     params = SamplingParams(
         **{name: given[name] for name in _SAMPLING if name in given},
         logit_bias={} if bias is None else bias,
@@ -159,8 +160,20 @@ def make_request(prompt: Prompt, tokenizer: Any | None, **options: Unpack[Option
         allowed_token_ids=None if allowed is None else frozenset(ids_of("allowed_token_ids", allowed)),
         bad_words=_spelled(texts_of("bad_words", given.get("bad_words"), "word"), tokenizer),
         prediction=_prediction(given.get("prediction"), tokenizer),
+        constraint=None if isinstance(rule, FiniteLanguage) else rule,
+        language=rule if isinstance(rule, FiniteLanguage) else None,
         **{name: given[name] for name in _AS_IT_IS if name in given},
     )
+
+
+def beside(defaults: Mapping[str, Any], constraint: OutputRule | None) -> dict[str, Any]:
+    """What a model's own defaults are for a request with this constraint.
+
+    A finite language leaves out those that cut tokens off, which would take strings away: a request that names them is
+    refused, and one that does not need not know that the model has them.
+    """
+    left_out = FILTERS if isinstance(constraint, FiniteLanguage) else ()
+    return {name: value for name, value in defaults.items() if name not in left_out}
 
 
 def _spelled(words: Sequence[str], tokenizer: Any | None) -> list[list[int]]:

@@ -87,6 +87,8 @@ class SamplingParams:
             _check_finite("logit_bias", bias)
 
 
+FILTERS = ("top_k", "top_p", "min_p")
+"""Parameters that cut tokens off."""
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 

@@ -38,11 +38,13 @@ class Ends:
 def ends_of(request: Request, target: LanguageModel, tokenizer: Any | None) -> Ends:
     """The ids that end a request's text.
 
-    A constraint ends the text where nothing may follow, even with ``ignore_eos``.
+    A constraint ends the text where nothing may follow, even with ``ignore_eos``, and a string of a language where it
+    is whole.
     """
     eos = frozenset() if request.ignore_eos else target.eos_token_ids
-    if request.constraint is not None:
-        eos = target.eos_token_ids | request.constraint.ends
+    for rule in (request.constraint, request.language):
+        if rule is not None:
+            eos = target.eos_token_ids | rule.ends
     special = special_tokens(tokenizer) if request.stop else {}
     named = {special[stop]: stop for stop in request.stop if stop in special}
     return Ends(eos, request.stop_token_ids, named, special)

@@ -9,6 +9,7 @@ import torch
 
 from foretoken.core import Context, OptionError, Rng
 from foretoken.core.noise import Noise, random_seed
+from foretoken.engine.conditional import LanguageRound, whole_params
 from foretoken.engine.ends import ends_of, rules_of
 from foretoken.engine.processors import AllowedTokens, BadWords, MinTokens
 from foretoken.engine.request import Request, Running
@@ -49,8 +50,10 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
     """
     tokens = list(request.prompt)
     seed = _seed(request)
-    noise = Noise(seed) if seed is not None and races else None
-    params = replace(request.params, processors=(*request.params.processors, *rules(request, target, tokenizer)))
+    # A string of a language is drawn as a whole, with one uniform: noise belongs to tokens.
+    noise = Noise(seed) if seed is not None and races and request.language is None else None
+    params = request.params if request.language is None else whole_params(request.params)
+    params = replace(params, processors=(*params.processors, *rules(request, target, tokenizer)))
     sampler = Sampler(params, len(tokens), noise)
     context = Context(request_id, tokens, len(tokens), sampler, Rng(seed or 0), prediction=request.prediction)
     context.max_length = len(tokens) + request.max_new_tokens
@@ -60,6 +63,9 @@ def join(request_id: int, request: Request, target: LanguageModel, tokenizer: An
         request.constraint.starts_at(len(tokens))
         context.forced = request.constraint.forced
     run = Running(request, context, stopper_of(request, target, tokenizer), seed=seed)
+    if request.language is not None:
+        ends = ends_of(request, target, tokenizer).ids
+        run.own = LanguageRound(request.language, ends, request.params.temperature == 0, context.rng.uniforms(2))
     run.stats.num_prompt_tokens = run.stats.num_prompt_tokens_computed = len(tokens)
     run.stats.note_target(target.describe())
     return run

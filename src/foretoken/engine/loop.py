@@ -148,9 +148,10 @@ class Engine(Requests):
         """One round of requests that are all between two rounds."""
         if not runs:
             return []
+        turns = [turn for run in runs for turn in self._guard(self._begin, [Turn(run)])]
         began = now(self._device)
         self._begin_reading(runs)
-        turns = self._guard(self._propose, [Turn(run) for run in runs])
+        turns = self._guard(self._propose, turns)
         began += self._note_reading(turns)  # which is no part of the round, as the target's reading is none
         drafted = now(self._device)
         target_before, rows_before = self.target.run_s, self.target.run_rows
@@ -184,14 +185,28 @@ class Engine(Requests):
                     raise ValueError(CHANGED)
                 self._leave(turn.run)
 
-    def _propose(self, turns: Sequence[Turn]) -> None:
+    def _begin(self, turns: Sequence[Turn]) -> None:
+        """Nothing is drafted yet, unless a request brings its own tree: making that reads, and is no part of the
+        round."""
         for turn in turns:
-            turn.tree = TokenTree.root_only(turn.run.context.root)
-        if self.drafter is None or self.controller is None:
+            run = turn.run
+            turn.tree = TokenTree.root_only(run.context.root)
+            if run.own is not None:
+                began = now(self._device)
+                self._drop_scratch(run)
+                turn.tree, turn.rule = run.own.propose(self.target, run.context)
+                turn.planned = False  # the controller has not decided it
+                spent = now(self._device) - began
+                run.stats.prefill_s += spent
+                run.stats.total_s += spent
+
+    def _propose(self, turns: Sequence[Turn]) -> None:
+        open_turns = [turn for turn in turns if turn.rule is None]
+        if self.drafter is None or self.controller is None or not open_turns:
             return
         chosen, budgets = [], []
-        wanted = self.controller.budgets([turn.run.context for turn in turns])
-        for turn, asked in zip(turns, wanted, strict=True):
+        wanted = self.controller.budgets([turn.run.context for turn in open_turns])
+        for turn, asked in zip(open_turns, wanted, strict=True):
             budget = self._as_asked(turn.run, asked)
             wider = self.drafter.at_least(turn.run.context, budget)
             turn.planned = wider is asked
@@ -229,15 +244,19 @@ class Engine(Requests):
 
     def _score(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
-            if turn.run.text.scratch_tokens and not turn.run.text.provisional:
-                self.target.commit(turn.run.text, ())  # of an attempt that failed
+            self._drop_scratch(turn.run)
         rows = self.target.forward([self._feed(turn.run, turn.tree) for turn in turns], self.taps)
         for turn, row in zip(turns, rows, strict=True):
             context = turn.run.context
             turn.scores = Scores(row.logits, turn.tree, context.tokens, context.maker, row.taps)
 
+    def _drop_scratch(self, run: Running) -> None:
+        """What an attempt that failed has left."""
+        if run.text.scratch_tokens and not run.text.provisional:
+            self.target.commit(run.text, ())
+
     def _verify(self, turns: Sequence[Turn]) -> None:
-        verifiers = [self._verifier_for(turn.tree, turn.scores) for turn in turns]
+        verifiers = [self._verifier_for(turn) for turn in turns]
         rngs = [turn.run.context.rng for turn in turns]
         verdicts = verify_batch(verifiers, [turn.scores for turn in turns], rngs)
         for turn, verdict in zip(turns, verdicts, strict=True):
@@ -268,7 +287,10 @@ class Engine(Requests):
             raise ValueError(f"the drafter's tree starts with token {tree.tokens[0]}, not with the last committed one")
         return Feed(run.text, tree.tokens, tree.parents)
 
-    def _verifier_for(self, tree: TokenTree, scores: Scores) -> Verifier:
+    def _verifier_for(self, turn: Turn) -> Verifier:
+        if turn.rule is not None:
+            return turn.rule
+        tree, scores = turn.tree, turn.scores
         kind = tree.kind
         if len(tree) == 1 and self.verifier is not None and kind not in self.verifier.kinds:
             kind = min(self.verifier.kinds)  # an empty draft is of any kind
@@ -288,11 +310,11 @@ class Engine(Requests):
     def _commit(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             run, tree, scores, verdict = turn.run, turn.tree, turn.scores, turn.verdict
-            name = self._who(tree)
+            name = self._who(turn)
             if tree.num_drafts:
                 run.stats.drafters[name] = run.stats.drafters.get(name, 0) + 1
             if run.request.explain:
-                rule, tests = self._verifier_for(tree, scores).name, run.context.rng.tests or []
+                rule, tests = self._verifier_for(turn).name, run.context.rng.tests or []
                 run.rounds.append(trace(len(run.rounds), tree, scores, verdict, name, rule, tests))
                 run.context.rng.tests = []
             path = [0, *verdict.path]
@@ -315,8 +337,11 @@ class Engine(Requests):
                 run.logprobs.extend(found)
             turn.emission = Emission(run.id, tokens[:kept], origins, reason, found, run.rounds[-1:])
 
-    def _who(self, tree: TokenTree) -> str:
-        """Who drafted: the member of a group, where there is one."""
+    def _who(self, turn: Turn) -> str:
+        """Who drafted: the request itself, or the member of a group, where there is one."""
+        tree = turn.tree
+        if turn.rule is not None:
+            return turn.rule.name
         if self.drafter is None:
             return "none"
         members = self._members
@@ -348,7 +373,8 @@ class Engine(Requests):
         if run.request.explain:
             run.rounds[-1] = run.rounds[-1].timed(times)
             turn.emission = replace(turn.emission, rounds=run.rounds[-1:])
-        start = None if self.drafter is None or not tree.num_drafts else self.drafter.predicted_from(run.context)
+        theirs = self.drafter is not None and turn.rule is None and tree.num_drafts > 0
+        start = self.drafter.predicted_from(run.context) if self.drafter is not None and theirs else None
         if start is not None:
             run.note_prediction(range(start, start + tree.num_drafts), accepted)
         if self.controller is not None and self.controller.watches and turn.planned:

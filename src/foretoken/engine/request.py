@@ -5,20 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
-from foretoken.constraints import Constraint
-from foretoken.core import Context
+from foretoken.constraints import Constraint, FiniteLanguage
+from foretoken.core import Context, TokenTree
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.stats import SpecStats
 from foretoken.engine.stopping import FinishReason, Stopper
 from foretoken.engine.trace import RoundTrace
-from foretoken.models.base import SequenceState
+from foretoken.models.base import LanguageModel, SequenceState
 from foretoken.sampling import SamplingParams
+from foretoken.verifiers.base import Verifier
 
 Origin = Literal["accepted", "recovered", "bonus", "plain"]
+
+
+class OwnRound(Protocol):
+    """A request's own way through a round: it brings the tree that is scored, and the rule that decides."""
+
+    def propose(self, target: LanguageModel, context: Context) -> tuple[TokenTree, Verifier]:
+        """The tree of the next round and its rule; the request's scratch in the target is left empty.
+
+        A pure function of the text: it may be asked again.
+        """
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,8 @@ class Request:
         max_draft_tokens: longest draft; 0 decodes plainly, ``None`` leaves it to the controller.
         drafter: name of the member of a group that drafts for it in every round; ``None``: the controller decides.
         explain: keep a trace of every round.
-        constraint: what the output must look like.
+        constraint: what the output must look like, token by token.
+        language: all that the output may be: a string of it is drawn as a whole.
     """
 
     prompt: Sequence[int]
@@ -74,10 +86,13 @@ class Request:
     drafter: str | None = None
     explain: bool = False
     constraint: Constraint | None = None
+    language: FiniteLanguage | None = None
 
     @property
     def asked(self) -> str:
         """What it says itself about how it is to be drafted for; empty where it leaves that to others."""
+        if self.language is not None:
+            return "conditional: all strings of its language are scored, and one is drawn"
         if self.max_draft_tokens == 0:
             return "plain: the request asked for it"
         return "" if self.drafter is None else f"drafts: the request named {self.drafter}"
@@ -98,6 +113,7 @@ class Running:
         error: what ended it with finish reason ``error``.
         weights_version: of the target, when its text was opened.
         why: why it drafted as it did in the end, as the controller says.
+        own: what drafts for it and decides in place of the engine's drafter and verifier, if it brings that.
         predicted: places of the caller's prediction that were drafted, and whether they were ever accepted there.
     """
 
@@ -118,6 +134,7 @@ class Running:
     error: Exception | None = None
     weights_version: int = 0
     why: str = ""
+    own: OwnRound | None = None
     predicted: dict[int, bool] = field(default_factory=dict)
 
     @property

@@ -23,6 +23,8 @@ from foretoken.core import NonFiniteLogitsError, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.texts import DraftText, DraftTexts, Pace
 from foretoken.engine.admission import KvBudget, check
+from foretoken.engine.conditional import check_language
+from foretoken.engine.ends import ends_of
 from foretoken.engine.errors import is_full_memory
 from foretoken.engine.joining import check_rules, join, stopper_of
 from foretoken.engine.leaving import Texts
@@ -47,10 +49,12 @@ class Turn:
 
     Attributes:
         planned: whether its draft is what the controller has decided.
+        rule: the acceptance rule that the request brings itself, if it does.
     """
 
     run: Running
     planned: bool = True
+    rule: Verifier | None = None
     tree: TokenTree = field(init=False)
     scores: Scores = field(init=False)
     verdict: Verdict = field(init=False)
@@ -139,6 +143,9 @@ class Requests(ABC):
             self._check_verifier(self.verifier, greedy=request.params.temperature == 0)
         stopper_of(request, self.target, self.tokenizer)  # checks the stop strings
         check_rules(request, self.target, self.tokenizer)
+        if request.language is not None:
+            ends = ends_of(request, self.target, self.tokenizer).ids
+            check_language(request, request.language, self.target, self.tokenizer, ends)
 
     def add(self, request: Request, arrived_s: float | None = None) -> int:
         """Queue a request; it joins before the next round.  Returns its id.

@@ -14,7 +14,7 @@ from llguidance.hf import from_tokenizer
 from foretoken.grammar.constraint import GrammarConstraint
 from foretoken.grammar.trial import Trial
 
-KINDS = ("json_object", "json_schema", "regex", "grammar")
+KINDS = ("json_object", "json_schema", "regex", "grammar", "choice")
 LONGEST = 64 * 1024
 """Characters of a schema, an expression or a grammar."""
 DEEPEST = 64
@@ -30,7 +30,7 @@ LIMITS: dict[str, Any] = {
 TRIAL = Trial()
 SPACING: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it: with free white space a small model may write nothing else, and less is forced."""
-_TOKEN = re.compile(r"<\[\d+\]>")
+TOKEN = re.compile(r"<\[\d+\]>")
 """A token by its id: a special token is not spelled by its text."""
 
 _tokenizers: weakref.WeakKeyDictionary[Any, dict[int, LLTokenizer]] = weakref.WeakKeyDictionary()
@@ -43,8 +43,10 @@ def compile_constraint(
     """A constraint for one request.
 
     Args:
-        kind: ``json_object``, ``json_schema``, ``regex`` or ``grammar`` (Lark's syntax, as llguidance reads it).
-        spec: the schema (an object or its JSON), the expression, the grammar; nothing for ``json_object``.
+        kind: ``json_object``, ``json_schema``, ``regex``, ``grammar`` (Lark's syntax, as llguidance reads it) or
+            ``choice``.
+        spec: the schema (an object or its JSON), the expression, the grammar, the texts to choose from; nothing for
+            ``json_object``.
         tokenizer: the target's, a fast one of Transformers.
         vocab_size: width of the logits, which may be more than the tokenizer has.
         patience_s: seconds to wait while other grammars are on trial; ``None`` waits for as long as it takes.
@@ -53,13 +55,24 @@ def compile_constraint(
         TrialBusy: the patience has ended.
         ValueError: another kind, something that cannot be compiled or is too large, or a tokenizer of another sort.
     """
-    grammar = _grammar(kind, spec)
-    known = _tokenizer(tokenizer, vocab_size)
-    if kind != "json_object":  # that one is ours
-        _check(kind, TRIAL.error(_TOKEN.sub("<[0]>", grammar), LIMITS, patience_s))  # the trial's vocabulary is small
+    grammar = checked_grammar(kind, spec, patience_s)
+    known = tokenizer_view(tokenizer, vocab_size)
     matcher = LLMatcher(known, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
     _check(kind, matcher.get_error())
-    return GrammarConstraint(matcher, vocab_size, frozenset(_ends(tokenizer)))
+    return GrammarConstraint(matcher, vocab_size, frozenset(end_ids(tokenizer)))
+
+
+def checked_grammar(kind: str, spec: Any, patience_s: float | None) -> str:
+    """llguidance's own text of what was given, which it can compile within the limits.
+
+    Raises:
+        TrialBusy: the patience has ended.
+        ValueError: it cannot.
+    """
+    grammar = _grammar(kind, spec)
+    if kind != "json_object":  # that one is ours
+        _check(kind, TRIAL.error(TOKEN.sub("<[0]>", grammar), LIMITS, patience_s))  # the trial's vocabulary is small
+    return grammar
 
 
 def _check(kind: str, error: str) -> None:
@@ -78,6 +91,8 @@ def _grammar(kind: str, spec: Any) -> str:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=SPACING)
         if kind == "json_schema":
             return LLMatcher.grammar_from_json_schema(json.dumps(_schema(spec)), overrides=SPACING)
+        if kind == "choice":
+            kind, spec = "regex", _any_of(spec)
         if not isinstance(spec, str) or not spec:
             raise ValueError(f"a {kind} is a text that is not empty")
         if len(spec) > LONGEST:
@@ -85,6 +100,15 @@ def _grammar(kind: str, spec: Any) -> str:
         return LLMatcher.grammar_from_regex(spec) if kind == "regex" else LLMatcher.grammar_from_lark(spec)
     except (TypeError, RecursionError, OverflowError, UnicodeError) as error:
         raise ValueError(f"the {kind} cannot be compiled: {_one_line(str(error))}") from None
+
+
+def _any_of(texts: Any) -> str:
+    """The expression of some texts."""
+    if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+        raise ValueError("a choice is a list of texts")
+    if not any(texts):
+        raise ValueError("a choice needs at least one text that is not empty")
+    return "|".join(re.escape(one) for one in texts)
 
 
 def _schema(spec: Any) -> Any:
@@ -119,7 +143,7 @@ def _depth(spec: Any) -> int:
     return depth
 
 
-def _tokenizer(tokenizer: Any, vocab_size: int) -> LLTokenizer:
+def tokenizer_view(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     """llguidance's view of a tokenizer, made once: that takes a second for a large vocabulary."""
     with _lock:
         try:
@@ -140,7 +164,7 @@ def _viewed(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     """A tokenizer of Transformers, or one that says itself which bytes a token spells (a GGUF file's)."""
     if hasattr(tokenizer, "spelling"):
         return LLTokenizer(TokenizerWrapper(_Spelled(tokenizer, vocab_size)), n_vocab=vocab_size)
-    return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=_ends(tokenizer) or None)
+    return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_ids(tokenizer) or None)
 
 
 class _Spelled:
@@ -167,7 +191,8 @@ class _Spelled:
         return found
 
 
-def _ends(tokenizer: Any) -> list[int]:
+def end_ids(tokenizer: Any) -> list[int]:
+    """Ids by which the tokenizer says that a text ends."""
     end = getattr(tokenizer, "eos_token_id", None)
     return [] if end is None else [int(end)]
 

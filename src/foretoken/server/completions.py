@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from foretoken.constraints import Constraint
+from foretoken.constraints import OutputRule
 from foretoken.engine.background import Ticket
 from foretoken.engine.logprobs import TokenLogprobs
 from foretoken.engine.output import Output, Piece
@@ -105,7 +105,7 @@ class _Completions:
             {**self.answer.head, "choices": choices, **self.answer.tail(self._written)}, headers=headers
         )
 
-    def _requests(self, constraints: Sequence[Constraint | None]) -> list[EngineRequest]:
+    def _requests(self, constraints: Sequence[OutputRule | None]) -> list[EngineRequest]:
         """What the engine is asked."""
         body = self.body
         tokens = DEFAULT_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)

@@ -17,7 +17,11 @@ from starlette.exceptions import HTTPException
 from foretoken.core import OptionError
 from foretoken.engine.errors import DeadlineExceeded, Draining, EngineClosed, EngineDead, QueueFull, RequestFailed
 
-FIELDS = {"max_new_tokens": "max_tokens", "include_stop": "include_stop_str_in_output"}
+FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "include_stop": "include_stop_str_in_output",
+    "constraint": "structured_outputs",
+}
 """Fields of requests that are called otherwise in the library."""
 WRONG_KIND = {
     "string_type": "a text",

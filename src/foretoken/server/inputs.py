@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from starlette.requests import Request as HttpRequest
 
 from foretoken.bos import ids_with_one_bos
-from foretoken.constraints import Constraint
+from foretoken.constraints import OutputRule
 from foretoken.engine.request import Request
-from foretoken.options import make_request
+from foretoken.options import beside, make_request
 from foretoken.server.errors import ApiError, bad
 from foretoken.server.keys import Caller
 from foretoken.server.places import place_of
@@ -114,7 +114,7 @@ def engine_requests(
     prompts: Sequence[Sequence[int]],
     body: Shared,
     serving: Serving,
-    constraints: Sequence[Constraint | None],
+    constraints: Sequence[OutputRule | None],
     field: str,
     tenant: Caller,
     **more: Any,
@@ -136,7 +136,8 @@ def engine_requests(
     predicted = more.get("prediction")
     if predicted is not None:
         check_fits(predicted, serving, "prediction")
-    options = {**_options(body, serving, tenant.tenant), **more}
+    own = beside(serving.llm.defaults.sampling, constraints[0] if constraints else None)
+    options = {**_options(body, serving, tenant.tenant, own), **more}
     for prompt in prompts:
         _check_lengths(len(prompt), options, serving, body, field)
     seed, count = options.pop("seed", None), body.n or 1
@@ -185,9 +186,8 @@ def _check_lengths(size: int, options: Mapping[str, Any], serving: Serving, body
         raise bad(f"min_tokens is {options['min_tokens']}, more than the {asked} that may be written", "min_tokens")
 
 
-def _options(body: Shared, serving: Serving, tenant: str) -> dict[str, Any]:
-    """Sampling and limits in our words; what was not said is the model's own default, else OpenAI's."""
-    own = serving.llm.defaults.sampling
+def _options(body: Shared, serving: Serving, tenant: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling and limits in our words; what was not said is the model's ``own`` default, else OpenAI's."""
     wanted = body.speculative
     plain = wanted is not None and (not wanted.enabled or wanted.method == "none")
     options: dict[str, Any] = {
@@ -249,7 +249,7 @@ def tenant_of(http: HttpRequest) -> Caller:
     return place_of(http.scope).caller
 
 
-async def constraints_of(body: Shared, count: int, serving: Serving, calls: str = "") -> list[Constraint | None]:
+async def constraints_of(body: Shared, count: int, serving: Serving, calls: str = "") -> list[OutputRule | None]:
     """What the answers must look like, one for each choice.
 
     Args:
@@ -266,13 +266,16 @@ async def constraints_of(body: Shared, count: int, serving: Serving, calls: str 
         return [None] * count
     kind, spec, param = wanted
     try:
-        from foretoken.grammar import TrialBusy, compile_constraint
+        from foretoken.grammar import TrialBusy, compile_constraint, compile_language
     except ModuleNotFoundError:
         raise bad("structured output needs an extra: pip install 'foretoken[grammar]'", param) from None
     llm = serving.llm
+    as_a_whole = body.structured_outputs is not None and body.structured_outputs.sampling == "conditional"
 
-    def compiled() -> list[Constraint | None]:
+    def compiled() -> list[OutputRule | None]:
         width = llm.target.vocab_size
+        if as_a_whole:  # a language has no state, so one serves all choices
+            return [compile_language(kind, spec, llm.tokenizer, width, PATIENCE_S)] * count
         return [compile_constraint(kind, spec, llm.tokenizer, width, PATIENCE_S) for _ in range(count)]
 
     try:
@@ -289,8 +292,9 @@ async def constraints_of(body: Shared, count: int, serving: Serving, calls: str 
 
 def _wanted(form: ResponseFormat | None, structured: StructuredOutputs | None) -> tuple[str, Any, str] | None:
     """Kind, text and field of the one thing that is asked for."""
+    asked = {} if structured is None else structured.asked
     if form is not None and form.type != "text":
-        if structured is not None:
+        if asked:
             raise bad("give response_format or structured_outputs, not both", "structured_outputs")
         if form.type == "json_object":
             return "json_object", None, "response_format"
@@ -299,21 +303,8 @@ def _wanted(form: ResponseFormat | None, structured: StructuredOutputs | None) -
         return "json_schema", form.json_schema.schema_, "response_format"
     if structured is None:
         return None
-    asked: dict[str, Any] = {
-        "json_schema": structured.json_,
-        "regex": structured.regex,
-        "grammar": structured.grammar,
-        "choice": structured.choice,
-        "json_object": structured.json_object or None,
-    }
-    given = [(kind, value) for kind, value in asked.items() if value is not None]
-    if len(given) != 1:
+    if len(asked) != 1:
         raise bad(
             "structured_outputs needs exactly one of json, regex, grammar, choice, json_object", "structured_outputs"
         )
-    kind, value = given[0]
-    if kind == "choice":
-        import re
-
-        return "regex", "|".join(re.escape(one) for one in value), "structured_outputs"
-    return kind, value, "structured_outputs"
+    return *asked.popitem(), "structured_outputs"

@@ -148,13 +148,26 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The same in vLLM's words; one of them."""
+    """The same in vLLM's words; one of them, and how the answer is drawn: masked token by token, or as a whole."""
 
     json_: dict[str, Any] | Text | None = Field(default=None, alias="json")
     regex: Text | None = None
     grammar: Text | None = None
     choice: Annotated[list[Text], Field(min_length=1, max_length=MOST_WORDS)] | None = None
     json_object: StrictBool | None = None
+    sampling: Literal["masked", "conditional"] = "masked"
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What is asked for, by its kind in :mod:`foretoken.grammar`; one, if the request is right."""
+        kinds: dict[str, Any] = {
+            "json_schema": self.json_,
+            "regex": self.regex,
+            "grammar": self.grammar,
+            "choice": self.choice,
+            "json_object": self.json_object or None,
+        }
+        return {kind: value for kind, value in kinds.items() if value is not None}
 
 
 class Shared(Body):

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from starlette.requests import Request as HttpRequest
 
-from foretoken.constraints import Constraint
+from foretoken.constraints import OutputRule
 from foretoken.engine.background import Ticket
 from foretoken.engine.output import Output, Piece
 from foretoken.engine.request import Request as EngineRequest
@@ -120,7 +120,7 @@ class Turn:
             special = not has_template(self.serving.llm.tokenizer)
         return encoded(prompt, self.serving, special, "messages")
 
-    def _requests(self, prompt: str, constraints: Sequence[Constraint | None]) -> list[EngineRequest]:
+    def _requests(self, prompt: str, constraints: Sequence[OutputRule | None]) -> list[EngineRequest]:
         """What the engine is asked."""
         body, llm = self.body, self.serving.llm
         self.prompt = self._encoded(prompt)

@@ -1,0 +1,287 @@
+"""One string of a finite language, drawn from the model's distribution on condition that the output is in it.
+
+The strings of the language are a tree of tokens, so one forward of the target gives the distribution after every node.
+With p(v | node) of the request's own pipeline, a string of tokens x_1 .. x_k has the probability
+
+    p(string) = p(x_1 | root) ... p(x_k | x_1 .. x_{k-1}) * p(end | x_1 .. x_k),
+
+and the output is a draw from p(string) / (sum over the language).  That is the distribution of plain sampling, repeated
+until its tokens are a string of the language and the end of the text.  Masking every step instead is a product of
+normalised steps: it ignores what a token leads to (grammar-aligned decoding, https://arxiv.org/abs/2405.21047;
+https://arxiv.org/abs/2605.07698 measures total variations up to .996).
+
+A tree that is too wide for one forward, or any that branches on a target that takes chains only, is scored in pieces
+before the round.  The string is then drawn already, and the round scores and commits that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.constraints import CannotGoOn, FiniteLanguage
+from foretoken.core import Context, Kind, NothingAllowedError, OptionError, Scores, TokenTree, Verdict
+from foretoken.engine.request import Request
+from foretoken.models.base import Feed, LanguageModel
+from foretoken.sampling import FILTERS, SamplingParams
+from foretoken.trees.operations import select
+from foretoken.verifiers.base import Coins, Verifier, draw
+
+MOST_NODES = 2048
+"""Nodes of a language's tree: scoring them takes what reading a prompt of as many tokens takes."""
+WIDTH = 64
+"""Nodes that are scored by one forward, as in the widest trees of drafters; what is above them comes on top."""
+
+
+def whole_params(params: SamplingParams) -> SamplingParams:
+    """The pipeline by which strings are scored: at temperature 0 the model's own distribution, unfiltered, of whose
+    strings the most likely one is taken; a product of one-hot distributions would know only one string."""
+    return replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) if params.temperature == 0 else params
+
+
+def check_language(
+    request: Request, language: FiniteLanguage, target: LanguageModel, tokenizer: Any | None, ends: frozenset[int]
+) -> None:
+    """Refuse what cannot go together with a request's language.
+
+    Args:
+        request: what was asked.
+        language: its language.
+        target: the model.
+        tokenizer: for stop strings.
+        ends: the ids that end the text.
+
+    Raises:
+        OptionError: options that cut tokens off or leave out the end, something that ends a text inside a string, too
+            few tokens for the longest one, a language that is too large, or a target that cannot try several strings.
+    """
+    _check_options(request)
+    if len(language) > MOST_NODES:
+        raise OptionError(
+            "constraint",
+            f"the language has {len(language)} tokens as a tree, and {MOST_NODES} are the most that are scored: give "
+            "fewer or shorter strings, or have it masked token by token",
+        )
+    if request.max_new_tokens <= language.longest:
+        raise OptionError(
+            "max_new_tokens",
+            f"max_new_tokens={request.max_new_tokens} is too few: the longest string of the language has "
+            f"{language.longest} tokens, and the end of the text is one more",
+        )
+    if max(language.tokens) >= target.vocab_size:
+        raise OptionError("constraint", "a string of the language holds tokens beyond the vocabulary")
+    if not any(end < target.vocab_size for end in ends):
+        raise OptionError("constraint", "the model has no end-of-text token, so no string of the language could end")
+    _check_ends(request, language, tokenizer, ends)
+    if not target.capabilities.rollback:
+        reason = target.capabilities.missing.get("rollback", "it cannot take tokens back")
+        raise OptionError("constraint", f"this model cannot score the strings of a language: {reason}")
+
+
+def _check_options(request: Request) -> None:
+    """A string ends with the end of the text, and keeps every probability that the model gives it."""
+    if request.ignore_eos:
+        raise OptionError(
+            "ignore_eos", "ignore_eos cannot go with conditional sampling: a string ends with the end of the text"
+        )
+    params, neutral = request.params, SamplingParams()
+    for name in FILTERS if params.temperature > 0 else ():
+        if getattr(params, name) != getattr(neutral, name):
+            raise OptionError(
+                name,
+                f"{name} cannot go with conditional sampling: it would take strings of the language away, all of them "
+                f"where the model prefers other texts; leave it out or give {getattr(neutral, name)}",
+            )
+
+
+def _check_ends(request: Request, language: FiniteLanguage, tokenizer: Any | None, ends: frozenset[int]) -> None:
+    """What ends a text may come behind a string, and not inside."""
+    inside = ends.intersection(language.tokens)
+    if inside:
+        option = "stop_token_ids" if inside & request.stop_token_ids else "constraint"
+        raise OptionError(option, f"a string of the language holds token {min(inside)}, which ends the text")
+    texts = [str(tokenizer.decode(one)) for one in language.strings] if request.stop and tokenizer is not None else []
+    for stop in request.stop:
+        text = next((one for one in texts if stop in one), None)
+        if text is not None:
+            raise OptionError("stop", f"the stop string {stop!r} would end the string {text[:60]!r} of the language")
+
+
+class LanguageRound:
+    """The one round of a request whose output is a string of a language (an ``OwnRound``).
+
+    Args:
+        language: the strings.
+        ends: ids that end the text.
+        greedy: take the most likely string (the first of equals) instead of drawing one.
+        uniforms: two numbers in [0, 1): for the string, and for which of several ends follows it.  They are given once,
+            so whoever asks again gets the same string.
+
+    Attributes:
+        width: nodes that are scored by one forward.
+    """
+
+    width = WIDTH
+
+    def __init__(self, language: FiniteLanguage, ends: frozenset[int], greedy: bool, uniforms: Sequence[float]) -> None:
+        self.language, self.ends, self.greedy, self.uniforms = language, ends, greedy, uniforms
+
+    def propose(self, target: LanguageModel, context: Context) -> tuple[TokenTree, Verifier]:
+        """The whole language as a tree, or, of one that takes several forwards, the string that was drawn."""
+        tree = tree_of(self.language, context.root)
+        whole = self.language.whole
+        if target.room(context.sequence) <= max(tree.depths):
+            raise CannotGoOn("the longest string of the language crosses a length where the model reads texts anew")
+        branches = target.capabilities.tree_mask and target.capabilities.keep_path
+        if len(tree) > self.width or not (branches or tree.is_chain):
+            log_probs = score_in_pieces(target, context, tree, self.ends, self.width if branches else None)
+            last = self._rule(whole).choose(string_log_probs(tree, whole, *log_probs))[0]
+            tree = select(tree, tree.path(last))
+            whole = (*(False for _ in tree.tokens[1:]), True)
+        return tree, self._rule(whole)
+
+    def _rule(self, whole: Sequence[bool]) -> ConditionalVerifier:
+        return ConditionalVerifier(whole, self.ends, self.greedy, self.uniforms)
+
+
+class ConditionalVerifier(Verifier):
+    """Draws a string among those of a tree, by their probabilities as wholes.
+
+    Args:
+        whole: [N] at which nodes a string may end.
+        ends: ids that end the text.
+        greedy: take the most likely string.
+        uniforms: two numbers in [0, 1).
+    """
+
+    name = "conditional"
+    kinds = frozenset({Kind.POINT})
+
+    def __init__(self, whole: Sequence[bool], ends: frozenset[int], greedy: bool, uniforms: Sequence[float]) -> None:
+        self.whole, self.ends, self.greedy, self.uniforms = whole, ends, greedy, uniforms
+
+    def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
+        """The path of the string, and the end of the text after it."""
+        log_probs = step_log_probs(tree, scores, self.ends)
+        last, end = self.choose(string_log_probs(tree, self.whole, *log_probs))
+        return Verdict(tree.path(last)[1:], end, True)
+
+    def choose(self, log_probs: Tensor) -> tuple[int, int]:
+        """The last node of a string and the id that ends it, from log-probabilities [N, E] as
+        :func:`string_log_probs` gives them.
+
+        Raises:
+            CannotGoOn: no string can be.
+        """
+        strings = log_probs.logsumexp(-1)
+        best = strings.max()
+        if float(best) == -torch.inf:
+            raise CannotGoOn(
+                "no string of the language has any probability: the request's other rules exclude them all"
+            )
+        node = int(strings.argmax()) if self.greedy else draw((strings - best).exp(), self.uniforms[0])
+        ends = log_probs[node]
+        index = int(ends.argmax()) if self.greedy else draw((ends - ends.max()).exp(), self.uniforms[1])
+        return node, sorted(self.ends)[index]
+
+    def draws_last(self, tree: TokenTree) -> bool:
+        """Never: what is drawn is a string."""
+        return False
+
+
+def tree_of(language: FiniteLanguage, root: int) -> TokenTree:
+    """The language as a draft behind the token ``root``."""
+    return TokenTree((root, *language.tokens[1:]), language.parents)
+
+
+def step_log_probs(tree: TokenTree, scores: Scores, ends: frozenset[int]) -> tuple[Tensor, Tensor]:
+    """log p(token of a node | nodes above it) [N], 0 for the root, and log p(end | node) [N, E] for the ids of ``ends``
+    in ascending order; float64 on the CPU."""
+    rows = _log_probs(tree, scores)
+    device = rows.device
+    steps = rows.new_zeros(len(tree))
+    if len(tree) > 1:
+        steps[1:] = rows[torch.tensor(tree.parents[1:], device=device), torch.tensor(tree.tokens[1:], device=device)]
+    known = [end for end in sorted(ends) if end < rows.shape[-1]]
+    last = rows.new_full((len(tree), len(ends)), -torch.inf)
+    last[:, : len(known)] = rows[:, known]  # ids beyond the vocabulary are the largest
+    return steps.cpu().double(), last.cpu().double()
+
+
+def _log_probs(tree: TokenTree, scores: Scores) -> Tensor:
+    """[N, V] log-probabilities after every node, each on its own prefix; -inf throughout where nothing may follow."""
+    maker, lengths = scores.maker, scores.lengths
+    if maker.context_free:
+        rows = maker.ranking(scores.logits, lengths, None)
+    else:
+        rows = torch.stack([_log_probs_after(node, scores) for node in range(len(tree))])
+    if rows.device.type != "mps":
+        rows = rows.double()
+    totals = rows.logsumexp(-1, keepdim=True)  # the pipeline gives them up to a constant per row
+    return torch.where(totals > -torch.inf, rows - totals, -torch.inf)
+
+
+def _log_probs_after(node: int, scores: Scores) -> Tensor:
+    logits, length = scores.logits[node : node + 1], scores.lengths[node : node + 1]
+    try:
+        return scores.maker.ranking(logits, length, [scores.node_prefix(node)])[0]
+    except NothingAllowedError:
+        return torch.full_like(logits[0], -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def string_log_probs(tree: TokenTree, whole: Sequence[bool], steps: Tensor, ends: Tensor) -> Tensor:
+    """[N, E] log-probability of the string that ends with each node, by each end; -inf where none does.
+
+    Args:
+        tree: the strings.
+        whole: [N] at which nodes one ends.
+        steps: [N] of every node given those above it.
+        ends: [N, E] of every end after every node.
+    """
+    totals = steps.tolist()
+    for node in range(1, len(tree)):
+        totals[node] += totals[tree.parents[node]]
+    found = ends + torch.tensor(totals, dtype=torch.float64)[:, None]
+    found[~torch.tensor(whole)] = -torch.inf
+    return found
+
+
+def score_in_pieces(
+    target: LanguageModel, context: Context, tree: TokenTree, ends: frozenset[int], width: int | None
+) -> tuple[Tensor, Tensor]:
+    """:func:`step_log_probs` of a tree of any size, by several forwards on the request's empty scratch.
+
+    Memory is bounded: of a piece's logits only the probabilities of the tree's own tokens are kept.
+
+    Args:
+        target: the model.
+        context: the request; its ``sequence`` is used, and left as it was.
+        tree: all strings.
+        ends: ids that end the text.
+        width: nodes of a piece besides those above them; ``None`` takes one path at a time.
+    """
+    steps = torch.zeros(len(tree), dtype=torch.float64)
+    last = torch.full((len(tree), len(ends)), -torch.inf, dtype=torch.float64)
+    for nodes in pieces(tree, width):
+        part = select(tree, nodes)
+        rows = target.forward([Feed(context.sequence, part.tokens, part.parents)])[0]
+        steps[nodes], last[nodes] = step_log_probs(part, Scores(rows.logits, part, context.tokens, context.maker), ends)
+        target.commit(context.sequence, ())
+    return steps, last
+
+
+def pieces(tree: TokenTree, width: int | None) -> Iterator[list[int]]:
+    """Nodes in ascending order that make a tree each, all that is above them included; together they are all nodes."""
+    if width is None:
+        parents = set(tree.parents)
+        yield from (tree.path(node) for node in range(len(tree)) if node not in parents)
+        return
+    for start in range(0, len(tree), width):
+        found = set(range(start, min(start + width, len(tree))))
+        # In preorder what is above a node is above the first of the piece, or in the piece.
+        found.update(tree.path(start))
+        yield sorted(found)

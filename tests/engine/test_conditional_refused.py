@@ -1,0 +1,73 @@
+"""What cannot go together with a finite language is refused in one line that names the option."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+from finite_languages import END, Numbers, model, request
+
+from foretoken.constraints import CannotGoOn, FiniteLanguage
+from foretoken.core import OptionError
+from foretoken.models.base import Capabilities
+from foretoken.models.table import TableModel
+from foretoken.sampling import SamplingParams
+from toys import engine, serve
+
+
+class OneWay(TableModel):
+    """A target that cannot take tokens back."""
+
+    capabilities = Capabilities(False, False, False, False, False, {"rollback": "its layers keep a running state"})
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"stop": ["3."]}, "stop", "'3.' would end the string '1.2.3.' of"),
+    ({"stop_token_ids": frozenset({5})}, "stop_token_ids", "holds token 5, which ends"),
+    ({"ignore_eos": True}, "ignore_eos", "ends with the end of the text"),
+    ({"params": SamplingParams(temperature=1.0, top_k=5)}, "top_k", "leave it out or give 0"),
+    ({"params": SamplingParams(temperature=1.0, top_p=0.9)}, "top_p", "leave it out or give 1.0"),
+    ({"params": SamplingParams(temperature=1.0, min_p=0.1)}, "min_p", "leave it out or give 0.0"),
+    ({"max_new_tokens": 4}, "max_new_tokens", "has 4 tokens, and the end"),
+    ({"language": FiniteLanguage.of(product(range(1, 6), repeat=5))}, "constraint", "2048 are the most"),
+    ({"language": FiniteLanguage.of([(1, 0)])}, "constraint", "holds token 0, which ends"),
+    ({"language": FiniteLanguage.of([(1, 9)])}, "constraint", "beyond the vocabulary"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "option", "words"), BAD, ids=lambda one: one if isinstance(one, str) else "")
+def test_what_cannot_be_is_refused_in_one_line(more: dict[str, Any], option: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        engine(model(), tokenizer=Numbers()).check(request(**more))
+    assert "\n" not in str(error.value) and isinstance(error.value, OptionError) and error.value.option == option
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (OneWay(model().table, 7, eos_token_ids=(END,)), "its layers keep a running state"),
+        (TableModel(model().table, 7), "no end-of-text token"),
+    ],
+)
+def test_targets_that_cannot_are_named(target: TableModel, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        engine(target).check(request())
+
+
+def test_an_empty_language_and_an_end_inside() -> None:
+    with pytest.raises(ValueError, match="the language is empty"):
+        FiniteLanguage.of([])
+    with pytest.raises(ValueError, match="holds token 0, which ends the text"):
+        FiniteLanguage.of([(1, 0, 2)], [0])
+
+
+def test_a_language_that_other_rules_exclude_ends_its_request_alone() -> None:
+    target = model()
+    served = engine(target)
+    good = request(3)
+    alone = serve(engine(target), [good])[0].output
+    ids = [served.add(request(1, bad_words=[[1], [2], [4], [5]])), served.add(good)]
+    ended = {run.id: run for run, _ in served.step()}
+    assert isinstance(ended[ids[0]].error, CannotGoOn) and "any probability" in str(ended[ids[0]].error)
+    assert ended[ids[1]].output == alone
