@@ -1,11 +1,13 @@
 """A real chat model from a folder: our plain decoding and drafters against Transformers, and whether texts are equal.
 
 Twelve conversations (six about anything, six about code) in the model's own template.  Speed: all arms take turns on
-every conversation; a figure is the median over conversations of tokens per second, prompt included.  Equality: text
-with drafts against plain decoding's, token by token, alone and in batches of eight, greedy and with a seed.
+every conversation; a figure is the median over conversations of tokens per second, prompt included.  Transformers' arms
+take several times as long: with --transformers-every 3 they take part in every third conversation.  Equality: text with
+drafts against plain decoding's, token by token, alone and in batches of eight, greedy and with a seed.
 
     python benchmarks/real_models.py FOLDER [--drafters SPEC ...] [--assistant FOLDER] [--new-tokens 128]
-                                     [--conversations 12] [--parts equality speed] [--dtype bfloat16] [--out FILE]
+                                     [--conversations 12] [--transformers-every 1] [--parts equality speed]
+                                     [--dtype bfloat16] [--out FILE]
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ CODE = (
     "Write a Python script that reads a CSV file and prints the mean of every numeric column.",
 )
 SEED = 7
+THEIRS = "transformers"
+WARM_UP = 16
 Result = tuple[list[int], float]
+Run = Callable[[list[int], int], Result]
+"""A prompt and a number of new tokens to their ids and the seconds they took."""
 
 
 def main() -> None:
@@ -51,6 +57,7 @@ def main() -> None:
     parser.add_argument("--assistant")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--conversations", type=int, default=12)
+    parser.add_argument("--transformers-every", type=int, default=1)
     parser.add_argument("--parts", nargs="+", choices=("equality", "speed"), default=["equality", "speed"])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--dtype", default="bfloat16")
@@ -111,27 +118,29 @@ def equality(arms: dict[str, ft.Llm], prompts: list[list[int]], new_tokens: int)
 
 def speed(args: Any, arms: dict[str, ft.Llm], prompts: list[list[int]], temperature: float) -> dict[str, float]:
     """Median tokens per second by arm."""
-    runs: dict[str, Callable[[list[int]], Result]] = dict(_transformers(args, temperature))
+    runs: dict[str, Run] = dict(_transformers(args, temperature))
     for name, llm in arms.items():
-        runs[name] = _ours(llm, args.new_tokens, temperature)
-    rates: dict[str, list[float]] = {name: [] for name in runs}
+        runs[name] = _ours(llm, temperature)
+    rates: dict[str, dict[int, float]] = {name: {} for name in runs}
     for run in runs.values():  # not counted
-        run(prompts[0])
-    for prompt in prompts:
+        run(prompts[0], WARM_UP)
+    for number, prompt in enumerate(prompts):
         for name, run in runs.items():
-            ids, seconds = run(prompt)
-            rates[name].append(len(ids) / seconds)
-        latest = ", ".join(f"{name} {values[-1]:.1f}" for name, values in rates.items())
-        print(f"T={temperature:g} conversation {len(rates['plain'])}: {latest}", flush=True)
-    medians = {name: statistics.median(values) for name, values in rates.items()}
+            if name.startswith(THEIRS) and number % args.transformers_every:
+                continue
+            ids, seconds = run(prompt, args.new_tokens)
+            rates[name][number] = len(ids) / seconds
+        latest = ", ".join(f"{name} {found[number]:.1f}" for name, found in rates.items() if number in found)
+        print(f"T={temperature:g} conversation {number + 1}: {latest}", flush=True)
+    medians = {name: statistics.median(found.values()) for name, found in rates.items()}
     for name, value in medians.items():
-        ratio = statistics.median(a / b for a, b in zip(rates[name], rates["plain"], strict=True))
+        ratio = statistics.median(rate / rates["plain"][number] for number, rate in rates[name].items())
         print(f"T={temperature:g} {name:<34} {value:7.1f} tokens/s, {ratio:.2f} of plain", flush=True)
     return medians
 
 
-def _ours(llm: ft.Llm, new_tokens: int, temperature: float) -> Callable[[list[int]], Result]:
-    def run(prompt: list[int]) -> Result:
+def _ours(llm: ft.Llm, temperature: float) -> Run:
+    def run(prompt: list[int], new_tokens: int) -> Result:
         began = time.perf_counter()
         out = llm.generate(prompt, max_new_tokens=new_tokens, temperature=temperature, seed=SEED)
         return out.token_ids, time.perf_counter() - began
@@ -139,7 +148,7 @@ def _ours(llm: ft.Llm, new_tokens: int, temperature: float) -> Callable[[list[in
     return run
 
 
-def _transformers(args: Any, temperature: float) -> list[tuple[str, Callable[[list[int]], Result]]]:
+def _transformers(args: Any, temperature: float) -> list[tuple[str, Run]]:
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, args.dtype)
@@ -152,8 +161,8 @@ def _transformers(args: Any, temperature: float) -> list[tuple[str, Callable[[li
         draft = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=dtype)
         ways["transformers assisted"] = {"assistant_model": draft}
 
-    def runner(extra: dict[str, Any]) -> Callable[[list[int]], Result]:
-        def run(prompt: list[int]) -> Result:
+    def runner(extra: dict[str, Any]) -> Run:
+        def run(prompt: list[int], new_tokens: int) -> Result:
             torch.manual_seed(SEED)
             sampling = (
                 {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
@@ -162,7 +171,7 @@ def _transformers(args: Any, temperature: float) -> list[tuple[str, Callable[[li
             out = model.generate(
                 torch.tensor([prompt]),
                 attention_mask=torch.ones(1, len(prompt)),
-                max_new_tokens=args.new_tokens,
+                max_new_tokens=new_tokens,
                 **sampling,
                 **extra,
             )

@@ -48,7 +48,7 @@ def test_a_tree_for_a_draft_model(
     assert expected_length(choices, stored["accuracies"]) == pytest.approx(stored["expected_length"])
     for size, row in stored["sizes"].items():
         assert row["expected_length"] <= solve(acceptance, int(size), 3).expected_length(int(size), 3) + 1e-9
-    llm = ft.load(target, drafter=f"model:{draft},tree={file}", dtype="float32")
+    llm = ft.load(target, drafter=f"model:{draft},tree={file}", controller="constant", dtype="float32")
     assert llm.drafter is not None
     assert (llm.drafter.max_nodes, llm.drafter.max_depth) == (len(choices), max(map(len, choices)))
     out, plain = (one.generate("for item in", max_new_tokens=12) for one in (llm, llm.plain))

@@ -69,6 +69,7 @@ from foretoken.models.parts import TargetParts
 from foretoken.models.second_weights import OwnWeightsModel, Scheme
 from foretoken.models.stacked import StackedModel, StackedModules
 from foretoken.training.recipes import RECIPES
+from foretoken.trees.cost_aware import CostAware
 from foretoken.trees.operations import first_nodes, from_paths
 from foretoken.verifiers.compatibility import inner_rule
 
@@ -163,6 +164,8 @@ def grown(target: LanguageModel, draft: LanguageModel, tree: str, draw: str) -> 
     made = ModelDrafter(draft, 3, tree, draw, target)
     assert made.dynamic is not None
     made.dynamic.costs = TargetCost({1: 1.0, 64: 1.0})
+    if isinstance(made.dynamic.growth, CostAware):
+        made.dynamic.growth.cost = made.dynamic.costs.relative
     return made
 
 

@@ -35,7 +35,7 @@ def test_checkpoints_of_other_widths_draft(target_width: int, draft_width: int, 
     # Another seed draws other weights; ids that only one of the two has do occur in either.
     draft = save(new_model("llama", vocab_size=draft_width, seed=1), tmp_path / "draft")
     prompt = [*prompt_of(6), target_width - 1, 4]
-    llm = ft.load(target, drafter=f"model:{draft},{options}", dtype="float32")
+    llm = ft.load(target, drafter=f"model:{draft},{options}", controller="constant", dtype="float32")
     wanted = llm.plain.generate(prompt, max_new_tokens=40, ignore_eos=True)
     greedy = llm.generate(prompt, max_new_tokens=40, ignore_eos=True)
     assert greedy.token_ids == wanted.token_ids

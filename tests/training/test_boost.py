@@ -138,7 +138,7 @@ def test_the_command_and_the_ready_spec(
     assert report["stages"][1]["together"]["greedy"]["mean_acceptance_length"] >= 1
     card = (out / "2/README.md").read_text()
     assert "train boost" in card and "--count 2 --length 1" in card and "number 2" in card
-    llm = ft.load(str(target), drafter=report["spec"], dtype="float32")
+    llm = ft.load(str(target), drafter=report["spec"], controller="constant", dtype="float32")
     output = llm.generate("one two three", max_new_tokens=16)
     assert output.token_ids == llm.plain.generate("one two three", max_new_tokens=16).token_ids
     assert output.stats.num_draft_tokens > 0

@@ -99,7 +99,8 @@ def test_from_text_to_a_drafter(
     model = load_model(target)
     assert vars(find_recipe(method)(model, TargetParts(model), stated).config) == report["net"]  # the command works
     served = out / "target" if method in TRAINS_TARGET else target
-    llm = ft.load(str(served), drafter=report["drafter"].replace("FOLDER", str(out)), dtype="float32")
+    head = report["drafter"].replace("FOLDER", str(out))
+    llm = ft.load(str(served), drafter=head, controller="constant", dtype="float32")
     plain = llm.plain.generate("one two three", max_new_tokens=24)
     spec = llm.generate("one two three", max_new_tokens=24)
     assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0
