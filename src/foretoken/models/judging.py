@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,8 @@ forward happens to have none."""
 APART = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """The same where a network cannot be widened, so that its public forward is the judge: then both round."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+SLAB_BYTES = 4 << 20
+"""Rows of a weight that are widened together, which takes half as long as the whole weight (1.0 and 2.1 s at 1.5B)."""
 CHAIN = 16
 """Leading tokens of the probe that hang one from the other; the others branch."""
 PARENTS = (*range(-1, CHAIN - 1), CHAIN - 1, CHAIN - 1, CHAIN, CHAIN, CHAIN + 1, CHAIN + 2, CHAIN + 3, CHAIN + 2)
@@ -54,9 +57,12 @@ def ordinary_ids(vocab_size: int, count: int = ROWS) -> list[int]:
 def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside the block the network computes in ``dtype``: a module's weights are widened while it runs.
 
+    Those of a linear layer are widened slab by slab.
+
     Quantised layers multiply by the numbers that their weights stand for, in the same precision.
     """
     handles: list[Any] = []
+    linear: list[nn.Module] = []
     kept: dict[nn.Module, dict[str, Any]] = {}
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -75,6 +81,9 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             handles.append(module.register_forward_hook(lambda _, __, out: out.to(dtype)))
         elif hasattr(module, "joined"):
             handles.append(module.register_forward_hook(_by_numbers(dtype)))
+        elif type(module) is nn.Linear and "forward" not in vars(module):
+            module.forward = partial(_by_slabs, module, dtype)  # type: ignore[method-assign]
+            linear.append(module)
         elif any(weight is not None for weight in module._parameters.values()):
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(after, always_call=True))
@@ -83,6 +92,8 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for module in linear:
+            del module.forward
         for module, weights in kept.items():
             module._parameters.update(weights)
 
@@ -97,6 +108,15 @@ def without_kernels(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _by_slabs(module: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """The layer in ``dtype``, on widened rows that stay in the processor's cache."""
+    rows = max(1, SLAB_BYTES // (module.in_features * dtype.itemsize))
+    slabs = module.weight.detach().split(rows)
+    biases = [None] * len(slabs) if module.bias is None else module.bias.detach().to(dtype).split(rows)
+    x = x.to(dtype)
+    return torch.cat([F.linear(x, slab.to(dtype), bias) for slab, bias in zip(slabs, biases, strict=True)], -1)
 
 
 def _by_numbers(dtype: torch.dtype) -> Callable[[Any, Any, Tensor], Tensor]:
