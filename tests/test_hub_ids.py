@@ -70,7 +70,6 @@ def test_being_offline_by_choice_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("name", ["a b", "org/name/more", "org/name with spaces", "a:b"])
 def test_what_can_be_no_id_is_said(name: str) -> None:
-    assert not hub_ids.is_hub_id(name)
     with pytest.raises(hub_ids.UnreachableError, match="nor a Hugging Face id"):
         hub_ids.place_of(name)
 
@@ -79,7 +78,7 @@ def test_what_is_here_needs_no_network(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(hub_ids, "_answers", lambda endpoint, minute: pytest.fail("the hub was asked"))
     assert hub_ids.place_of(str(tmp_path)) == str(tmp_path)
     monkeypatch.chdir(tmp_path.parent)
-    assert not hub_ids.is_hub_id(tmp_path.name)
+    assert hub_ids.place_of(tmp_path.name) == tmp_path.name
 
 
 class Refusing(BaseHTTPRequestHandler):

@@ -12,7 +12,6 @@ from foretoken.measure.costs import (
     DraftRound,
     draft_seconds,
     drafter_cost,
-    measure_rest,
     measure_target,
     predicted_speedup,
     rest_of,
@@ -85,18 +84,6 @@ def test_the_rest_is_what_is_neither_draft_nor_target() -> None:
     stats = SpecStats(num_drafts=4, draft_s=8.0, target_s=5.0, verify_s=1.0, overhead_s=2.0, total_s=16.0)
     assert rest_of(stats) == 0.75
     assert rest_of(SpecStats()) == 0.0
-    target = Clocked()
-    assert measure_rest(target, [1, 2, 3], tokens=4, repeats=1) >= 0.0
-    assert len(target.fed) == 2 * (1 + 4)  # a prefill and four rounds, warm-up and one repeat
-
-
-def test_what_fails_while_it_is_measured_is_raised() -> None:
-    class Failing(Clocked):
-        def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-            raise ZeroDivisionError("planted")
-
-    with pytest.raises(ZeroDivisionError, match="planted"):
-        measure_rest(Failing(), [1], tokens=4, repeats=1)
 
 
 def stats_of(rounds: int, per_pos: list[int], drafted: int, draft_s: float) -> SpecStats:

@@ -39,6 +39,14 @@ def test_an_answer_is_what_chat_completions_say(tools: Running, client: Any) -> 
     assert found.usage.input_tokens == wanted["usage"]["prompt_tokens"] and found.usage.output_tokens == 20
 
 
+def test_ignored_fields_are_named(tools: Running) -> None:
+    body = {"model": "builtin", "input": "Hi", "max_output_tokens": 1, "store": False, "unheard": 1}
+    answer = tools.post("/v1/responses", **body, text={"verbosity": "low"}, reasoning={"summary": "auto"})
+    assert answer.headers["X-Ignored-Fields"] == "unheard, text.verbosity, reasoning.summary"
+    answer = tools.post("/v1/responses", model="builtin", input="Hi", max_output_tokens=1)
+    assert "X-Ignored-Fields" not in answer.headers
+
+
 def test_a_stream_has_the_events_of_one_piece(client: Any) -> None:
     asked: dict[str, Any] = {"model": "builtin", "input": "Hi", "max_output_tokens": 30, "temperature": 0}
     whole = client.responses.create(**asked)

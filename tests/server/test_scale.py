@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -133,7 +134,8 @@ class InMemory:
         self.asked: list[str] = []
         self.cancelled = 0
         self._settings = settings
-        self._replica = Replica(settings, "one", lambda given: Serving(given, make_llm))
+        with mock.patch("foretoken.server.logs.install"):  # for a process of its own: it takes over the log for good
+            self._replica = Replica(settings, "one", lambda given: Serving(given, make_llm))
 
     async def start(self) -> None:
         await self._replica.start()

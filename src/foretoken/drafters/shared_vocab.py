@@ -78,7 +78,6 @@ class SharedVocabDrafter(ModelDrafter):
                 "the draft model's tokenizer has no token in common with the target's: choose a draft model whose "
                 "tokenizer is nearer, or one of the drafters 'retokenize' and 'ngram'"
             )
-        self.num_common = len(pairs)
         self._draft_of = [pairs.get(token, -1) for token in range(self.vocab_size)]
         self._ids = torch.tensor(sorted(pairs.items())).T  # [2, common]: target ids, draft ids
 

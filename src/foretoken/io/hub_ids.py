@@ -24,11 +24,6 @@ class UnreachableError(ValueError):
     """A model that is neither on this machine nor to be fetched; the message says what to do."""
 
 
-def is_hub_id(source: str) -> bool:
-    """Whether something is written as an id (``name`` or ``org/name``) and is no file or folder here."""
-    return _ID.fullmatch(source) is not None and not Path(source).exists()
-
-
 def place_of(source: str) -> str:
     """Where a model is read from: the id or path itself, or its folder in the hub's cache if the hub cannot be asked.
 

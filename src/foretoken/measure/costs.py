@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foretoken.costs import DrafterCost, TargetCost
-from foretoken.engine.loop import Engine
-from foretoken.engine.request import Request
 from foretoken.engine.stats import SpecStats
-from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import COUNTS as COUNTS
 from foretoken.models.call_costs import measure_target as measure_target
 
@@ -35,27 +32,6 @@ class DraftRound:
 
 
 # -- the rest of a round ---------------------------------------------------------------------------------------------
-
-
-def measure_rest(target: LanguageModel, text_ids: Sequence[int], tokens: int = 32, repeats: int = 3) -> float:
-    """Median seconds of a plain round that are not the target call: masks, walk, commit, bookkeeping.
-
-    Raises:
-        ValueError: an empty text.
-    """
-    text = list(text_ids[: max(1, target.context_length // 2)])
-    room = min(tokens, target.context_length - len(text))
-    found = []
-    for turn in range(repeats + 1):
-        engine = Engine(target)
-        engine.add(Request(text, max_new_tokens=room, ignore_eos=True))
-        while engine.busy:
-            ((run, emission),) = engine.step()
-            if emission.error is not None:
-                raise emission.error
-        if turn:
-            found.append(rest_of(run.stats))
-    return statistics.median(found)
 
 
 def rest_of(stats: SpecStats) -> float:

@@ -116,10 +116,6 @@ class LlamaContext:
         if not self._c.llama_memory_seq_rm(self._memory, found, start, -1):
             raise RuntimeError(f"llama.cpp cannot take back the end of a sequence in {self.weights.path}")
 
-    def last_position(self, found: int) -> int:
-        """The last position of an id; -1 where it has none."""
-        return int(self._c.llama_memory_seq_pos_max(self._memory, found))
-
     def saved(self, found: int) -> Any:
         """The state of one id as bytes, which :meth:`restore` takes in another context of these weights."""
         size = self._c.llama_state_seq_get_size(self._handle, found)

@@ -16,7 +16,7 @@ from foretoken.server.call_reader import Call
 from foretoken.server.errors import RESPONSES, api_error
 from foretoken.server.inputs import check_fields
 from foretoken.server.logprobs import TokenTexts, chat_logprobs
-from foretoken.server.responses_bodies import ResponsesRequest, chat_request, renamed
+from foretoken.server.responses_bodies import ResponsesRequest, chat_request, no_effect, renamed
 from foretoken.server.serving import Serving
 from foretoken.server.sse import RESPONSES as DIALECT
 from foretoken.server.sse import EventStream
@@ -32,7 +32,7 @@ async def responses(body: ResponsesRequest, http: Request) -> Response:
     try:
         inner = chat_request(body)
         check_fields(inner, serving)
-        headers = serving.note_ignored(body.ignored)
+        headers = serving.note_ignored([*body.ignored, *no_effect(body)])
         answer = _Response(Turn(serving, http, inner, "response", clamps=True), body)
         tickets = await answer.turn.start()
         if body.stream:

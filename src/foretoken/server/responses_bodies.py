@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictStr
@@ -160,6 +160,14 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     if body.text is not None and body.text.format is not None:
         found["response_format"] = _form(body.text.format)
     return chat_of(found)
+
+
+def no_effect(body: ResponsesRequest) -> Iterator[str]:
+    """Fields of what is known that ask for something that no model here can be told."""
+    if body.text is not None and body.text.verbosity is not None:
+        yield "text.verbosity"
+    if body.reasoning is not None and body.reasoning.summary is not None:
+        yield "reasoning.summary"
 
 
 def renamed(error: ApiError) -> ApiError:
