@@ -63,10 +63,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    plain = ft.load(args.folder, drafter=None, dtype=args.dtype, generation_config=None)
+    plain = ft.load(args.folder, drafter=None, dtype=args.dtype, generation_config=None, prefix_cache=False)
     arms = {"plain": plain}
     for spec in args.drafters:  # one target for all: its weights are read once
-        arms[spec] = ft.load(plain.target, drafter=spec, tokenizer=plain.tokenizer)
+        arms[spec] = ft.load(plain.target, drafter=spec, tokenizer=plain.tokenizer, prefix_cache=False)
     half = args.conversations // 2
     prompts = [_ids(plain.tokenizer, text) for text in (*CHAT[:half], *CODE[:half])]
     report: dict[str, Any] = {"environment": environment(), "model": plain.describe(), "prompts": len(prompts)}
