@@ -71,6 +71,72 @@ def test_a_batch_pays_for_the_rows_of_all_its_requests() -> None:
     assert paying_count(values, costs, 1) == 31 and paying_count(values, costs, 8) == 3
 
 
+@pytest.mark.parametrize("spec", ["eagle", "medusa", "hydra"])
+def test_requests_that_share_a_call_get_smaller_trees_and_their_own_texts(
+    spec: str, builtin: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cost = TargetCost({1: 1.0, 16: 1.0, 64: 8.0})
+    drafter = built(spec, builtin, cost, monkeypatch)
+    sizes: dict[int, list[int]] = {}
+    texts = {}
+    for batch in (1, 6):
+        running = engine(builtin, drafter)
+        running.on_round = lambda runs, trees, _, __: sizes.setdefault(len(runs), []).extend(
+            t.num_drafts for t in trees
+        )
+        texts[batch] = outputs(running, [Request(PROMPT[: 10 + i], SamplingParams(), 16) for i in range(batch)])
+    assert max(sizes[6]) < max(sizes[1])
+    assert texts[6][0] == texts[1][0]
+
+
+def test_a_tree_of_a_request_that_draws_is_as_large_in_company(
+    builtin: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text would depend on who else is served."""
+    drafter = built("medusa", builtin, TargetCost({1: 1.0, 16: 1.0, 64: 8.0}), monkeypatch)
+    drawn = Context(0, PROMPT, len(PROMPT), Sampler(SamplingParams(temperature=1.0)), Rng(0))
+    greedy = Context(1, PROMPT, len(PROMPT), Sampler(SamplingParams()), Rng(0))
+    for context in (drawn, greedy):
+        context.hidden = {"last": torch.zeros(1, drafter.parts.hidden_size)}
+    sizes = {
+        (c.request_id, n): len(drafter.propose_batch([c] * n, [Budget()] * n)[0])
+        for c in (drawn, greedy)
+        for n in (1, 6)
+    }
+    assert sizes[0, 1] == sizes[0, 6] and sizes[1, 1] > sizes[1, 6]
+
+
+@pytest.mark.parametrize("cost", [FREE, TargetCost({1: 1.0, 64: 8.0}), STEEP], ids=["free", "sloped", "steep"])
+def test_nothing_is_drafted_behind_a_node_that_is_not_kept(
+    cost: TargetCost, builtin: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same trees as from all that the network could look at, with fewer of its calls where rows cost something."""
+    trees: dict[bool, list[Any]] = {}
+    calls = {}
+    for pruned in (True, False):
+        drafter = built("eagle", builtin, cost, monkeypatch)
+        if not pruned:
+            expand = drafter._expand
+            drafter._expand = lambda tree, *more, d=drafter, e=expand: unpruned(d, e, tree, *more)
+        found = trees[pruned] = []
+        running = engine(builtin, drafter)
+        running.on_round = lambda runs, made, _, __, found=found: found.extend((t.tokens, t.parents) for t in made)
+        before = drafter.model.run_rows
+        outputs(running, [Request(PROMPT, SamplingParams(), 24)])
+        calls[pruned] = drafter.model.run_rows - before
+    assert trees[True] == trees[False]
+    assert calls[True] == calls[False] if cost is FREE else calls[True] < calls[False]
+
+
+def unpruned(drafter: Any, expand: Any, tree: Any, *more: Any) -> None:
+    """Expand as where nothing says what a call costs."""
+    costs, drafter.costs = drafter.costs, None
+    try:
+        expand(tree, *more)
+    finally:
+        drafter.costs = costs
+
+
 def test_the_shape_of_look_ahead_tokens_by_hand() -> None:
     """k = 2 with two groups: 7 nodes.  With s = (.5, .25) a round of drafts brings 1.75 tokens and one in 1.25 follows
     without."""

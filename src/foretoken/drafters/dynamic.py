@@ -87,12 +87,17 @@ class DynamicTree:
         tree.frontier = []
         if len(seen) > first and seen.depths[-1] < levels:
             wanted = self.growth.frontier(seen, first, WIDTH, most)
+            paying = set(self._kept(tree, seen, most))  # behind other nodes nothing is worth its score either
+            wanted = [node for node in wanted if node in paying]
             tree.frontier = [n for n in wanted if not _ends(tree, seen, n, sure[row_of[seen.parents[n]]])]
 
-    def finished(self, seen: Candidates, most: int, batch: int) -> TokenTree:
+    def finished(self, tree: Growing, seen: Candidates, most: int) -> TokenTree:
         """The likeliest nodes, as many as give most tokens per time."""
+        return seen.tree(self._kept(tree, seen, most))
+
+    def _kept(self, tree: Growing, seen: Candidates, most: int) -> list[int]:
         kept = self.growth.kept(seen, most)
-        return seen.tree(kept[: paying_count(seen.values(kept), self.costs, batch)])
+        return kept[: paying_count(seen.values(kept), self.costs, tree.sharing)]
 
 
 def _rows(tree: Growing, logits: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class Growing:
     frontier: list[int] = field(default_factory=list)
     states: list[Tensor] = field(default_factory=list)
     distributions: list[Tensor] | None = None  # of a drawn chain
+    sharing: int = 1  # requests whose nodes are scored by the same call, as far as the tree may depend on that
 
 
 class FeatureDrafter(FeatureReader, Drafter):
@@ -140,7 +141,7 @@ class FeatureDrafter(FeatureReader, Drafter):
         heads = self._heads(contexts)
         found = [TokenTree.root_only(context.root) for context in contexts]
         ready = [i for i, context in enumerate(contexts) if id(context) in heads]
-        growing = trees = [self._begin(contexts[i], budgets[i]) for i in ready]
+        growing = trees = [self._begin(contexts[i], budgets[i], len(ready)) for i in ready]
         for tree in trees:
             logits, state = heads[id(tree.context)]
             self._expand(tree, [0], logits[-1:], state[None])
@@ -152,14 +153,14 @@ class FeatureDrafter(FeatureReader, Drafter):
             for tree, row in zip(growing, rows, strict=True):
                 self._expand(tree, tree.frontier, row.logits, row.taps["state"])
         for i, tree in zip(ready, trees, strict=True):
-            found[i] = self._finished(tree, len(trees))
+            found[i] = self._finished(tree)
         return found
 
-    def _begin(self, context: Context, budget: Budget) -> Growing:
-        drawn = self.draw == "iid" and not context.maker.fixed
-        return Growing(
-            context, budget, context.state[self], Candidates([context.root]), distributions=[] if drawn else None
-        )
+    def _begin(self, context: Context, budget: Budget, batch: int) -> Growing:
+        fixed = context.maker.fixed
+        drawn = None if fixed or self.draw != "iid" else list[Tensor]()
+        seen, sharing = Candidates([context.root]), batch if fixed else 1
+        return Growing(context, budget, context.state[self], seen, distributions=drawn, sharing=sharing)
 
     def _heads(self, contexts: Sequence[Context]) -> dict[int, tuple[Tensor, Tensor]]:
         """Per request the logits [1, V] and the output state [D] at its root, once its text has been read."""
@@ -197,6 +198,9 @@ class FeatureDrafter(FeatureReader, Drafter):
         grew = len(seen) > first
         row_of = {node: row for row, node in enumerate(nodes)}
         wanted = self.growth.frontier(seen, first, self.width, self._most(tree)) if grew else []
+        if self.costs is not None:  # behind a node that is not worth its score nothing is: that is less likely still
+            paying = set(self._kept(tree))
+            wanted = [node for node in wanted if node in paying]
         tree.frontier = [node for node in wanted if not self._ends(tree, node, sure[row_of[seen.parents[node]]])]
         tree.states = [outputs[row_of[seen.parents[node]]] for node in tree.frontier]
 
@@ -255,16 +259,19 @@ class FeatureDrafter(FeatureReader, Drafter):
     def _most(self, tree: Growing) -> int:
         return min(self.max_nodes, tree.budget.max_nodes)
 
-    def _finished(self, tree: Growing, batch: int) -> TokenTree:
+    def _kept(self, tree: Growing) -> list[int]:
+        """The nodes that are worth their scores, of those that were looked at so far."""
+        kept = self.growth.kept(tree.seen, self._most(tree))
+        if self.costs is None:
+            return kept
+        return kept[: paying_count(tree.seen.values(kept), self.costs, tree.sharing)]
+
+    def _finished(self, tree: Growing) -> TokenTree:
         """What is kept of all candidates, or the whole drawn chain."""
         if tree.distributions is not None:
             drafts = tree.seen.tokens[1:]
             return TokenTree.chain(tree.context.root, drafts, torch.stack(tree.distributions) if drafts else None)
-        kept = self.growth.kept(tree.seen, self._most(tree))
-        if self.costs is not None:
-            shared = batch if tree.context.maker.fixed else 1
-            kept = kept[: paying_count(tree.seen.values(kept), self.costs, shared)]
-        return tree.seen.tree(kept)
+        return tree.seen.tree(self._kept(tree))
 
 
 def growth_of(spec: str) -> Growth:

@@ -39,6 +39,7 @@ class Growing:
     place_of: dict[int, Choice] = field(default_factory=lambda: {0: ()})  # node -> ranks below the root
     likelihood: dict[int, float] = field(default_factory=lambda: {0: 1.0})
     seen: Candidates | None = None  # of a tree that grows by confidence: ``tokens`` and ``parents`` are its own
+    sharing: int = 1  # requests whose nodes are scored by the same call, as far as the tree may depend on that
     ready: tuple[Tensor | None, list[int]] | None = (
         None  # distribution [V] and tokens of the next node, made for the batch
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, TokenTree
+from foretoken.costs import TargetCost
 from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.drafters.features import frequent_ids
 from foretoken.drafters.growing import asks_for_confidence
@@ -22,7 +23,7 @@ from foretoken.models.call_costs import quick_costs
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.packing import weight_bytes
 from foretoken.models.parts import TargetParts
-from foretoken.trees.cost_aware import best_count
+from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.medusa_tree import TYPICAL
 from foretoken.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
 
@@ -44,6 +45,10 @@ class HeadsDrafter(Drafter):
         frequent: the tokens that heads without projections of their own guess, the most frequent one first; all by
             default.
         vocab: how many of them; 0: all of them.
+
+    Attributes:
+        costs: what a call of the target costs by its nodes; with it a batch keeps as many nodes of the tree as pay, by
+            ``values``, the chances of the nodes.
 
     Raises:
         ValueError: an option outside its range, or a file that holds no tree for these heads.
@@ -80,6 +85,8 @@ class HeadsDrafter(Drafter):
         self.max_depth = max(map(len, self.choices))
         self.max_nodes = len(self.choices)
         self.traits = replace(self.traits, draws_trees=len(set(self.parents)) < len(self.parents))
+        self.values: list[float] = []
+        self.costs: TargetCost | None = None
 
     def reshaped(self, choices: Sequence[Choice]) -> Self:
         """The same heads that fill another tree."""
@@ -98,12 +105,16 @@ class HeadsDrafter(Drafter):
         folder = context.folder(cls.name, path)
         found = read_description(folder, cls.name, parts.fingerprint())
         heads = build_net(folder, cls.net_class, cls.net_config, found)
-        accuracies = found["measured"].get("accuracies")
-        options.setdefault("accuracies", accuracies)
-        if "nodes" not in options and not options.get("tree"):
-            options["nodes"] = paying_nodes((accuracies or TYPICAL)[: len(heads.blocks)], context.target)
+        options.setdefault("accuracies", found["measured"].get("accuracies"))
         options.setdefault("frequent", found["measured"].get("frequent", ()))
-        return cls.over(heads.to(parts.device), parts, context.target, **options)
+        if "nodes" in options or options.get("tree"):
+            return cls.over(heads.to(parts.device), parts, context.target, **options)
+        accuracies, costs = (options["accuracies"] or TYPICAL)[: len(heads.blocks)], quick_costs(context.target)
+        values = values_of(medusa_choices(accuracies, MOST_NODES), accuracies)
+        nodes = paying_count(values, costs, 1)
+        built = cls.over(heads.to(parts.device), parts, context.target, nodes=nodes, **options)
+        built.values, built.costs = values[:nodes], costs
+        return built
 
     @classmethod
     def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:
@@ -124,7 +135,8 @@ class HeadsDrafter(Drafter):
     def propose_batch(self, contexts: Sequence[Context], budgets: Sequence[Budget]) -> list[TokenTree]:
         """Drafts for all requests; one without a state yet (a prompt of one token) waits."""
         trees = [TokenTree.root_only(c.root) for c in contexts]
-        shapes = {i: self._nodes(c, b) for i, (c, b) in enumerate(zip(contexts, budgets, strict=True))}
+        batch = len(contexts)
+        shapes = {i: self._nodes(c, b, batch) for i, (c, b) in enumerate(zip(contexts, budgets, strict=True))}
         ready = [i for i, nodes in shapes.items() if nodes]
         ready = [i for i, is_level in zip(ready, self.level([contexts[i] for i in ready]), strict=True) if is_level]
         if ready:
@@ -164,11 +176,13 @@ class HeadsDrafter(Drafter):
             return logits
         return self.head(hidden)
 
-    def _nodes(self, context: Context, budget: Budget) -> list[int]:
+    def _nodes(self, context: Context, budget: Budget, batch: int) -> list[int]:
         if not len(context.hidden.get("last", ())):
             return []
-        size = self.head.size
-        return fitting_nodes(self.choices, self.parents, budget.max_depth, budget.max_nodes, size)
+        most = budget.max_nodes
+        if self.costs is not None:  # a text that is drawn must not depend on who shares the call
+            most = min(most, paying_count(self.values, self.costs, batch if context.maker.fixed else 1))
+        return fitting_nodes(self.choices, self.parents, budget.max_depth, most, self.head.size)
 
     def _tree(self, root: int, tokens: Mapping[int, int]) -> TokenTree:
         nodes = sorted(tokens)
@@ -177,16 +191,9 @@ class HeadsDrafter(Drafter):
         return TokenTree((root, *(tokens[node] for node in nodes)), (-1, *parents))
 
 
-def paying_nodes(accuracies: Sequence[Sequence[float]], target: LanguageModel) -> int:
-    """How many nodes of the best tree give most tokens per time on this machine.
-
-    Args:
-        accuracies: [K][R] chance that the head's candidate of this rank is right.
-        target: what scores them.
-    """
-    choices = medusa_choices(accuracies, MOST_NODES)
-    values = [math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices]
-    return max(1, best_count(values, quick_costs(target).relative)[0])
+def values_of(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) -> list[float]:
+    """Chance that a node and all before it are right, by the accuracies [K][R] of its ranks."""
+    return [math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices]
 
 
 def ends_after(budget: Budget, logits: Tensor, rank: int) -> bool:

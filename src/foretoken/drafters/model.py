@@ -157,13 +157,14 @@ class ModelDrafter(Drafter):
         texts = [self.read(context) for context in contexts]
         ready = [i for i, is_level in enumerate(self._level(contexts, texts)) if is_level]
         trees = [self._begin(contexts[i], budgets[i], texts[i]) for i in ready]
+        for tree in trees:  # a text that is drawn must not depend on who shares the call
+            tree.sharing = len(trees) if tree.maker.fixed else 1
         self._grow(trees)
         for i, tree in zip(ready, trees, strict=True):
             if tree.seen is None or self.dynamic is None:
                 found[i] = self._finished(tree)
-            else:  # the size of a tree that is drawn does not depend on who shares the call
-                most, sharing = min(self.max_nodes, budgets[i].max_nodes), len(trees) if tree.maker.fixed else 1
-                found[i] = self.dynamic.finished(tree.seen, most, sharing)
+            else:
+                found[i] = self.dynamic.finished(tree, tree.seen, min(self.max_nodes, budgets[i].max_nodes))
         return found
 
     def _level(self, contexts: Sequence[Context], texts: Sequence[Sequence[int]]) -> list[bool]:
