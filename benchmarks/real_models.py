@@ -1,13 +1,14 @@
 """A real chat model from a folder: our plain decoding and drafters against Transformers, and whether texts are equal.
 
 Twelve conversations (six about anything, six about code) in the model's own template.  Speed: all arms take turns on
-every conversation; a figure is the median over conversations of tokens per second, prompt included.  Transformers' arms
-take several times as long: with --transformers-every 3 they take part in every third conversation.  Equality: text with
-drafts against plain decoding's, token by token, alone and in batches of eight, greedy and with a seed.
+every conversation, or with --batch 4 on four at a time; a figure is the median over them of tokens per second, prompt
+included.  Transformers' arms take several times as long: with --transformers-every 3 they take part in every third
+conversation, with 0 (and beside a GGUF file, and in batches) in none.  Equality: text with drafts against plain
+decoding's, token by token, alone and in batches of eight, greedy and with a seed.
 
     python benchmarks/real_models.py FOLDER [--drafters SPEC ...] [--assistant FOLDER] [--new-tokens 128]
-                                     [--conversations 12] [--transformers-every 1] [--parts equality speed]
-                                     [--dtype bfloat16] [--out FILE]
+                                     [--conversations 12] [--transformers-every 1] [--batch 1]
+                                     [--parts equality speed] [--dtype bfloat16] [--out FILE]
 """
 
 from __future__ import annotations
@@ -44,9 +45,8 @@ CODE = (
 SEED = 7
 THEIRS = "transformers"
 WARM_UP = 16
-Result = tuple[list[int], float]
-Run = Callable[[list[int], int], Result]
-"""A prompt and a number of new tokens to their ids and the seconds they took."""
+Run = Callable[[list[list[int]], int], tuple[int, float]]
+"""Prompts that run together and most new tokens of each, to the number of tokens and the seconds they took."""
 
 
 def main() -> None:
@@ -58,12 +58,14 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--transformers-every", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--parts", nargs="+", choices=("equality", "speed"), default=["equality", "speed"])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    plain = ft.load(args.folder, drafter=None, dtype=args.dtype, generation_config=None, prefix_cache=False)
+    dtype = {} if args.folder.endswith(".gguf") else {"dtype": args.dtype}  # a file's is its own
+    plain = ft.load(args.folder, drafter=None, generation_config=None, prefix_cache=False, **dtype)
     arms = {"plain": plain}
     for spec in args.drafters:  # one target for all: its weights are read once
         arms[spec] = ft.load(plain.target, drafter=spec, tokenizer=plain.tokenizer, prefix_cache=False)
@@ -118,18 +120,20 @@ def equality(arms: dict[str, ft.Llm], prompts: list[list[int]], new_tokens: int)
 
 def speed(args: Any, arms: dict[str, ft.Llm], prompts: list[list[int]], temperature: float) -> dict[str, float]:
     """Median tokens per second by arm."""
-    runs: dict[str, Run] = dict(_transformers(args, temperature))
+    theirs = args.transformers_every and args.batch == 1 and not args.folder.endswith(".gguf")
+    runs: dict[str, Run] = dict(_transformers(args, temperature)) if theirs else {}
     for name, llm in arms.items():
         runs[name] = _ours(llm, temperature)
     rates: dict[str, dict[int, float]] = {name: {} for name in runs}
+    groups = [prompts[start : start + args.batch] for start in range(0, len(prompts), args.batch)]
     for run in runs.values():  # not counted
-        run(prompts[0], WARM_UP)
-    for number, prompt in enumerate(prompts):
+        run(groups[0], WARM_UP)
+    for number, group in enumerate(groups):
         for name, run in runs.items():
             if name.startswith(THEIRS) and number % args.transformers_every:
                 continue
-            ids, seconds = run(prompt, args.new_tokens)
-            rates[name][number] = len(ids) / seconds
+            count, seconds = run(group, args.new_tokens)
+            rates[name][number] = count / seconds
         latest = ", ".join(f"{name} {found[number]:.1f}" for name, found in rates.items() if number in found)
         print(f"T={temperature:g} conversation {number + 1}: {latest}", flush=True)
     medians = {name: statistics.median(found.values()) for name, found in rates.items()}
@@ -140,10 +144,10 @@ def speed(args: Any, arms: dict[str, ft.Llm], prompts: list[list[int]], temperat
 
 
 def _ours(llm: ft.Llm, temperature: float) -> Run:
-    def run(prompt: list[int], new_tokens: int) -> Result:
+    def run(prompts: list[list[int]], new_tokens: int) -> tuple[int, float]:
         began = time.perf_counter()
-        out = llm.generate(prompt, max_new_tokens=new_tokens, temperature=temperature, seed=SEED)
-        return out.token_ids, time.perf_counter() - began
+        outs = llm.generate(prompts, max_new_tokens=new_tokens, temperature=temperature, seed=SEED)
+        return sum(len(out.token_ids) for out in outs), time.perf_counter() - began
 
     return run
 
@@ -162,7 +166,8 @@ def _transformers(args: Any, temperature: float) -> list[tuple[str, Run]]:
         ways["transformers assisted"] = {"assistant_model": draft}
 
     def runner(extra: dict[str, Any]) -> Run:
-        def run(prompt: list[int], new_tokens: int) -> Result:
+        def run(prompts: list[list[int]], new_tokens: int) -> tuple[int, float]:
+            (prompt,) = prompts
             torch.manual_seed(SEED)
             sampling = (
                 {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
@@ -175,7 +180,7 @@ def _transformers(args: Any, temperature: float) -> list[tuple[str, Run]]:
                 **sampling,
                 **extra,
             )
-            return out[0, len(prompt) :].tolist(), time.perf_counter() - began
+            return out.shape[1] - len(prompt), time.perf_counter() - began
 
         return run
 

@@ -1,8 +1,8 @@
 """Figures of a server under overload, disconnects, signals and huge input.
 
-    python benchmarks/reliability.py
+    python benchmarks/reliability.py [--target FOLDER]
 
-Starts ``foretoken serve builtin`` a few times and prints one JSON object a line: R3 overload, R4 disconnect, R5 drain,
+Starts ``foretoken serve`` a few times and prints one JSON object a line: R3 overload, R4 disconnect, R5 drain,
 R9 health under load, R14 starts that must fail, R15 limits (as in the table of ``docs/serve.md``).
 """
 
@@ -27,6 +27,8 @@ from typing import Any
 import httpx
 import psutil
 
+TARGET = ["builtin"]
+"""What is served."""
 LONG = {"model": "builtin", "prompt": "x", "ignore_eos": True, "temperature": 1}
 
 
@@ -36,7 +38,18 @@ def served(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--port", str(port), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "foretoken",
+        "serve",
+        *TARGET,
+        "--served-name",
+        "builtin",
+        "--port",
+        str(port),
+        *flags,
+    ]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -304,7 +317,9 @@ def main() -> None:
     """Run them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[], help=", ".join(TESTS))
+    parser.add_argument("--target", default="builtin", help="a model")
     args = parser.parse_args()
+    TARGET[:] = [args.target]
     for name in args.names or TESTS:
         print(json.dumps({"test": name, **TESTS[name]()}), flush=True)
 

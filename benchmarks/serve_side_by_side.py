@@ -1,7 +1,7 @@
 """``foretoken serve`` beside ``transformers serve`` and llama.cpp's server: same model, same machine, same load.
 
-    python benchmarks/serve_side_by_side.py --llama llama-server [--size 300m] [--concurrency 1,8] [--requests 16]
-        [--drafters auto=auto "draft=model:{draft},k=4"] [--out run.jsonl]
+    python benchmarks/serve_side_by_side.py --llama llama-server [--size 300m | --target FOLDER --gguf FILE]
+        [--concurrency 1,8] [--requests 16] [--drafters auto=auto "draft=model:{draft},k=4"] [--out run.jsonl]
 
 The built-in target (``--size`` inflates it: its outputs at the cost of a bigger model) is written once as a
 Transformers folder and as a GGUF file in the same dtype.  All servers run at once and ``foretoken bench serve`` asks
@@ -114,6 +114,8 @@ def _is_ready(url: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="builtin", help="builtin, 300m, 1b")
+    parser.add_argument("--target", type=Path, help="a model's folder, instead of the built-in target")
+    parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument(
         "--drafters", nargs="*", default=["auto=auto"], help="NAME=SPEC; {draft} is the built-in draft model"
@@ -133,7 +135,9 @@ def main() -> None:
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(parents=True, exist_ok=True)
-        checkpoint, gguf = written(folder, options.size, options.dtype)
+        checkpoint, gguf = (
+            (options.target, options.gguf) if options.target else written(folder, options.size, options.dtype)
+        )
         started = commands(options, checkpoint, gguf)
         urls = {name: stack.enter_context(running(name, command)) for name, command in started.items()}
         asked = [f"{name}={url}" for name, url in urls.items()]

@@ -1,6 +1,6 @@
 """A server under mixed load for a while: does anything leak, and do its counters say what its clients saw?
 
-    python benchmarks/soak.py --minutes 20
+    python benchmarks/soak.py --minutes 20 [--target FOLDER]
 
 Starts ``foretoken serve`` with API keys, sends completions and chats of every kind from several threads, of which
 some are cancelled in the middle of a stream and some are malformed, and looks at the server's memory, threads and open
@@ -56,8 +56,8 @@ KEY = "soak-key-0123456789"
 class Soak:
     """What the clients have seen."""
 
-    def __init__(self, url: str, seed: int) -> None:
-        self.url, self.seed = url, seed
+    def __init__(self, url: str, seed: int, drafts: str) -> None:
+        self.url, self.seed, self.drafts = url, seed, drafts
         self.lock = threading.Lock()
         self.counts: Counter[str] = Counter()
         self.tokens = 0
@@ -112,7 +112,7 @@ class Soak:
             body["frequency_penalty"] = 0.5
         if draw.random() < 0.2:
             body["stop"] = ["\n\n", "return"]
-        method = draw.choice([None, None, "none", "ngram", "model"])
+        method = draw.choice([None, None, "none", "ngram", self.drafts])
         if method is not None or draw.random() < 0.2:
             body["speculative"] = {"method": method, "explain": draw.random() < 0.3} if method else {"explain": True}
         if draw.random() < 0.1:
@@ -197,7 +197,8 @@ def started(args: argparse.Namespace) -> tuple[subprocess.Popen[bytes], str]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--port", str(port), "--max-running", "8"]
+    command = [sys.executable, "-m", "foretoken", "serve", args.target, "--port", str(port), "--max-running", "8"]
+    command += ["--served-name", "builtin"]
     command += ["--api-key", KEY, "--api-key", "another-key", "--kv-memory", args.kv_memory]
     log = os.open(args.log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     process = subprocess.Popen(command, stderr=log)
@@ -241,6 +242,7 @@ def watch(process: subprocess.Popen[bytes], soak: Soak, every_s: float) -> tuple
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="builtin", help="a model; one of another folder drafts for itself")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
@@ -248,7 +250,7 @@ def main() -> None:
     parser.add_argument("--log", default="", help="file for the server's log")
     args = parser.parse_args()
     process, url = started(args)
-    soak = Soak(url, args.seed)
+    soak = Soak(url, args.seed, "model" if args.target == "builtin" else "quantized")
     try:
         soak.end = time.monotonic() + 60 * args.minutes
         threads = [threading.Thread(target=soak.work, args=(index,)) for index in range(args.clients)]
