@@ -26,7 +26,7 @@ import urllib.request
 from pathlib import Path
 
 SMOKES = Path(__file__).with_name("client_smokes")
-TOKENIZER = Path(__file__).parents[1] / "src" / "foretoken" / "zoo" / "target"
+BUILTIN = Path(__file__).parents[1] / "src" / "foretoken" / "zoo" / "target"
 PACKAGES = {
     "openai": ["openai"],
     "litellm": ["litellm"],
@@ -56,18 +56,14 @@ def environment(name: str, folder: Path) -> Path:
     return python
 
 
-def served() -> tuple[subprocess.Popen[bytes], str]:
+def served(target: str, drafter: str) -> tuple[subprocess.Popen[bytes], str]:
     """A server that is ready."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--port", str(port), "--metrics-compat", "vllm"]
-    command += [
-        "--drafter",
-        "model,k=4",
-        "--controller",
-        "constant",
-    ]  # drafts in every round, so there is what to count
+    command = [sys.executable, "-m", "foretoken", "serve", target, "--port", str(port), "--metrics-compat", "vllm"]
+    command += ["--served-name", "builtin", "--drafter", drafter]
+    command += ["--controller", "constant"]  # drafts in every round, so there is what to count
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     for _ in range(240):
@@ -80,10 +76,10 @@ def served() -> tuple[subprocess.Popen[bytes], str]:
     raise SystemExit("the server did not get ready")
 
 
-def run(name: str, python: Path, url: str, work: Path) -> dict[str, object]:
+def run(name: str, python: Path, url: str, work: Path, tokenizer: str) -> dict[str, object]:
     """What a client's smoke test says."""
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    env |= {"BASE_URL": url, "TOKENIZER": str(TOKENIZER), "WORK": str(work), "HF_HUB_OFFLINE": "1"}
+    env |= {"BASE_URL": url, "TOKENIZER": tokenizer, "WORK": str(work), "HF_HUB_OFFLINE": "1"}
     env |= {"PATH": f"{python.parent}:{env['PATH']}", "OPENAI_API_KEY": "none", "LLM_USER_PATH": str(work / "llm")}
     began = time.monotonic()
     done = subprocess.run(
@@ -105,6 +101,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[], help=", ".join(PACKAGES))
     parser.add_argument("--environments", type=Path, required=True, help="folder for them")
+    parser.add_argument("--target", default="builtin", help="a model, or the folder of one")
+    parser.add_argument("--drafter", default="model,k=4")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(PACKAGES))
     if unknown:
@@ -112,12 +110,13 @@ def main() -> None:
     names = args.names or list(PACKAGES)
     args.environments.mkdir(parents=True, exist_ok=True)
     pythons = {name: environment(name, args.environments) for name in names}
-    process, url = served()
+    tokenizer = str(BUILTIN if args.target == "builtin" else Path(args.target).resolve())
+    process, url = served(args.target, args.drafter)
     failed = 0
     try:
         for name in names:
             work = Path(tempfile.mkdtemp(prefix=f"{name}-"))
-            told = run(name, pythons[name], url, work)
+            told = run(name, pythons[name], url, work, tokenizer)
             failed += not told["ok"]
             print(json.dumps(told), flush=True)
     finally:

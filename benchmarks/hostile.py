@@ -1,6 +1,6 @@
 """Schemathesis against a server: thousands of requests that follow the OpenAPI document, and that break it.
 
-    python benchmarks/hostile.py --requests 5000
+    python benchmarks/hostile.py --requests 5000 [--target FOLDER]
     python benchmarks/hostile.py --requests 300 --url http://127.0.0.1:8000
 
 Positive and negative data, the coverage phase (every bound at its value and behind it, every field missing, of another
@@ -94,12 +94,12 @@ def schemathesis(url: str, flags: list[str], log: Path, model: str, seconds: flo
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds + 600, cwd=log.parent)
 
 
-def served() -> tuple[subprocess.Popen[bytes], str]:
+def served(target: str) -> tuple[subprocess.Popen[bytes], str]:
     """A server that is ready."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--port", str(port)]
+    command = [sys.executable, "-m", "foretoken", "serve", target, "--served-name", "builtin", "--port", str(port)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     for _ in range(240):
@@ -120,8 +120,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60.0, help="send no more after so long")
     parser.add_argument("--url", default="", help="of a server that runs already")
+    parser.add_argument("--target", default="builtin", help="a model")
     args = parser.parse_args()
-    process, url = (None, args.url) if args.url else served()
+    process, url = (None, args.url) if args.url else served(args.target)
     try:
         found = attack(url, args.requests, args.seed, minutes=args.minutes)
     finally:

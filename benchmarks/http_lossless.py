@@ -1,8 +1,8 @@
 """Is what comes through HTTP the target's own text, whoever drafts?
 
-    python benchmarks/http_lossless.py --prompts 200
+    python benchmarks/http_lossless.py --prompts 200 [--target FOLDER --dtype bfloat16 --drafters "ngram|quantized,k=4"]
 
-Starts ``foretoken serve builtin`` in float32 with all drafters as members of one router, so that every request names
+Starts ``foretoken serve`` (the built-in model, in float32) with all drafters as members of one router, so that every request names
 its drafter.  For every prompt the answers without drafts are compared with those of every drafter: greedy, and sampled
 with a seed (the same tokens are promised), by text, token ids, usage and finish reason; a stream is compared with the
 whole answer.  Where greedy ids differ, plain decoding's two best tokens at the first difference are looked at: a gap
@@ -62,12 +62,13 @@ DRAFTERS = [
 """Examples of the catalogue that draft without the caller's help."""
 
 
-def served(drafters: str) -> tuple[subprocess.Popen[bytes], httpx.Client]:
+def served(target: str, dtype: str, drafters: str) -> tuple[subprocess.Popen[bytes], httpx.Client]:
     """A server that is ready."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    command = [sys.executable, "-m", "foretoken", "serve", "builtin", "--port", str(port), "--dtype", "float32"]
+    command = [sys.executable, "-m", "foretoken", "serve", target, "--port", str(port), "--dtype", dtype]
+    command += ["--served-name", "builtin"]
     command += ["--drafter", f"router,drafters=({drafters})", "--no-prefix-cache"]
     told = tempfile.TemporaryFile()  # noqa: SIM115 (the server's own from here on)
     process = subprocess.Popen(command, stderr=told)
@@ -187,11 +188,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--samples", type=int, default=400)
     parser.add_argument("--drafters", default="|".join(DRAFTERS))
+    parser.add_argument("--target", default="builtin", help="a model")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()
     prompts = [TEXTS[i % 10] + WORDS[i // 10 % 10] + (f"_{i}" if i >= 100 else "") for i in range(args.prompts)]
     groups = [prompts[i : i + 20] for i in range(0, len(prompts), 20)]
-    process, client = served(args.drafters)
+    process, client = served(args.target, args.dtype, args.drafters)
     try:
         names = client.get("/v1/spec").json()["members"]
         answers = {
@@ -199,7 +202,11 @@ def main() -> None:
             for mode in ("greedy", "seeded")
         }
         rows = [compare(client, name, groups, answers) for name in names]
-        allowed = {"allowed_token_ids": client.post("/tokenize", json={"prompt": "nself10("}).json()["tokens"][:5]}
+        allowed = {
+            "allowed_token_ids": client.post(
+                "/tokenize", json={"prompt": "nself10(", "add_special_tokens": False}
+            ).json()["tokens"][:5]
+        }
         plain = thirds(client, None, args.samples, allowed)
         values = {name: p_value(client, name, plain, args.samples, allowed) for name in names}
     finally:

@@ -58,7 +58,9 @@ def served(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
                 if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
                     break
             time.sleep(0.5)
-        httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 8}, timeout=60)
+        keys = [flags[place + 1] for place, flag in enumerate(flags) if flag == "--api-key"]
+        key = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 8}, timeout=60, headers=key)
         yield process, url
     finally:
         process.kill()
