@@ -2,12 +2,12 @@
 
     python benchmarks/http_lossless.py --prompts 200 [--target FOLDER --dtype bfloat16 --drafters "ngram|quantized,k=4"]
 
-Starts ``foretoken serve`` (the built-in model, in float32) with all drafters as members of one router, so that every request names
-its drafter.  For every prompt the answers without drafts are compared with those of every drafter: greedy, and sampled
-with a seed (the same tokens are promised), by text, token ids, usage and finish reason; a stream is compared with the
-whole answer.  Where greedy ids differ, plain decoding's two best tokens at the first difference are looked at: a gap
-below 1e-3 is a numerical tie.  Unseeded sampling is compared by a two-sample chi-square test of the last of three
-tokens out of five, with Holm's correction over the drafters.
+Starts ``foretoken serve`` (the built-in model, in float32) with all drafters as members of one router, so that
+every request names its drafter.  For every prompt the answers without drafts are compared with those of every drafter:
+greedy, and sampled with a seed (the same tokens are promised), by text, token ids, usage and finish reason; a stream
+is compared with the whole answer.  Where greedy ids differ, plain decoding's two best tokens at the first difference
+are looked at: a gap below 1e-3 is a numerical tie.  Unseeded sampling is compared by a two-sample chi-square test of
+the last of three tokens out of five, with Holm's correction over the drafters.
 """
 
 from __future__ import annotations

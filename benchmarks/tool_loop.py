@@ -3,9 +3,9 @@
     foretoken serve FOLDER &
     python benchmarks/tool_loop.py --url http://127.0.0.1:8000
 
-Anthropic's client on ``/v1/messages`` (streamed), OpenAI's on ``/v1/responses`` and ``/v1/chat/completions``.  The model
-must call a tool first (``tool_choice``), the tool is a Python function here, and the conversation goes on with what it
-gave until the model answers in words.  Ends with 1 when a loop has no answer, or one that lacks the tool's figure.
+Anthropic's client on ``/v1/messages`` (streamed), OpenAI's on ``/v1/responses`` and ``/v1/chat/completions``.  The
+model must call a tool first (``tool_choice``), the tool is a Python function here, and the conversation goes on with
+what it gave until the model answers in words.  Ends with 1 when a loop has no answer, or one without the tool's figure.
 """
 
 from __future__ import annotations
