@@ -67,8 +67,11 @@ def main() -> None:
     dtype = {} if args.folder.endswith(".gguf") else {"dtype": args.dtype}  # a file's is its own
     plain = ft.load(args.folder, drafter=None, generation_config=None, prefix_cache=False, **dtype)
     arms = {"plain": plain}
-    for spec in args.drafters:  # one target for all: its weights are read once
-        arms[spec] = ft.load(plain.target, drafter=spec, tokenizer=plain.tokenizer, prefix_cache=False)
+    for spec in args.drafters:
+        if spec == "auto":  # as a user has it: for a model that is handed in it makes no second weights
+            arms[spec] = ft.load(args.folder, generation_config=None, prefix_cache=False, **dtype)
+        else:  # one target for all: its weights are read once
+            arms[spec] = ft.load(plain.target, drafter=spec, tokenizer=plain.tokenizer, prefix_cache=False)
     half = args.conversations // 2
     prompts = [_ids(plain.tokenizer, text) for text in (*CHAT[:half], *CODE[:half])]
     report: dict[str, Any] = {"environment": environment(), "model": plain.describe(), "prompts": len(prompts)}

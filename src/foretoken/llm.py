@@ -312,13 +312,13 @@ def load(
     """
     if generation_config not in ("auto", None):
         raise ValueError(f"generation_config must be 'auto' or None, not {generation_config!r}")
-    defaults = GenerationDefaults() if generation_config is None else read_defaults(target)
     tuned = {} if profile is None else read_profile(profile)
     if tuned:
         drafter = tuned.get("drafter", drafter) if _is_auto(drafter) else drafter
         verifier = tuned.get("verifier", verifier) if _is_auto(verifier) else verifier
         controller = tuned.get("controller", controller) if _is_auto(controller) else controller
-    check_specs(drafter=drafter, verifier=verifier, controller=controller)
+    check_specs(allow_lossy=allow_lossy, drafter=drafter, verifier=verifier, controller=controller)
+    defaults = GenerationDefaults() if generation_config is None else read_defaults(target)
     how: dict[str, Any] = {"inflate": inflate, "pack": pack, "quantize": quantize, "tensor_parallel": tensor_parallel}
     model = load_model(target, dtype=dtype, device=device, exact=exact, **how)
     if model is not target or graphs != "auto":  # a language model that is handed in stays as it is

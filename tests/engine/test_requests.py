@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import foretoken
 from foretoken import registry
 from foretoken.controllers.base import Controller
 from foretoken.controllers.constant import ConstantController
@@ -479,3 +480,8 @@ def test_taps_reach_the_drafter() -> None:
     assert len(seen) > 3
     for start, rows in seen:
         torch.testing.assert_close(rows, whole[start : start + len(rows)], rtol=0, atol=1e-11)
+
+
+def test_a_lossy_rule_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ValueError, match="'typical' is lossy by design and needs allow_lossy=True"):
+        foretoken.load("no/such/folder", verifier="typical")

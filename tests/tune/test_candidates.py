@@ -81,6 +81,19 @@ def test_the_best_depth_is_that_of_the_formula(alpha: float, step_s: float) -> N
     assert best.controller == f"constant,k={best.depth}"
 
 
+def test_a_drafter_that_ends_its_own_drafts_is_charged_for_the_levels_that_it_ran() -> None:
+    """Nine of ten drafts end behind their first level, the others run eight, seven of them in vain."""
+    short = Round(1, 2, 1, 0, 0.005, V.of(2) + REST + 0.005)
+    accepted = short._replace(written=2, accepted=1)
+    long = Round(1, 9, 8, 0, 0.040, V.of(9) + REST + 0.040)
+    found = scouted([short, accepted] * 45 + [long] * 5 + [long._replace(written=2, accepted=1)] * 5)
+    best = best_candidate(found, V, REST)
+    assert best.depth == 1
+    assert best.cost.seconds(1) == pytest.approx(0.005)
+    assert found.cost_at(8).seconds(8) == pytest.approx(0.9 * 0.005 + 0.1 * 0.040)
+    assert best.predicted == pytest.approx(1.0, rel=0.02)  # 1.5 tokens in 18 ms, plain 12; rows are whole
+
+
 def test_the_speed_that_was_measured_sets_the_scale() -> None:
     """Rounds that took twice what the model says: so do those of every other length."""
     slow = [one._replace(total_s=2 * one.total_s) for one in rounds_of(0.7, 0.002)]

@@ -114,16 +114,19 @@ class LoadingContext(BuildContext):
         return read_head(getattr(self.target, "model", None))
 
 
-def check_specs(**specs: Any) -> None:
+def check_specs(*, allow_lossy: bool, **specs: Any) -> None:
     """Find what is wrong with spec strings, by role, before a model is loaded for them; objects are left alone.
 
     Raises:
-        ValueError: an unknown name or option, a value of the wrong type, or a path for what takes none.
+        ValueError: an unknown name or option, a value of the wrong type, a path for what takes none, or a lossy
+            verifier that was not allowed.
     """
     for role, given in specs.items():
         for spec in given if isinstance(given, list | tuple) else [given]:
             if isinstance(spec, str) and spec not in ("auto", "none"):
-                _read_spec(role, spec)
+                kind, _, _ = _read_spec(role, spec)
+                if role == "verifier" and not (kind.lossless or allow_lossy):
+                    raise ValueError(f"verifier {spec!r} is lossy by design and needs allow_lossy=True")
 
 
 def _read_spec(role: Any, spec: str) -> tuple[type[Any], str | None, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 from foretoken.costs import DrafterCost, RoundCosts, TargetCost
@@ -36,6 +36,16 @@ class Scouted:
         """What it costs and promises."""
         return cost_of(self.standing.own, self.depth, self.copies)
 
+    def cost_at(self, depth: int) -> DrafterCost:
+        """The same for drafts of at most so many levels, of which a drafter that ends its own drafts runs fewer."""
+        cost = self.cost
+        drafted = [one.depth for one in _roomy(self.standing.own, self.depth) if one.depth > 0]
+        if not drafted:
+            return cost
+        levels = fmean(min(one, depth) for one in drafted) / depth
+        per_level = cost.nodes_per_depth * self.depth / fmean(drafted)
+        return replace(cost, step_s=cost.step_s * levels, nodes_per_depth=per_level * levels)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -64,15 +74,16 @@ def cost_of(rounds: Sequence[Round], depth: int, copies: bool) -> DrafterCost:
 
     A drafter with a network costs a step per level; one that copies text looks up once, whatever the length.
     """
-    roomy = [one for one in rounds if one.room > depth] or list(rounds)
+    roomy = _roomy(rounds, depth)
     drafting = [one for one in roomy if one.depth > 0]
     survival = [sum(one.accepted >= d for one in roomy) / max(len(roomy), 1) for d in range(1, depth + 1)]
     if not drafting:
         return DrafterCost(0.0, 0.0, survival, 0.0, 1.0)
-    own_s = len(drafting) / len(roomy) * median(one.draft_s for one in drafting)  # of a round, with a guess or without
-    call_s, step_s = (own_s, 0.0) if copies else (0.0, own_s / fmean(one.depth for one in drafting))
+    proposes = len(drafting) / len(roomy)  # costs are those of a round, with a guess or without
+    call_s = proposes * median(one.draft_s for one in drafting) if copies else 0.0
+    step_s = 0.0 if copies else proposes * median(one.draft_s / one.depth for one in drafting)
     per_depth = fmean(one.nodes - 1 for one in drafting) / depth
-    return DrafterCost(call_s, step_s, survival, len(drafting) / len(roomy), per_depth)
+    return DrafterCost(call_s, step_s, survival, proposes, per_depth)
 
 
 def best_candidate(tried: Scouted, target: TargetCost, rest_s: float) -> Candidate:
@@ -81,11 +92,18 @@ def best_candidate(tried: Scouted, target: TargetCost, rest_s: float) -> Candida
     A chain's shorter drafts are pieces of its longest one, so that every length can be judged.  A tree with less depth
     is another tree: of it only what was measured is known.
     """
-    cost, speedup = tried.cost, tried.standing.speedup
-    costs = RoundCosts(target, {tried.spec: cost}, rest_s)
-    whole = costs.speedup(tried.spec, tried.depth)
+
+    def modelled(depth: int) -> float:
+        return RoundCosts(target, {tried.spec: tried.cost_at(depth)}, rest_s).speedup(tried.spec, depth)
+
+    scale = tried.standing.speedup / modelled(tried.depth)
     depths = [tried.depth] if tried.trees else range(1, tried.depth + 1)
-    predicted = {depth: speedup * costs.speedup(tried.spec, depth) / whole for depth in depths}
+    predicted = {depth: scale * modelled(depth) for depth in depths}
     # The longest of those that are as good as the best: noise must not cut drafts that cost nothing.
     best = max(depth for depth in depths if predicted[depth] >= NEAR * max(predicted.values()))
-    return Candidate(tried.spec, best, predicted[best], cost)
+    return Candidate(tried.spec, best, predicted[best], tried.cost_at(best))
+
+
+def _roomy(rounds: Sequence[Round], depth: int) -> list[Round]:
+    """The rounds in which the answer had room for a whole draft; all, where there are none."""
+    return [one for one in rounds if one.room > depth] or list(rounds)
