@@ -199,6 +199,8 @@ def test_explain_marks_tokens_without_colour_and_colours_them_with_it(
         target,
         "--drafter",
         f"model:{draft}",
+        "--controller",
+        "constant",
         "--max-new-tokens",
         "16",
         "--explain",
