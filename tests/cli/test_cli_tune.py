@@ -53,8 +53,8 @@ def test_the_result_loads_as_a_drafter(run: Any, target: str, prompts: str, tmp_
     }
     assert saved["target"]["layers"] == 2 and (saved["new_tokens"], saved["k"]) == (4, 8)
     outputs = [
-        run("generate", "for", "--target", target, "--drafter", spec, "--max-new-tokens", "12", "--json").json
-        for spec in ("none", f"layer_skip:{out},k=3")
+        run("generate", "for", "--target", target, "--drafter", spec, *more, "--max-new-tokens", "12", "--json").json
+        for spec, more in (("none", ()), (f"layer_skip:{out},k=3", ("--controller", "constant")))
     ]
     assert outputs[0]["token_ids"] == outputs[1]["token_ids"]
     assert outputs[1]["stats"]["num_draft_tokens"] > 0
