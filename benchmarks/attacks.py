@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 import psutil
-from reliability import TARGET, ms, served
+from reliability import TARGET, health_times, ms, served
 
 ATTACKER, INNOCENT = "attacker-key-01234567", "innocent-key-01234567"
 FLAGS = ("--api-key", ATTACKER, "--api-key", INNOCENT, "--max-running", "8", "--write-timeout", "10")
@@ -32,8 +32,8 @@ Attack = Callable[[str, float, Counter[str]], None]
 
 
 def headers(key: str) -> dict[str, str]:
-    """Of a client with this key."""
-    return {"Authorization": f"Bearer {key}"}
+    """Of a client with this key that sends JSON."""
+    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
 
 def posting(path: str, body: dict[str, Any], clients: int) -> Attack:
@@ -117,14 +117,6 @@ def measured(attack: Attack, seconds: float) -> dict[str, Any]:
         health: list[float] = []
         innocent: list[float] = []
 
-        def watch() -> None:
-            with httpx.Client(base_url=url, timeout=60) as client:
-                while time.monotonic() < end:
-                    began = time.perf_counter()
-                    client.get("/health")
-                    health.append(time.perf_counter() - began)
-                    time.sleep(0.02)
-
         def ask() -> None:
             with httpx.Client(base_url=url, timeout=120, headers=headers(INNOCENT)) as client:
                 while time.monotonic() < end:
@@ -135,7 +127,8 @@ def measured(attack: Attack, seconds: float) -> dict[str, Any]:
                     innocent.append(time.perf_counter() - began)
                     time.sleep(0.1)
 
-        threads = [threading.Thread(target=work) for work in (watch, ask)]
+        watching = threading.Thread(target=lambda: health.extend(health_times(url, end)))
+        threads = [watching, threading.Thread(target=ask)]
         for thread in threads:
             thread.start()
         attack(url, end, answers)

@@ -48,9 +48,14 @@ def messages(url: str, model: str) -> str:
     count = client.messages.count_tokens(model=model, messages=history, tools=tools).input_tokens
     note("", f"count_tokens: {count}")
     for turn in range(MOST_TURNS):
-        choice: Any = {"type": "any"} if turn == 0 else {"type": "auto"}
+        choice: Any = {"type": "any" if turn == 0 else "auto", "disable_parallel_tool_use": True}
         with client.messages.stream(
-            model=model, max_tokens=MOST_TOKENS, temperature=0, messages=history, tools=tools, tool_choice=choice
+            model=model,
+            max_tokens=MOST_TOKENS,
+            messages=history,
+            tools=tools,
+            tool_choice=choice,
+            extra_body={"temperature": 0},
         ) as stream:
             kinds = [event.type for event in stream]
             answer = stream.get_final_message()
@@ -81,6 +86,7 @@ def responses(url: str, model: str) -> str:
             input=items,
             tools=tools,
             tool_choice="required" if turn == 0 else "auto",
+            parallel_tool_calls=False,
             max_output_tokens=MOST_TOKENS,
             temperature=0,
         )
@@ -111,6 +117,7 @@ def completions(url: str, model: str) -> str:
             messages=history,
             tools=tools,
             tool_choice="required" if turn == 0 else "auto",
+            parallel_tool_calls=False,
             max_completion_tokens=MOST_TOKENS,
             temperature=0,
         )

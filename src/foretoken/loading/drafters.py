@@ -126,7 +126,7 @@ def check_specs(*, allow_lossy: bool, **specs: Any) -> None:
             if isinstance(spec, str) and spec not in ("auto", "none"):
                 kind, _, _ = _read_spec(role, spec)
                 if role == "verifier" and not (kind.lossless or allow_lossy):
-                    raise ValueError(f"verifier {spec!r} is lossy by design and needs allow_lossy=True")
+                    raise ValueError(f"verifier {spec!r} is lossy by design and needs allow_lossy=True (--allow-lossy)")
 
 
 def _read_spec(role: Any, spec: str) -> tuple[type[Any], str | None, dict[str, Any]]:

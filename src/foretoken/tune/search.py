@@ -39,8 +39,6 @@ PROMISING = 0.7
 """Share of the best speed-up from which on a drafter's other trees are tried."""
 FINALISTS, RUNGS = 3, 2
 """Fixed ways that race each other, ``auto`` beside them; how often half of them go on."""
-LONG = 4
-"""Levels of the best draft from which on half of them race, too."""
 PAYS = 1.02
 """Speed-up below which plain decoding is chosen."""
 ADAPTS = 0.97
@@ -244,15 +242,9 @@ class Search:
             _warmed(arms[way], self.job.prompts[0])
 
     def _ways(self) -> list[Way]:
-        """The best configurations, the best one also with half of its length, and ``auto`` with the best drafters.
-
-        A length is judged by a few dozen rounds, in which the last levels of a draft were hardly ever refused.
-        """
+        """The best configurations, and ``auto`` with the best drafters."""
         best = self._candidates()[:FINALISTS]
         fixed = [Way(one.drafter, one.controller) for one in best]
-        first = self.scouted[best[0].drafter]
-        if best[0].depth >= LONG and not first.trees and not first.copies:
-            fixed.append(Way(best[0].drafter, f"constant,k={best[0].depth // 2}"))
         return [*fixed, Way(self._group(), "auto")]
 
     def _candidates(self) -> list[Candidate]:
