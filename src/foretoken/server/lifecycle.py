@@ -117,12 +117,12 @@ async def _watched(serving: Any, asked: asyncio.Event, task: asyncio.Task[None])
         if serving.trouble is not None:
             await asyncio.sleep(0.5)  # open streams are told
             return DEAD
-        if asked.is_set():
-            await _drained(serving, serving.settings.shutdown_timeout)
-            return 0
         if serving.is_loaded and not said:
             said = True
             logs.say(greeting(serving.settings, serving.is_chat))
+        if asked.is_set():
+            await _drained(serving, serving.settings.shutdown_timeout)
+            return 0
         await asyncio.sleep(0.05)
     return 1
 
