@@ -120,14 +120,14 @@ def test_what_repeats_the_target_is_left_out(tmp_path: Path) -> None:
     save_family(tmp_path, "glm4_moe")
     add_tensors(tmp_path, {"model.layers.2.embed_tokens.weight": torch.ones(VOCAB, SIZE),
                            "model.layers.2.shared_head.head.weight": torch.ones(VOCAB, SIZE)})  # fmt: skip
-    assert ft.load(tmp_path, "mtp").generate(PROMPT, max_new_tokens=4).token_ids
+    assert ft.load(tmp_path, "mtp", controller="constant").generate(PROMPT, max_new_tokens=4).token_ids
 
 
 def test_a_head_in_a_file_of_its_own(tmp_path: Path) -> None:
     network = save_target(tmp_path)
     module = random_module(network)
     add_tensors(tmp_path, published("glm4_moe", 0, 2, module.state_dict()), "mtp.safetensors")
-    assert ft.load(tmp_path, "mtp").generate(PROMPT, max_new_tokens=4).stats.num_draft_tokens
+    assert ft.load(tmp_path, "mtp", controller="constant").generate(PROMPT, max_new_tokens=4).stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -151,7 +151,7 @@ def test_a_head_of_a_hub_id(shards: int, tmp_path: Path, monkeypatch: pytest.Mon
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(commit)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    llm = ft.load("some/target", "mtp", dtype="float64", tokenizer=load_tokenizer("builtin"))
+    llm = ft.load("some/target", "mtp", dtype="float64", tokenizer=load_tokenizer("builtin"), controller="constant")
     assert isinstance(llm.drafter, MtpDrafter)
     out = llm.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
     assert out.stats.num_draft_tokens
