@@ -14,19 +14,24 @@ namespace integers8 {
 constexpr long WIDTH = 32;    // outputs that are stored together
 constexpr long BLOCK = 32;    // inputs that share a scale of activations
 constexpr long CHUNK = 8;     // tiles of rows that share a block of weights before the next one is read
-constexpr long AHEAD = 2048;  // bytes: a tile of several rows leaves the CPU no room to look for weights so far ahead
+constexpr long AHEAD = 3072;  // bytes: a tile of several rows leaves the CPU no room to look for weights so far ahead
 constexpr int MIDDLE8 = 128;  // what is added to a weight in 8 bits to make it unsigned
 constexpr float MIDDLE4 = 8;
 constexpr float MOST_BYTE = 127;
 constexpr std::int32_t TINY = 0x08000000;  // the bits of 2^-111: inputs below it count as zero
 
-// Tiles: rows, and vectors of outputs in 4 and in 8 bits.  Sums of integers take a register for each of both, and two
-// where weights in 8 bits are added by halves.
+// Rows of a tile, and registers for its sums of integers.
 #if defined(__AVX512F__)
-constexpr int MOST = 8, VECTORS4 = 2, VECTORS8 = ADDS_BYTES ? 2 : 1;
+constexpr long MOST = 8, REGISTERS = 16;
 #else
-constexpr int MOST = 4, VECTORS4 = 2, VECTORS8 = ADDS_BYTES ? 2 : 1;
+constexpr long MOST = 4, REGISTERS = 8;
 #endif
+
+// Vectors of outputs of a tile of so many rows, where a row has so many sums of a vector.
+constexpr int vectors(int rows, int sums) {
+    const long fitting = REGISTERS / (rows * sums), all = WIDTH / LANES;
+    return fitting >= all ? all : fitting >= 2 ? 2 : 1;
+}
 
 // Rows of activations as integers.
 struct Activations {
@@ -39,7 +44,7 @@ struct Activations {
 
     static long num_bytes(long rows, long in) {
         const long blocks = (in + BLOCK - 1) / BLOCK;
-        return rows * (row_bytes(in) + (2 * blocks + 1) * long(sizeof(float)));
+        return (rows * (row_bytes(in) + (2 * blocks + 1) * long(sizeof(float))) + 63) / 64 * 64;
     }
 
     // `work` has num_bytes.
@@ -96,17 +101,18 @@ inline void prefetch(const void *from) { _mm_prefetch((const char *)from + AHEAD
 // Tiles write [ROWS, WIDTH] float sums to `sums`.
 template <int ROWS>
 void tile8(const Activations &x, long row, const Weight &weight, long block, float (*sums)[WIDTH]) {
-    constexpr long OUTPUTS = VECTORS8 * LANES;
+    constexpr int VECTORS = vectors(ROWS, ADDS_BYTES ? 1 : 2);  // by halves of bytes where bytes are not added
+    constexpr long OUTPUTS = VECTORS * LANES;
     for (long part = 0; part < WIDTH; part += OUTPUTS) {
         const std::uint8_t *w = weight.block(block) + 4 * part;
-        Floats results[VECTORS8][ROWS];
-        UNROLL for (int v = 0; v < VECTORS8; v++) UNROLL for (int r = 0; r < ROWS; r++) results[v][r] = no_floats();
+        Floats results[VECTORS][ROWS];
+        UNROLL for (int v = 0; v < VECTORS; v++) UNROLL for (int r = 0; r < ROWS; r++) results[v][r] = no_floats();
         for (long b = 0; b < x.blocks; b++) {
             const long from = b * BLOCK, to = from + BLOCK < x.in ? from + BLOCK : x.in;
-            ByteSums low[VECTORS8][ROWS], high[VECTORS8][ROWS];
+            ByteSums low[VECTORS][ROWS], high[VECTORS][ROWS];
             for (long i = from; i < to; i += 4, w += 4 * WIDTH) {
                 if (ROWS > 1) UNROLL for (long line = 0; line < 4 * OUTPUTS; line += 64) prefetch(w + line);
-                UNROLL for (int v = 0; v < VECTORS8; v++) {
+                UNROLL for (int v = 0; v < VECTORS; v++) {
                     const Words stored = load_words(w + 4 * LANES * v);
                     UNROLL for (int r = 0; r < ROWS; r++) {
                         const Words inputs = spread_word(*(const four *)(x.bytes + (row + r) * x.stride + i));
@@ -115,13 +121,13 @@ void tile8(const Activations &x, long row, const Weight &weight, long block, flo
                     }
                 }
             }
-            UNROLL for (int v = 0; v < VECTORS8; v++) UNROLL for (int r = 0; r < ROWS; r++) {
+            UNROLL for (int v = 0; v < VECTORS; v++) UNROLL for (int r = 0; r < ROWS; r++) {
                 const Words both = ADDS_BYTES ? low[v][r].whole() : plus(low[v][r].whole(), times16(high[v][r].whole()));
                 const Floats scale = spread(x.scale[(row + r) * x.blocks + b]);
                 results[v][r] = times_plus(as_floats(both), scale, results[v][r]);
             }
         }
-        UNROLL for (int v = 0; v < VECTORS8; v++) {
+        UNROLL for (int v = 0; v < VECTORS; v++) {
             const Floats scale = load_bfloat16(weight.block_scales(block) + part + LANES * v);
             UNROLL for (int r = 0; r < ROWS; r++) {
                 const Floats sum = minus_times(spread(x.totals[row + r]), spread(MIDDLE8), results[v][r]);
@@ -133,28 +139,29 @@ void tile8(const Activations &x, long row, const Weight &weight, long block, flo
 
 template <int ROWS>
 void tile4(const Activations &x, long row, const Weight &weight, long block, float (*sums)[WIDTH]) {
-    constexpr long OUTPUTS = VECTORS4 * LANES;
+    constexpr int VECTORS = vectors(ROWS, 1);
+    constexpr long OUTPUTS = VECTORS * LANES;
     const long shared = weight.group / BLOCK;  // blocks of activations that share scales of weights
     for (long part = 0; part < WIDTH; part += OUTPUTS) {
         const std::uint8_t *w = weight.block(block) + 4 * part;
         const bfloat16 *scales = weight.block_scales(block) + part;
-        Floats results[VECTORS4][ROWS];
-        UNROLL for (int v = 0; v < VECTORS4; v++) UNROLL for (int r = 0; r < ROWS; r++) results[v][r] = no_floats();
+        Floats results[VECTORS][ROWS];
+        UNROLL for (int v = 0; v < VECTORS; v++) UNROLL for (int r = 0; r < ROWS; r++) results[v][r] = no_floats();
         for (long b = 0; b < x.blocks; b++) {
-            ByteSums integers[VECTORS4][ROWS];
+            ByteSums integers[VECTORS][ROWS];
             for (long i = b * BLOCK; i < (b + 1) * BLOCK; i += 8, w += 4 * WIDTH) {
                 if (ROWS > 1) UNROLL for (long line = 0; line < 4 * OUTPUTS; line += 64) prefetch(w + line);
-                Words halves[2][VECTORS4];
-                UNROLL for (int v = 0; v < VECTORS4; v++) {
+                Words halves[2][VECTORS];
+                UNROLL for (int v = 0; v < VECTORS; v++) {
                     const Words stored = load_words(w + 4 * LANES * v);
                     halves[0][v] = low_halves(stored), halves[1][v] = high_halves(stored);
                 }
                 UNROLL for (int half = 0; half < 2; half++) UNROLL for (int r = 0; r < ROWS; r++) {
                     const Words inputs = spread_word(*(const four *)(x.bytes + (row + r) * x.stride + i + 4 * half));
-                    UNROLL for (int v = 0; v < VECTORS4; v++) integers[v][r].add(halves[half][v], inputs);
+                    UNROLL for (int v = 0; v < VECTORS; v++) integers[v][r].add(halves[half][v], inputs);
                 }
             }
-            UNROLL for (int v = 0; v < VECTORS4; v++) {
+            UNROLL for (int v = 0; v < VECTORS; v++) {
                 const bfloat16 *own = scales + 2 * WIDTH * (b / shared) + LANES * v;
                 if (ROWS > 1) prefetch(own);
                 const Floats scale = load_bfloat16(own);
@@ -167,7 +174,7 @@ void tile4(const Activations &x, long row, const Weight &weight, long block, flo
                 }
             }
         }
-        UNROLL for (int v = 0; v < VECTORS4; v++) UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) UNROLL for (int r = 0; r < ROWS; r++)
             store_floats(sums[r] + part + LANES * v, results[v][r]);
     }
 }

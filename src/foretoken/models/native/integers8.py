@@ -15,6 +15,8 @@ from foretoken.models.native.library import address, function
 
 BLOCK, MOST, TINY = 32, 127, 2.0**-111
 """Inputs that share a scale, their largest byte, and what counts as zero, as in the source."""
+OWN_ROWS = 32
+"""So few rows each thread turns into bytes for itself, as in the source."""
 
 
 def product(x: Tensor, packed: Tensor, scales: Tensor, out: int, group: int) -> Tensor:
@@ -32,16 +34,18 @@ def product(x: Tensor, packed: Tensor, scales: Tensor, out: int, group: int) -> 
         x = x.contiguous()
     bits, group = (4, group) if group else (8, inner)
     result = x.new_empty(rows, out)
-    work = torch.empty(rows * row_bytes(inner), dtype=torch.uint8)
+    copies = torch.get_num_threads() if rows <= OWN_ROWS else 1
+    work = torch.empty(copies * work_bytes(rows, inner), dtype=torch.uint8)
     weight = address(packed), bits, group, address(scales), out
     multiply = function("integer8_product", "pnnnpnnpnpp")
     multiply(address(x), rows, inner, x.stride(0), *weight, address(result), address(work))
     return result
 
 
-def row_bytes(inner: int) -> int:
-    """Memory that a row of activations takes: an odd number of cache lines, scales, sums, and a sum of all."""
-    return (-(-inner // 64) | 1) * 64 + 4 * (2 * -(-inner // BLOCK) + 1)
+def work_bytes(rows: int, inner: int) -> int:
+    """Memory that rows of activations take: odd numbers of cache lines, scales, sums, and a sum of all for each."""
+    row = (-(-inner // 64) | 1) * 64 + 4 * (2 * -(-inner // BLOCK) + 1)
+    return -(-rows * row // 64) * 64
 
 
 def rounded(x: Tensor) -> Tensor:
