@@ -7,8 +7,9 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "lanes.h"
 
+namespace lanes {
 namespace integers8 {
 
 constexpr long WIDTH = 32;    // outputs that are stored together
@@ -191,29 +192,44 @@ constexpr Tile TILES4[] = {nullptr,  tile4<1>, tile4<2>, tile4<3>, tile4<4>,
 #endif
 };
 
+// Where results go, [rows, out]: rows are `stride` numbers apart, those of the residual too.
+struct Outputs {
+    bfloat16 *result;
+    long stride;
+    const float *bias = nullptr;         // [out], or null
+    const bfloat16 *residual = nullptr;  // added, or null; may be the result itself
+};
+
+// One row of WIDTH sums, of which `width` are real, to where it belongs.
+inline void finish(float *sums, const Outputs &y, long row, long column, long width) {
+    alignas(64) bfloat16 narrow[WIDTH];
+    const long at = row * y.stride + column;
+    for (long i = 0; y.bias && i < width; i++) sums[i] += y.bias[column + i];
+    for (long i = 0; y.residual && i < width; i++) sums[i] += widened(y.residual[at + i]);
+    UNROLL for (long i = 0; i < WIDTH; i += LANES) store_bfloat16(narrow + i, load_floats(sums + i));
+    std::memcpy(y.result + at, narrow, width * sizeof *narrow);
+}
+
 // The rows of `x` [rows, in], `stride` numbers apart, that are one thread's.
 inline void fill(const bfloat16 *x, long rows, long stride, const Activations &to, long thread, long threads) {
     for (long row = thread; row < rows; row += threads) to.fill(x + row * stride, row);
 }
 
-// One thread's outputs of result [rows, out] = x weight^T.
-inline void multiply(const Activations &x, long rows, const Weight &weight, bfloat16 *result, long thread, long threads) {
-    const long blocks = weight.num_blocks(), tiles = (rows + MOST - 1) / MOST;
+// Outputs `from` to `to` of x weight^T, in blocks of WIDTH.
+inline void multiply(const Activations &x, long rows, const Weight &weight, const Outputs &y, long from, long to) {
+    const long tiles = (rows + MOST - 1) / MOST;
     const Tile *tile = weight.bits == 8 ? TILES8 : TILES4;
     alignas(64) float sums[MOST][WIDTH];
-    alignas(64) bfloat16 narrow[WIDTH];
     for (long chunk = 0; chunk < tiles; chunk += CHUNK)
-        for (long block = blocks * thread / threads; block < blocks * (thread + 1) / threads; block++) {
+        for (long block = from; block < to; block++) {
             const long column = block * WIDTH, width = weight.out - column < WIDTH ? weight.out - column : WIDTH;
             for (long t = chunk; t < tiles && t < chunk + CHUNK; t++) {
                 const long row = t * MOST, count = rows - row < MOST ? rows - row : MOST;
                 tile[count](x, row, weight, block, sums);
-                for (long r = 0; r < count; r++) {
-                    UNROLL for (long i = 0; i < WIDTH; i += LANES) store_bfloat16(narrow + i, load_floats(sums[r] + i));
-                    std::memcpy(result + (row + r) * weight.out + column, narrow, width * sizeof *narrow);
-                }
+                for (long r = 0; r < count; r++) finish(sums[r], y, row + r, column, width);
             }
         }
 }
 
 }  // namespace integers8
+}  // namespace lanes

@@ -9,9 +9,10 @@
 #include <cstring>
 #include <immintrin.h>
 
+#undef UNROLL
 #define UNROLL _Pragma("GCC unroll 16")
 
-namespace {
+namespace lanes {
 
 typedef std::uint16_t bfloat16;
 typedef std::int32_t __attribute__((may_alias)) four;  // bytes of four inputs
@@ -172,4 +173,4 @@ struct ByteSums {
 
 #endif
 
-}  // namespace
+}  // namespace lanes
