@@ -60,7 +60,7 @@ def product(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     }
     chosen = kinds[request.param]
 
-    def pick(out: int, width: int, group: int, bits: str) -> type[QuantisedProduct]:
+    def pick(out: int, width: int, group: int, bits: str, activations: str) -> type[QuantisedProduct]:
         return chosen if bits != "8" or chosen.bits == 8 else Int8Product
 
     monkeypatch.setattr(second_weights, "fastest_draft_product", pick)
