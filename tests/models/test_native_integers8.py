@@ -1,5 +1,5 @@
-"""Our kernels with activations of 8 bits, on every instruction set that this CPU has: what their twin says, the same bits
-in any company, and nothing hidden that is no number."""
+"""Our kernels with activations of 8 bits, on every instruction set that this CPU has: what their twin says, the same
+bits in any company, and nothing hidden that is no number."""
 
 from __future__ import annotations
 
