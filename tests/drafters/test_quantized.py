@@ -27,7 +27,15 @@ from foretoken.models.call import Call
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.layers import LayerPlan
 from foretoken.models.packing import pack_linears
-from foretoken.models.quantised_products import Dequantised, Int4Product, Int8Product, IntegerProduct, QuantisedProduct
+from foretoken.models.quantised import multiplies_bytes
+from foretoken.models.quantised_products import (
+    Dequantised,
+    Int4Product,
+    Int8Product,
+    IntegerProduct,
+    NativeProduct,
+    QuantisedProduct,
+)
 from foretoken.models.second_weights import OwnWeightsModel, QuantisedWeights, Scheme
 from foretoken.sampling import SamplingParams
 from models.checkpoints import new_model, prompt_of
@@ -305,6 +313,23 @@ def test_the_set_holds_what_the_dequantised_weights_say(lean: bool) -> None:
     assert not any(isinstance(one, Dequantised) for one in made)
 
 
+@pytest.mark.skipif(not multiplies_bytes(), reason="no kernel for activations of 8 bits")
+@pytest.mark.parametrize("activations", ["8", "15", "auto"])
+def test_drafts_take_activations_of_8_bits_unless_told_otherwise(activations: str) -> None:
+    target = model()
+    drafter = build_drafter(f"quantized,bits=8,activations={activations}", target, target_source=target)
+    products = drafter.model.weights.all_products
+    assert products and all((product.activations == 8) is (activations != "15") for product in ours(products))
+    assert activations != "8" or len(ours(products)) == len(products)
+    wanted = [Request([3, 5, 7], GREEDY, 12, ignore_eos=True)]
+    assert outputs(engine(target, drafter), wanted) == outputs(engine(target), wanted)
+
+
+def ours(products: list[QuantisedProduct]) -> list[QuantisedProduct]:
+    """Those of our own kernels: which of all is the fastest on a small matrix is a matter of chance."""
+    return [product for product in products if isinstance(product, NativeProduct)]
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +338,7 @@ def test_the_set_holds_what_the_dequantised_weights_say(lean: bool) -> None:
     [
         ("quantized:folder", "takes no path"),
         ("quantized,bits=5", "bits=4, 8 or auto"),
+        ("quantized,activations=16", "activations must be one of 8, 15, auto"),
         ("quantized,group=48", "group must be one of 32, 64, 128"),
         ("quantized,k=0", "quantized needs k >= 1"),
         ("quantized,draw=sorted", "draw must be"),
@@ -348,6 +374,11 @@ def test_targets_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert one_line(error)
     QuantizedDrafter(odd, "8")
     whole = model()
+    with monkeypatch.context() as lacking:
+        lacking.setattr(second_weights, "multiplies_bytes", lambda: False)
+        with pytest.raises(CapabilityError, match="no kernel for activations of 8 bits: leave it out") as error:
+            QuantizedDrafter(whole, "8", activations="8")
+        assert one_line(error) and not whole._second
     monkeypatch.setattr(second_weights, "free_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"a second set of weights takes .* GB and .* are free") as full:
         QuantizedDrafter(whole, "8")
