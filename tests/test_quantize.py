@@ -223,4 +223,4 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     main(["generate", "def f(", "--quantize", "int8", "--drafter", "ngram", "--max-new-tokens", "4", "--json"])
     assert len(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["token_ids"]) == 4
     assert main(["generate", "x", "--quantize", "int2"]) == 2
-    assert "quantize must be one of int8, int4, not 'int2'" in capsys.readouterr().err
+    assert "quantize must be one of int8, int4, int8-a8, int4-a8, not 'int2'" in capsys.readouterr().err

@@ -37,7 +37,7 @@ class QuantizedDrafter(ModelDrafter):
         bits: ``8``, ``4``, or ``auto`` for what is faster here, layer by layer; 16 quantises nothing.
         k: chain length, when no tree is asked for.
         group: weights of a row that share an int4 scale: 32, 64 or 128.
-        activations: bits of the inputs, ``8``, ``15``, or ``auto``: 8 where this machine has a kernel for them.
+        activations: bits of the inputs, ``8``, ``15``, or ``auto``: 8 where that is faster here, layer by layer.
         tree: children per level, as for the drafter ``model``.
         draw: how siblings are drawn, as for the drafter ``model``.
 

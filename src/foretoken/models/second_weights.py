@@ -40,8 +40,7 @@ class Scheme:
     Attributes:
         bits: ``"4"``, ``"8"``, or ``"auto"``: the faster of both for each layer, by measurement.
         group: weights of a row that share an int4 scale.
-        activations: bits of the inputs: ``"8"``, ``"15"`` or more, or ``"auto"``: 8 where this machine has a kernel for
-            them.
+        activations: bits of the inputs: ``"8"``, ``"15"`` or more, or ``"auto"``: 8 where that is faster.
 
     Raises:
         ValueError: a value outside its choices.
