@@ -31,6 +31,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A process that has not compiled anything yet, with an empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(library.SWITCH, raising=False)
     caches = (library._loaded, library.function, layouts._has_native)
     for found in caches:
         found.cache_clear()

@@ -23,6 +23,7 @@ needs_it = pytest.mark.skipif(why_not("avx2") is not None, reason=f"no kernels o
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Kernels are compiled for each instruction set in turn."""
     caches = (library._loaded, library.function, layouts._has_native, quantised.available)
+    monkeypatch.delenv(library.SWITCH, raising=False)
     monkeypatch.setitem(library.ALLOWED, "native", (request.param,))
     for one in caches:
         one.cache_clear()
