@@ -289,8 +289,9 @@ def load(
         pack: whether linear layers may be laid out anew, in place, where this machine multiplies them faster so
             (measured once per machine, see ``docs/packing.md``): by default those of models that are loaded here;
             ``True``: also those of a model that is handed in (``llm.target.unpack()`` takes it back); ``False``: none.
-        quantize: ``"int8"`` or ``"int4"``: quantise the weights of a target that is loaded, on the CPU.  A quantised
-            target has a distribution of its own, which speculation keeps.
+        quantize: ``"int8"`` or ``"int4"`` (``"int8-a8"``, ``"int4-a8"``: with activations of 8 bits): quantise the
+            weights of a target that is loaded, on the CPU.  A quantised target has a distribution of its own, which
+            speculation keeps.
         graphs: run the target and its draft model as CUDA graphs (:mod:`foretoken.models.graphs`): ``"auto"`` where
             they are on a CUDA device and a check at load passes, ``True`` (an error where that cannot be), ``False``.
         prefix_cache: keep finished texts (their keys and values, at most 64 MiB), so that the next turn of a

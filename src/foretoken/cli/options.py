@@ -59,7 +59,10 @@ class Common:
         str | None, typer.Option(help="For measuring: the target's outputs at the cost of 300m, 1b, 3b, 7b parameters.")
     ] = None
     quantize: Annotated[
-        str | None, typer.Option(help="Quantise the target's weights on the cpu: int8 or int4. It is then another one.")
+        str | None,
+        typer.Option(
+            help="Quantise the target's weights on the cpu: int8, int4, int8-a8 or int4-a8. It is then another."
+        ),
     ] = None
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0

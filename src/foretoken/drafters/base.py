@@ -196,7 +196,7 @@ class BuildContext(ABC):
             name: of the drafter that asks, for messages.
             path: a folder or hub id; ``None`` is the built-in draft model, for the built-in target.
             packed: whether weights may be rearranged for speed; otherwise they stay where they can be trained.
-            quantize: ``"int8"``, ``"int4"`` or ``None``.
+            quantize: ``"int8"``, ``"int4"``, one of them with ``-a8`` for activations of 8 bits, or ``None``.
 
         Raises:
             ValueError: no path and no built-in draft for this target, or another tokenizer.

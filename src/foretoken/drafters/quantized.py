@@ -37,6 +37,7 @@ class QuantizedDrafter(ModelDrafter):
         bits: ``8``, ``4``, or ``auto`` for what is faster here, layer by layer; 16 quantises nothing.
         k: chain length, when no tree is asked for.
         group: weights of a row that share an int4 scale: 32, 64 or 128.
+        activations: bits of the inputs, ``8``, ``15``, or ``auto``: 8 where that is faster here, layer by layer.
         tree: children per level, as for the drafter ``model``.
         draw: how siblings are drawn, as for the drafter ``model``.
 
@@ -56,8 +57,9 @@ class QuantizedDrafter(ModelDrafter):
         group: int = 32,
         tree: str = "",
         draw: str = "",
+        activations: str = "auto",
     ) -> None:
-        super().__init__(OwnWeightsModel(target, scheme_of(bits, group)), k, tree, draw, target)
+        super().__init__(OwnWeightsModel(target, scheme_of(bits, group, activations)), k, tree, draw, target)
 
     @classmethod
     def build(
@@ -112,7 +114,7 @@ class QuantizedDrafter(ModelDrafter):
                 context.sequence.clear_scratch()
 
 
-def scheme_of(bits: str, group: int) -> Scheme | None:
+def scheme_of(bits: str, group: int, activations: str = "auto") -> Scheme | None:
     """Options -> how weights are quantised; ``None`` for not at all.
 
     Raises:
@@ -120,5 +122,5 @@ def scheme_of(bits: str, group: int) -> Scheme | None:
     """
     if bits not in ("4", "8", "auto", FULL):
         raise ValueError(f"quantized needs bits=4, 8 or auto (or 16, which quantises nothing), not {bits}")
-    found = Scheme("8" if bits == FULL else bits, group)
+    found = Scheme("8" if bits == FULL else bits, group, activations)
     return None if bits == FULL else found

@@ -62,9 +62,10 @@ def load_model(
     that there is; ``None``: the cpu); a model that is handed in stays where it is.  ``pack`` says whether linear layers
     may be laid out anew, in place, where this machine then multiplies them faster: by default those of models that are
     loaded here (but of ``"approximate"`` ones, which may be trained or written), ``True`` also those of a model that is
-    handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``) replaces the weights of what is loaded by
-    quantised ones, see :mod:`foretoken.models.quantised_linear`.  ``tensor_parallel`` above 1 splits the model over so
-    many processes of this machine, see :mod:`foretoken.models.parallel`.
+    handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``, with ``-a8`` behind it for activations of 8 bits)
+    replaces the weights of what is loaded by quantised ones, see :mod:`foretoken.models.quantised_linear`.
+    ``tensor_parallel`` above 1 splits the model over so many processes of this machine, see
+    :mod:`foretoken.models.parallel`.
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.

@@ -11,11 +11,18 @@ from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError
 from foretoken.models.packing import is_plain
-from foretoken.models.quantised import available, fastest_target_product, make_product, wide_rows
+from foretoken.models.quantised import (
+    WITHOUT_BYTES,
+    available,
+    fastest_target_product,
+    make_product,
+    multiplies_bytes,
+    wide_rows,
+)
 from foretoken.models.quantised_products import QuantisedProduct
 
-KINDS = ("int8", "int4")
-"""What weights can be quantised to."""
+KINDS = ("int8", "int4", "int8-a8", "int4-a8")
+"""What weights can be quantised to; ``a8``: activations of 8 bits instead of 15 or 16."""
 GROUP = 32
 """Weights that share an int4 scale."""
 
@@ -116,7 +123,7 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
 
     Args:
         model: a network on the CPU that is ours to change.
-        kind: ``"int8"`` or ``"int4"``.
+        kind: one of :data:`KINDS`.
         wide: let calls of many rows dequantise a layer where that is faster; a row's bits then depend on how many there
             are.
 
@@ -129,6 +136,9 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
         raise CapabilityError(f"quantize={kind} is for the cpu, and the weights are on {model.device}: use device=cpu")
     if not available():
         raise CapabilityError("this build of PyTorch has no products of quantised weights")
+    bits, _, short = kind.removeprefix("int").partition("-a")
+    if short and not multiplies_bytes():
+        raise CapabilityError(f"quantize={kind}: {WITHOUT_BYTES}: use quantize=int{bits}")
     if is_ready_made(model):
         raise CapabilityError("the weights of this checkpoint are quantised already: leave quantize out")
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -138,8 +148,8 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
         for name, child in list(parent.named_children()):
             if not isinstance(child, nn.Linear) or not is_plain(child) or id(child.weight) in embeddings:
                 continue
-            bits = "8" if child is head else kind.removeprefix("int")
-            product = fastest_target_product(child.out_features, child.in_features, GROUP, bits)
+            own = "8" if child is head else bits
+            product = fastest_target_product(child.out_features, child.in_features, GROUP, own, short or "15")
             if product is not None and child.weight.is_floating_point():
                 setattr(parent, name, QuantisedLinear(child, product, wide))
                 found += 1

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.models.native import integers, why_not
+from foretoken.models.native import integers, integers8, why_not
 from foretoken.models.quantised_weights import Int4Weight, Int8Weight, Quantised, block4, unpacked4
 
 WIDE = 64
@@ -37,10 +37,12 @@ class QuantisedProduct(ABC):
             numbers, summed in another order), as a function that measures it; ``None``: never.
         has_wide: whether that can be faster at all.
         alone: whether a row's bits do not depend on the other rows.
+        activations: bits of the input that it multiplies.
     """
 
     name: str
     bits: int
+    activations: int = 15
     wide: Callable[[type[QuantisedProduct], int, int, int], int] | None = None
     has_wide: bool = True
     alone: bool = False
@@ -206,26 +208,31 @@ class IntegerProduct(QuantisedProduct):
 
 
 class NativeProduct(QuantisedProduct):
-    """What our own kernel's two products have in common: the input as integers of 15 bits, the result in bfloat16.
+    """What the products of our own kernels have in common: the input as integers, the result in bfloat16.
+
+    Attributes:
+        least: the instruction set that the kernel needs at least, see :data:`foretoken.models.native.library.LEVELS`.
 
     Raises:
         RuntimeError: this machine has no such kernel, or it does not take the shape.
     """
 
     has_wide, alone = False, True
+    least: str = "avx512-bf16"
     packed: Tensor
     scales: Tensor
     group: int = 0
 
     def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
         super().__init__((len(weight.values), weight.values.shape[1]), bias)
-        reason = why_not()
+        reason = why_not(self.least)
         if reason is not None or not integers.fits(self.shape[1]):
             raise RuntimeError(reason or f"inputs come in eights, not in {self.shape[1]}")
 
     def product(self, x: Tensor) -> Tensor:
         """bfloat16."""
-        return integers.product(x.to(torch.bfloat16), self.packed, self.scales, self.shape[0], self.group)
+        multiply = integers8.product if self.activations == 8 else integers.product
+        return multiply(x.to(torch.bfloat16), self.packed, self.scales, self.shape[0], self.group)
 
     @property
     def nbytes(self) -> int:
@@ -263,6 +270,18 @@ class NativeInt4Product(NativeProduct):
         out = self.shape[0]
         scale, zero = self.scales.permute(2, 0, 3, 1).flatten(1, 2)[:, :out].contiguous()
         return Int4Weight(integers.values4(self.packed, out), scale, zero, self.group).dequantised()
+
+
+class NativeInt8ByteProduct(NativeInt8Product):
+    """The same weights, activations of 8 bits."""
+
+    name, activations, least = "int8 weights, own kernel, 8-bit input", 8, "avx2"
+
+
+class NativeInt4ByteProduct(NativeInt4Product):
+    """The same weights, activations of 8 bits."""
+
+    name, activations, least = "int4 weights, own kernel, 8-bit input", 8, "avx2"
 
 
 @contextmanager

@@ -23,13 +23,14 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.inflation import available_bytes
 from foretoken.models.layers import LayerPlan, _replace
 from foretoken.models.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
-from foretoken.models.quantised import available, fastest_draft_product, make_product
+from foretoken.models.quantised import WITHOUT_BYTES, available, fastest_draft_product, make_product, multiplies_bytes
 from foretoken.models.quantised_linear import QuantisedLinear, is_ready_made
 from foretoken.models.quantised_products import QuantisedProduct
 from foretoken.models.quantised_weights import GROUPS, fits_int4
 from foretoken.models.taps import decoder_layers
 
 BITS = ("4", "8", "auto")
+ACTIVATIONS = ("8", "15", "auto")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Scheme:
     Attributes:
         bits: ``"4"``, ``"8"``, or ``"auto"``: the faster of both for each layer, by measurement.
         group: weights of a row that share an int4 scale.
+        activations: bits of the inputs: ``"8"``, ``"15"`` or more, or ``"auto"``: 8 where that is faster.
 
     Raises:
         ValueError: a value outside its choices.
@@ -46,24 +48,25 @@ class Scheme:
 
     bits: str = "auto"
     group: int = 32
+    activations: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, choices in (("bits", BITS), ("group", GROUPS)):
+        for name, choices in (("bits", BITS), ("group", GROUPS), ("activations", ACTIVATIONS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {getattr(self, name)}")
 
     @property
     def name(self) -> str:
         """Tells sets of one model apart."""
-        return f"{self.bits}-{self.group}"
+        return f"{self.bits}-{self.group}-{self.activations}"
 
     def product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
         """The product for a weight [out, in]; ``None`` leaves the layer as it is."""
-        return fastest_draft_product(shape[0], shape[1], self.group, self.bits)
+        return fastest_draft_product(shape[0], shape[1], self.group, self.bits, self.activations)
 
     def head_product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
         """The same for the vocabulary projection: always int8, because its errors are errors of logits."""
-        return fastest_draft_product(shape[0], shape[1], self.group, "8")
+        return fastest_draft_product(shape[0], shape[1], self.group, "8", self.activations)
 
 
 class QuantisedWeights:
@@ -192,6 +195,8 @@ def check_quantisable(owner: HuggingFaceModel, scheme: Scheme) -> None:
         )
     if not available():
         raise CapabilityError("this build of PyTorch has no products of quantised weights")
+    if scheme.activations == "8" and not multiplies_bytes():
+        raise CapabilityError(f"activations=8: {WITHOUT_BYTES}: leave it out")
     if is_ready_made(owner.model) or any(isinstance(module, QuantisedLinear) for module in owner.model.modules()):
         raise CapabilityError("the target's weights are quantised already: use another drafter, for example ngram")
     head = owner.model.get_output_embeddings()
