@@ -90,7 +90,7 @@ class QuantisedWeights:
         if owner.is_lean:
             shadow = copy.copy(owner)
             shadow.packing = QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
-            self._lean = type(owner._lean)(shadow)
+            self._lean = owner._lean.again(shadow)
             self._lean.owner = None  # whoever runs it brings its own
         else:
             for linear in linears(owner.model):

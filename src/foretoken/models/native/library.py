@@ -23,7 +23,8 @@ from torch import Tensor
 
 from foretoken.io.files import cache_folder, replacing
 
-SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers")]
+SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers", "forward")]
+HEADERS = [Path(__file__).with_name(f"{name}.h") for name in ("vectors", "linear", "attention", "stages")]
 COMPILERS = ("g++", "c++")
 """Tried in this order; the environment's ``CXX`` comes first."""
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
@@ -104,7 +105,7 @@ def _compiler() -> str | None:
 
 def _file() -> Path:
     """Where the library is kept: under the hash of what it is made from."""
-    text = "\n".join([*(source.read_text(encoding="utf-8") for source in SOURCES), *FLAGS])
+    text = "\n".join([*(source.read_text(encoding="utf-8") for source in (*SOURCES, *HEADERS)), *FLAGS])
     return cache_folder() / f"native-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}.so"
 
 
