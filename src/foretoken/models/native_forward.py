@@ -92,7 +92,7 @@ class NativeForward(LeanForward):
         size, width = self.size, self.embedding.shape[1]
         if self.layers[0].interleaved or any(layer.parallel for layer in self.layers):
             raise NotCoveredError("its layers join their parts in another way")
-        layers = self._keep(native.array(native.Layer, [self._layer(layer) for layer in self.layers]))
+        layers = self._layers = self._keep(native.array(native.Layer, [self._layer(layer) for layer in self.layers]))
         sizes = len(self.layers), width, size.heads, size.kv_heads, size.dim
         try:
             head = self._product(self.head)
