@@ -23,6 +23,7 @@ from foretoken.models.lean_families import FAMILIES
 from foretoken.models.lean_parts import RmsNorm
 from foretoken.models.packing import Packing
 
+
 def test_all_families_are_here() -> None:
     assert MODELS.keys() == FAMILIES.keys()
 

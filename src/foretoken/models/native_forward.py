@@ -34,7 +34,9 @@ from foretoken.models.rotary import LeanTurns
 PATH = "native forward"
 COSTS = "a step of a small model takes two to three times as long"
 GELUS_TANH = tuple(
-    getattr(activations, name) for name in ("GELUTanh", "PytorchGELUTanh", "NewGELUActivation") if hasattr(activations, name)
+    getattr(activations, name)
+    for name in ("GELUTanh", "PytorchGELUTanh", "NewGELUActivation")
+    if hasattr(activations, name)
 )
 """Classes of the tanh form of gelu."""
 
@@ -57,6 +59,8 @@ class NativeForward(LeanForward):
 
     def __init__(self, twin: LeanForward) -> None:
         vars(self).update(vars(twin))
+        if self.owner.packing.blocks:
+            raise NotCoveredError("products are made in blocks of a constant number of rows")
         reason = why_not()
         if reason is not None:
             raise NotCoveredError(reason)
@@ -178,7 +182,12 @@ class NativeForward(LeanForward):
         last = states.get("last")
         call = native.Call(
             *(n, len(run.groups), ctypes.addressof(groups), x.data_ptr(), plan.start, end),
-            *(self._skipped(plan.skip_attention), self._skipped(plan.skip_mlp), len(self._kinds), turns[0][0].shape[-1]),
+            *(
+                self._skipped(plan.skip_attention),
+                self._skipped(plan.skip_mlp),
+                len(self._kinds),
+                turns[0][0].shape[-1],
+            ),
             *(ctypes.addressof(each) for each in (cos, sin, tapped)),
             *(None if last is None else last.data_ptr(), len(want), ctypes.addressof(rows)),
             *((None, found.data_ptr()) if whole else (found.data_ptr(), None)),

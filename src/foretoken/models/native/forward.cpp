@@ -13,8 +13,6 @@
 
 namespace {
 
-constexpr long MOST_DIM = 256;
-
 struct Layer {
     Norm before_attention, after_attention, before_mlp, after_mlp;  // without weights where there is none
     Norm query, key;            // of a head, or of all heads together
@@ -85,6 +83,7 @@ struct Buffers {
     long room;
     float *weights;              // [threads, room]
     bfloat16 *x;                 // [rows, width], the residual stream
+    bfloat16 *queries;           // [rows, heads, dim], turned
     Inputs inputs;               // of the next product
     long side;                   // numbers of a row of `output`
     bfloat16 *output;            // of a product that is not added at once
@@ -118,6 +117,7 @@ struct Buffers {
         count = pieces.take<long>(call.kinds * call.rows);
         weights = pieces.take<float>(threads * room);
         x = pieces.take<bfloat16>(call.rows * model.width);
+        queries = pieces.take<bfloat16>(call.rows * model.heads * model.dim);
         inputs = {nullptr, 0, call.rows, nullptr, slab};
         inputs.rows = pieces.take<bfloat16>(call.rows * apart(widest));
         inputs.prepared = pieces.take<char>(slabs * slab);
@@ -192,13 +192,14 @@ void Worker::begin() const {
     wait();
 }
 
-// Queries are turned in place, keys on their way to the cache, to which values go as they are.
+// Queries and keys are normalised and turned on their way to their buffer and to the cache, to which values go as they
+// are.  (Not in place: a norm of all heads reads those that another thread has turned.)
 VECTORS void Worker::heads(const Layer &layer, long index) const {
     const long heads = model.heads, groups = model.kv_heads, dim = model.dim, all = heads + 2 * groups;
     for (long task = from(call.rows * all); task < to(call.rows * all); task++) {
         const long row = task / all, head = task % all;
         const Row &at = buffers.row[row];
-        bfloat16 *qkv = buffers.output + row * buffers.side, *x = qkv + head * dim;
+        const bfloat16 *qkv = buffers.output + row * buffers.side, *x = qkv + head * dim;
         const long group = (head - heads) % groups;
         const long place = ((at.text * groups + group) * at.group->slots + at.slot) * dim;
         if (head >= heads + groups) {
@@ -208,15 +209,14 @@ VECTORS void Worker::heads(const Layer &layer, long index) const {
         const bool is_key = head >= heads;
         const Norm norm = is_key ? layer.key : layer.query;
         const long number = is_key ? head - heads : head;
-        float length = 1;
-        if (norm.weight)
-            length = layer.norms_all ? inverse_length(is_key ? qkv + heads * dim : qkv, (is_key ? groups : heads) * dim, norm.eps)
-                                     : inverse_length(x, dim, norm.eps);
-        const float *weight = norm.weight && layer.norms_all ? norm.weight + number * dim : norm.weight;
+        const bool all_heads = norm.weight && layer.norms_all;
+        const bfloat16 *first = all_heads ? x - number * dim : x;
+        const long size = all_heads ? (is_key ? groups : heads) * dim : dim;
+        const float length = norm.weight ? inverse_length(first, size, norm.eps) : 1.0f;
+        const float *weight = all_heads ? norm.weight + number * dim : norm.weight;
         const Turn turn = {call.cos[layer.turn] + row * call.turned, call.sin[layer.turn] + row * call.turned, call.turned};
-        bfloat16 turned[MOST_DIM];
-        turn_head(x, weight, length, turn, dim, turned);
-        std::memcpy(is_key ? at.group->keys[index] + place : x, turned, 2 * dim);
+        bfloat16 *query = buffers.queries + (row * heads + head) * dim;
+        turn_head(x, weight, length, turn, dim, is_key ? at.group->keys[index] + place : query);
     }
     wait();
 }
@@ -231,7 +231,7 @@ void Worker::mix(const Layer &layer, long index, const Inputs &inputs) const {
         const long place = layer.mask * call.rows + row;
         const long start = (at.text * model.kv_heads + group) * at.group->slots * dim;
         const Slots keys = {at.group->keys[index] + start, dim}, values = {at.group->values[index] + start, dim};
-        attend(buffers.output + row * buffers.side + head * dim, keys, values, buffers.seen + place * buffers.room,
+        attend(buffers.queries + (row * model.heads + head) * dim, keys, values, buffers.seen + place * buffers.room,
                buffers.count[place], dim, float(layer.scaling), weights, inputs.rows + row * inputs.stride + head * dim);
     }
     wait();
