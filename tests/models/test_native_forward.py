@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import HALF, new_model, prompt_of
-from families import MODELS, model_of, windows
+from families import model_of, windows
 from forwards import compare, outputs
 from torch import Tensor
 

@@ -17,8 +17,8 @@ from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
-from foretoken.models.lean import SPARED
 from foretoken.models.layers import WHOLE
+from foretoken.models.lean import SPARED
 from foretoken.models.lean_heads import HeadRun, LeanHead
 from foretoken.models.masks import LayerMask
 from foretoken.models.parts import TargetParts

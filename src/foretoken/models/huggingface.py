@@ -22,7 +22,7 @@ from foretoken.models.checks import Checks, Probe
 from foretoken.models.clock import now
 from foretoken.models.extra import check_rows
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers
-from foretoken.models.lean import SPARED, build_lean
+from foretoken.models.lean import build_lean
 from foretoken.models.masks import RowPlan, additive_mask
 from foretoken.models.native_forward import fastest_of
 from foretoken.models.packing import Packing, unpack_linears
@@ -113,7 +113,6 @@ class HuggingFaceModel(LanguageModel):
         self._checked_plans: set[LayerPlan] = set()
         self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
         self._lean: Any = None
-        self.spared = SPARED
         self._wants_lean, self._in_place, self._probe = lean, in_place, probe
         with alone(model):
             self._choose_forward()
@@ -131,8 +130,6 @@ class HuggingFaceModel(LanguageModel):
             lay_out(self, checks)
         else:
             self._lean = fastest_of(self._lean, checks)
-            self.forward_name = self._lean.name
-            self.spared = self._lean.spared
         if self.exact != "approximate":
             self.exactness, self.exactness_why = checks.exactness(self.way)
 
@@ -551,7 +548,7 @@ class HuggingFaceModel(LanguageModel):
     def _counts(self, rows: Sequence[RowPlan], width: int) -> list[int] | None:
         """Nodes by row, where leaving out the padding saves more than it costs."""
         counts = [row.new for row in rows]
-        return None if self._lean is None or len(rows) * width - sum(counts) < self.spared else counts
+        return None if self._lean is None or len(rows) * width - sum(counts) < self._lean.spared else counts
 
     def _run_all(self, calls: Sequence[Call]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
         """One run for all where the forward takes several caches at once, else one each."""

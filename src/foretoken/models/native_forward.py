@@ -244,9 +244,10 @@ def _activation(activation: Any) -> int:
 def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
     """The native forward where the model has one that passes the check, else the lean one that is given.
 
-    ``owner.native_off`` says why there is none; a refusal is noted where one that covers the model fails the check.
+    ``owner.forward_name`` says which, ``owner.native_off`` why there is none; a refusal is noted where one that covers the model fails the check.
     """
     owner = lean.owner
+    owner.forward_name = lean.name
     try:
         fast = NativeForward(lean)
     except NotCoveredError as error:
@@ -258,7 +259,7 @@ def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
 
     reason = checks.fault(f"{PATH} {owner.way}", built)
     if reason is None:
-        owner.native_off = ""
+        owner.forward_name, owner.native_off = fast.name, ""
         return fast
     owner.native_off = reason
     owner.refuse(PATH, reason, COSTS)

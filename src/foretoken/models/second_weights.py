@@ -140,6 +140,11 @@ class QuantisedPacking:
         """As for the model's own weights."""
         return self.base.blocks
 
+    @property
+    def layout(self) -> str:
+        """Of what is not quantised."""
+        return self.base.layout
+
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         """As for the model's own weights: both read one cache."""
         return self.base.activations(dtype)
