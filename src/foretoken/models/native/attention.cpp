@@ -54,26 +54,35 @@ VECTORS float weigh(const bfloat16 *query, Slots keys, const std::int32_t *seen,
     return _mm512_reduce_add_ps(total);
 }
 
-// result [32 PARTS] = sum of weights times values, over the sum of the weights.
-template <int PARTS>
-VECTORS void mix(const float *weights, float total, Slots values, const std::int32_t *seen, long count, bfloat16 *result) {
-    __m512 sums[2 * PARTS];
-    UNROLL for (int part = 0; part < 2 * PARTS; part++) sums[part] = _mm512_setzero_ps();
+// result [HEADS, 32 PARTS] = sums of weights [HEADS, room] times values, over the sums of the weights.  A value is
+// widened once for all heads.
+template <int PARTS, int HEADS>
+VECTORS void mix(const float *weights, long room, const float *totals, Slots values, const std::int32_t *seen,
+                 long count, bfloat16 *result) {
+    __m512 sums[HEADS][2 * PARTS];
+    UNROLL for (int head = 0; head < HEADS; head++)
+        UNROLL for (int part = 0; part < 2 * PARTS; part++) sums[head][part] = _mm512_setzero_ps();
     for (long i = 0; i < count; i++) {
         const bfloat16 *value = values[seen[i]];
-        const __m512 weight = _mm512_set1_ps(weights[i]);
-        UNROLL for (int part = 0; part < 2 * PARTS; part++)
-            sums[part] = _mm512_fmadd_ps(weight, Floats::load(value + 16 * part, 16).all, sums[part]);
+        UNROLL for (int part = 0; part < 2 * PARTS; part++) {
+            const __m512 wide = Floats::load(value + 16 * part, 16).all;
+            UNROLL for (int head = 0; head < HEADS; head++)
+                sums[head][part] = _mm512_fmadd_ps(_mm512_set1_ps(weights[head * room + i]), wide, sums[head][part]);
+        }
     }
-    const __m512 share = _mm512_set1_ps(1.0f / total);
-    UNROLL for (int part = 0; part < 2 * PARTS; part++)
-        _mm256_storeu_si256((__m256i *)(result + 16 * part), (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(sums[part], share)));
+    UNROLL for (int head = 0; head < HEADS; head++) {
+        const Floats share = Floats::of(1.0f / totals[head]);
+        UNROLL for (int part = 0; part < 2 * PARTS; part++)
+            (Floats{sums[head][part]} * share).store(result + 32 * PARTS * head + 16 * part, 16);
+    }
 }
 
 typedef float (*Weigh)(const bfloat16 *, Slots, const std::int32_t *, long, float, float *);
-typedef void (*Mix)(const float *, float, Slots, const std::int32_t *, long, bfloat16 *);
+typedef void (*Mix)(const float *, long, const float *, Slots, const std::int32_t *, long, bfloat16 *);
 const Weigh WEIGH[9] = {nullptr, weigh<1>, weigh<2>, weigh<3>, weigh<4>, nullptr, nullptr, nullptr, weigh<8>};
-const Mix MIX[9] = {nullptr, mix<1>, mix<2>, mix<3>, mix<4>, nullptr, nullptr, nullptr, mix<8>};
+#define HEADS_OF(parts) {nullptr, mix<parts, 1>, mix<parts, 2>, mix<parts, 3>}
+const Mix MIX[9][4] = {{}, HEADS_OF(1), HEADS_OF(2), HEADS_OF(3), HEADS_OF(4), {}, {}, {}, HEADS_OF(8)};
+static_assert(HEADS_AT_ONCE == 3, "as many as the table has");
 
 }  // namespace
 
@@ -92,12 +101,14 @@ VECTORS long listed(const bfloat16 *mask, long slots, std::int32_t *seen) {
     return count;
 }
 
-void attend(const bfloat16 *query, Slots keys, Slots values, const std::int32_t *seen, long count, long size, float scale,
-            float *weights, bfloat16 *result) {
-    const float total = WEIGH[size / 32](query, keys, seen, count, scale, weights);
-    MIX[size / 32](weights, total, values, seen, count, result);
+void attend(const bfloat16 *query, long stride, long heads, Slots keys, Slots values, const std::int32_t *seen,
+            long count, long size, float scale, float *weights, bfloat16 *result) {
+    const long room = count + 16;
+    float totals[HEADS_AT_ONCE];
+    for (long head = 0; head < heads; head++)
+        totals[head] = WEIGH[size / 32](query + head * stride, keys, seen, count, scale, weights + head * room);
+    MIX[size / 32][heads](weights, room, totals, values, seen, count, result);
 }
-
 
 // result [batch, rows, heads, size] of queries, keys, values [batch, heads or groups, rows or slots, size], which are
 // `strides` apart in their first three dimensions (query, keys, values), and mask [batch, rows, slots] or null, whose
@@ -120,7 +131,7 @@ extern "C" void attention(const bfloat16 *query, const bfloat16 *keys, const bfl
             for (long head = group * each; head < (group + 1) * each; head++) {
                 const bfloat16 *q = query + text * strides[0] + head * strides[1] + row * strides[2];
                 bfloat16 *place = result + ((text * rows + row) * heads + head) * size;
-                attend(q, k, v, seen, count, size, float(scale), weights, place);
+                attend(q, 0, 1, k, v, seen, count, size, float(scale), weights, place);
             }
         }
     }

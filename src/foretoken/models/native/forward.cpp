@@ -81,7 +81,7 @@ struct Buffers {
     std::int32_t *seen;          // [kinds, rows, room]
     long *count;                 // [kinds, rows]
     long room;
-    float *weights;              // [threads, room]
+    float *weights;              // [threads, HEADS_AT_ONCE, room]
     bfloat16 *x;                 // [rows, width], the residual stream
     bfloat16 *queries;           // [rows, heads, dim], turned
     Inputs inputs;               // of the next product
@@ -115,7 +115,7 @@ struct Buffers {
         row = pieces.take<Row>(call.rows);
         seen = pieces.take<std::int32_t>(call.kinds * call.rows * room);
         count = pieces.take<long>(call.kinds * call.rows);
-        weights = pieces.take<float>(threads * room);
+        weights = pieces.take<float>(threads * HEADS_AT_ONCE * room);
         x = pieces.take<bfloat16>(call.rows * model.width);
         queries = pieces.take<bfloat16>(call.rows * model.heads * model.dim);
         inputs = {nullptr, 0, call.rows, nullptr, slab};
@@ -221,18 +221,23 @@ VECTORS void Worker::heads(const Layer &layer, long index) const {
     wait();
 }
 
-// Attention of all rows, which a thread takes head by head: neighbouring rows then find keys and values in its cache.
+// Attention of all rows, which a thread takes a few heads at a time: neighbouring rows then find keys and values in its
+// cache.
 void Worker::mix(const Layer &layer, long index, const Inputs &inputs) const {
-    const long dim = model.dim, each = model.heads / model.kv_heads, tasks = call.rows * model.heads;
-    float *weights = buffers.weights + thread * buffers.room;
+    const long dim = model.dim, each = model.heads / model.kv_heads;
+    const long chunks = (each + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE, tasks = call.rows * model.kv_heads * chunks;
+    float *weights = buffers.weights + thread * HEADS_AT_ONCE * buffers.room;
     for (long task = from(tasks); task < to(tasks); task++) {
-        const long group = task / (call.rows * each), row = task / each % call.rows, head = group * each + task % each;
+        const long group = task / (call.rows * chunks), row = task / chunks % call.rows, chunk = task % chunks;
+        const long first = each * chunk / chunks, head = group * each + first;
+        const long heads = each * (chunk + 1) / chunks - first;
         const Row &at = buffers.row[row];
         const long place = layer.mask * call.rows + row;
         const long start = (at.text * model.kv_heads + group) * at.group->slots * dim;
         const Slots keys = {at.group->keys[index] + start, dim}, values = {at.group->values[index] + start, dim};
-        attend(buffers.queries + (row * model.heads + head) * dim, keys, values, buffers.seen + place * buffers.room,
-               buffers.count[place], dim, float(layer.scaling), weights, inputs.rows + row * inputs.stride + head * dim);
+        attend(buffers.queries + (row * model.heads + head) * dim, dim, heads, keys, values,
+               buffers.seen + place * buffers.room, buffers.count[place], dim, float(layer.scaling), weights,
+               inputs.rows + row * inputs.stride + head * dim);
     }
     wait();
 }

@@ -35,6 +35,15 @@ float widened(bfloat16 x) {
 VECTORS inline __m512 expanded(__m256i numbers) { return Floats::widened(numbers).all; }
 VECTORS inline __m512 expanded(const bfloat16 *from) { return expanded(_mm256_loadu_si256((const __m256i *)from)); }
 
+// The sum of whole numbers plus that of rests, whose lanes are added side by side.
+VECTORS inline float both_sums(__m512i large, __m512i small) {
+    const __m512i pairs = _mm512_add_epi32(_mm512_unpacklo_epi32(large, small), _mm512_unpackhi_epi32(large, small));
+    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(pairs), _mm512_extracti64x4_epi64(pairs, 1));
+    const __m128i last = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    const __m128i both = _mm_add_epi32(last, _mm_unpackhi_epi64(last, last));
+    return float(_mm_cvtsi128_si32(both)) + float(_mm_extract_epi32(both, 1)) / REST;
+}
+
 // Rows of activations as integers: bytes [rows, in / 4, 2, 4], whole numbers and rests of four inputs side by side, a
 // scale for each row, and sums for each group of inputs.
 struct Activations {
@@ -72,8 +81,7 @@ struct Activations {
                 large = _mm512_add_epi32(large, first);
                 small = _mm512_add_epi32(small, second);
             }
-            sums[row * (in / group) + from / group] =
-                float(_mm512_reduce_add_epi32(large)) + float(_mm512_reduce_add_epi32(small)) / REST;
+            sums[row * (in / group) + from / group] = both_sums(large, small);
             place = bytes + 2 * (row * in + from + group);
         }
     }
