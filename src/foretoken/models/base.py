@@ -198,7 +198,7 @@ class LanguageModel(ABC):
         capabilities: what the model offers.
         run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
         run_rows: rows of hidden states that it computed in this time, padding included.
-        forward_name: what computes its forwards where no lean one does: ``"public"`` for Transformers' own.
+        forward_name: what computes its forwards: ``"public"`` for Transformers' own, ``"lean"``, ``"native"``.
         exactness: ``"bitwise"``: the bits of a token's logits do not depend on what is scored beside it, so that text
             with drafts, in batches and alone is the same; ``"rounding"``: near-ties may fall differently.
         exactness_why: how that is known, in words.
@@ -232,7 +232,7 @@ class LanguageModel(ABC):
     def describe(self) -> dict[str, Any]:
         """How the model runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``."""
         return {
-            "forward": "lean" if getattr(self, "is_lean", False) else self.forward_name,
+            "forward": self.forward_name,
             "weights": str(getattr(self, "dtype", "")).removeprefix("torch."),
             "exactness": self.exactness,
             "exactness_why": self.exactness_why,

@@ -9,6 +9,7 @@ that a commit only moves rows: rotary embeddings are already right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,21 @@ from transformers.cache_utils import Cache, DynamicCache
 
 CHUNK = 64
 """Slots by which the cache grows at least, so that growing is rare and little is left empty."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Where the next forward writes.
+
+    Attributes:
+        low: its first row.
+        starts: the first slot of each of its rows.
+        used: slots that attention sees.
+    """
+
+    low: int
+    starts: Sequence[int]
+    used: int
 
 
 class TreeCache(Cache):
@@ -93,6 +109,18 @@ class TreeCache(Cache):
             if self._rows.shape[:1] != (high - low,) or self._rows_from != low:
                 self._rows, self._rows_from = torch.arange(low, high, device=device)[:, None], low
             self._slots = torch.tensor([range(start, start + count) for start in self._starts], device=device)
+
+    @property
+    def planned(self) -> Planned:
+        """What :meth:`plan` was told."""
+        return Planned(self._low, self._starts, self._used)
+
+    def buffers(self, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values [rows, H, slots, D] of all layers, for who writes them himself; made for keys ``like``
+        [H, n, D] where there are none."""
+        stores = (self.keys, self.values)
+        keys, values = ([self._buffer(store, like, i) for i in range(self.num_layers)] for store in stores)
+        return keys, values
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -16,8 +16,9 @@ from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.draft_head import DraftHead
-from foretoken.models.huggingface import SCRATCH_ROOM, SPARED, HuggingFaceModel
+from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
 from foretoken.models.layers import WHOLE
+from foretoken.models.lean import SPARED
 from foretoken.models.lean_heads import HeadRun, LeanHead
 from foretoken.models.masks import LayerMask
 from foretoken.models.parts import TargetParts
@@ -49,7 +50,7 @@ class FeatureModel(HuggingFaceModel):
         self.num_layers = 1
         self.num_layer_runs = 0.0
         self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
-        self._lean = self  # the one way to run it
+        self._lean, self.forward_name = self, "lean"  # the one way to run it
         self.head = LeanHead.of(self.model)
 
     @torch.inference_mode()

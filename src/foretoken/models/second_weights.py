@@ -93,7 +93,7 @@ class QuantisedWeights:
         if owner.is_lean:
             shadow = copy.copy(owner)
             shadow.packing = QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
-            self._lean = type(owner._lean)(shadow)
+            self._lean = owner._lean.again(shadow)
             self._lean.owner = None  # whoever runs it brings its own
         else:
             for linear in linears(owner.model):
@@ -142,6 +142,11 @@ class QuantisedPacking:
     def blocks(self) -> bool:
         """As for the model's own weights."""
         return self.base.blocks
+
+    @property
+    def layout(self) -> str:
+        """Of what is not quantised."""
+        return self.base.layout
 
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         """As for the model's own weights: both read one cache."""

@@ -7,19 +7,10 @@
 // Stored are, for 32 outputs, four inputs (8 bits) or eight (4 bits) after the other: [out / 32][in / 4][32][4] bytes,
 // or [out / 32][in / 8][32][4] whose low halves are the first four inputs.
 
-#include <cstdint>
-#include <cstring>
-#include <immintrin.h>
-
-extern "C" int omp_get_thread_num(void);
-extern "C" int omp_get_num_threads(void);
-
-#define INTEGERS __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni")))
-#define UNROLL _Pragma("GCC unroll 16")
+#include "linear.h"
 
 namespace {
 
-constexpr long WIDTH = 32;             // outputs of a tile: two registers
 constexpr long MOST8 = 6, MOST4 = 4;   // rows of a tile: four and six registers each
 constexpr long CHUNK = 16;             // tiles that share a block of weights before the next one is read
 constexpr long ONE_THREAD = 1 << 16;   // weights that one thread multiplies before a second has woken up
@@ -27,11 +18,10 @@ constexpr float WHOLE = 127, REST = 254;
 constexpr int MIDDLE8 = 128;           // what is added to a weight in 8 bits to make it unsigned
 constexpr float MIDDLE4 = 8;
 
-typedef std::uint16_t bfloat16;
 typedef std::int32_t __attribute__((may_alias)) four;  // bytes of four inputs
 
 // sums += four products of bytes, unsigned times signed.  (By its intrinsic GCC moves every sum twice.)
-INTEGERS inline void add(__m512i &sums, __m512i weight, __m512i x) {
+VECTORS inline void add(__m512i &sums, __m512i weight, __m512i x) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weight), "v"(x));
 }
 
@@ -42,13 +32,17 @@ float widened(bfloat16 x) {
     return found;
 }
 
-INTEGERS inline __m512 expanded(__m256i numbers) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+VECTORS inline __m512 expanded(__m256i numbers) { return Floats::widened(numbers).all; }
+VECTORS inline __m512 expanded(const bfloat16 *from) { return expanded(_mm256_loadu_si256((const __m256i *)from)); }
+
+// The sum of whole numbers plus that of rests, whose lanes are added side by side.
+VECTORS inline float both_sums(__m512i large, __m512i small) {
+    const __m512i pairs = _mm512_add_epi32(_mm512_unpacklo_epi32(large, small), _mm512_unpackhi_epi32(large, small));
+    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(pairs), _mm512_extracti64x4_epi64(pairs, 1));
+    const __m128i last = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    const __m128i both = _mm_add_epi32(last, _mm_unpackhi_epi64(last, last));
+    return float(_mm_cvtsi128_si32(both)) + float(_mm_extract_epi32(both, 1)) / REST;
 }
-
-INTEGERS inline __m512 expanded(const bfloat16 *from) { return expanded(_mm256_loadu_si256((const __m256i *)from)); }
-
-inline __mmask16 few(long left) { return left >= 16 ? 0xffff : (1u << left) - 1; }
 
 // Rows of activations as integers: bytes [rows, in / 4, 2, 4], whole numbers and rests of four inputs side by side, a
 // scale for each row, and sums for each group of inputs.
@@ -60,7 +54,7 @@ struct Activations {
         : bytes((std::int8_t *)work), scale((float *)(bytes + 2 * rows * in)), sums(scale + rows) {}
 
     // Sixteen inputs at a time, the last ones masked; `group` is a multiple of 8.
-    INTEGERS void fill(const bfloat16 *x, long row, long in, long group) const {
+    VECTORS void fill(const bfloat16 *x, long row, long in, long group) const {
         // The largest magnitude by its bits, so that what is not a number counts as larger than all others.
         __m256i top = _mm256_setzero_si256();
         for (long i = 0; i < in; i += 16) {
@@ -87,31 +81,36 @@ struct Activations {
                 large = _mm512_add_epi32(large, first);
                 small = _mm512_add_epi32(small, second);
             }
-            sums[row * (in / group) + from / group] =
-                float(_mm512_reduce_add_epi32(large)) + float(_mm512_reduce_add_epi32(small)) / REST;
+            sums[row * (in / group) + from / group] = both_sums(large, small);
             place = bytes + 2 * (row * in + from + group);
         }
     }
 };
 
-// Sums times the rows' scales to `width` bfloat16 results of each row.
+// Sums times the rows' scales, plus bias [WIDTH] and the residual where they are not null, to `width` results a row.
 template <int ROWS>
-INTEGERS inline void finish(const __m512 (&sums)[2][ROWS], const float *scale, bfloat16 *result, long out, int width) {
+VECTORS inline void finish(const __m512 (&sums)[2][ROWS], const float *scale, const float *bias, const Outputs &y,
+                           int width) {
     UNROLL for (int half = 0; half < 2; half++) {
-        const int left = width - 16 * half;
+        const long left = width - 16 * half;
         if (left <= 0) break;
-        const __mmask16 real = few(left);
         UNROLL for (int row = 0; row < ROWS; row++) {
-            const __m512 sum = _mm512_mul_ps(sums[half][row], _mm512_set1_ps(scale[row]));
-            _mm256_mask_storeu_epi16(result + row * out + 16 * half, real, (__m256i)_mm512_cvtneps_pbh(sum));
+            const long place = row * y.stride + 16 * half;
+            Floats sum = Floats{sums[half][row]} * Floats::of(scale[row]);
+            if (bias) sum = sum + Floats::load(bias + 16 * half, left);
+            if (y.residual) sum = sum + Floats::load(y.residual + place, left);
+            sum.store(y.result + place, left);
         }
     }
 }
 
 // Weights in 8 bits with a scale [WIDTH] for each output.
 template <int ROWS>
-INTEGERS void tile8(const Activations &x, long row, long in, long, const std::uint8_t *weight, const bfloat16 *scales,
-                    bfloat16 *result, long out, int width) {
+VECTORS void tile8(const Activations &x, long row, const Linear &linear, long block, const Outputs &y,
+                   int width) {
+    const long in = linear.in;
+    const std::uint8_t *weight = (const std::uint8_t *)linear.weight + block * WIDTH * in;
+    const bfloat16 *scales = linear.scales + block * WIDTH;
     const four *inputs = (const four *)(x.bytes + 2 * row * in);
     __m512i large[2][ROWS], small[2][ROWS];
     UNROLL for (int r = 0; r < ROWS; r++)
@@ -137,13 +136,16 @@ INTEGERS void tile8(const Activations &x, long row, long in, long, const std::ui
             sums[half][r] = _mm512_mul_ps(sum, scale);
         }
     }
-    finish<ROWS>(sums, x.scale + row, result, out, width);
+    finish<ROWS>(sums, x.scale + row, linear.bias ? linear.bias + block * WIDTH : nullptr, y, width);
 }
 
 // Weights in 4 bits; scales and zeros [in / group][2][WIDTH].
 template <int ROWS>
-INTEGERS void tile4(const Activations &x, long row, long in, long group, const std::uint8_t *weight,
-                    const bfloat16 *scales, bfloat16 *result, long out, int width) {
+VECTORS void tile4(const Activations &x, long row, const Linear &linear, long block, const Outputs &y,
+                   int width) {
+    const long in = linear.in, group = linear.group;
+    const std::uint8_t *weight = (const std::uint8_t *)linear.weight + block * WIDTH * in / 2;
+    const bfloat16 *scales = linear.scales + block * 2 * WIDTH * (in / group);
     const four *inputs = (const four *)(x.bytes + 2 * row * in);
     const __m512i low = _mm512_set1_epi8(15);
     __m512 sums[2][ROWS];
@@ -177,39 +179,48 @@ INTEGERS void tile4(const Activations &x, long row, long in, long group, const s
             }
         }
     }
-    finish<ROWS>(sums, x.scale + row, result, out, width);
+    finish<ROWS>(sums, x.scale + row, linear.bias ? linear.bias + block * WIDTH : nullptr, y, width);
 }
 
-typedef void (*Tile)(const Activations &, long, long, long, const std::uint8_t *, const bfloat16 *, bfloat16 *, long,
-                     int);
+typedef void (*Tile)(const Activations &, long, const Linear &, long, const Outputs &, int);
 const Tile TILES8[MOST8 + 1] = {nullptr, tile8<1>, tile8<2>, tile8<3>, tile8<4>, tile8<5>, tile8<6>};
 const Tile TILES4[MOST4 + 1] = {nullptr, tile4<1>, tile4<2>, tile4<3>, tile4<4>};
 
 }  // namespace
 
+void prepare_integers(const Linear &linear, const Inputs &x, long row) {
+    Activations(x.prepared, x.count, linear.in).fill(x.rows + row * x.stride, row, linear.in, linear.group);
+}
+
+void multiply_integers(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to) {
+    const long most = linear.kind == EIGHT ? MOST8 : MOST4, tiles = (x.count + most - 1) / most;
+    const Tile *tile = linear.kind == EIGHT ? TILES8 : TILES4;
+    const Activations activations(x.prepared, x.count, linear.in);
+    for (long chunk = 0; chunk < tiles; chunk += CHUNK)
+        for (long block = from; block < to; block++) {
+            const long column = block * WIDTH;
+            const int width = linear.out - column < WIDTH ? int(linear.out - column) : int(WIDTH);
+            for (long t = chunk; t < tiles && t < chunk + CHUNK; t++) {
+                const long row = x.count * t / tiles, at = row * y.stride + column;
+                tile[x.count * (t + 1) / tiles - row](
+                    activations, row, linear, block,
+                    {y.result + at, y.residual ? y.residual + at : nullptr, y.stride}, width);
+            }
+        }
+}
+
 // result [rows, out] = x [rows, in] weight^T with weights in `bits` 8 or 4.  x is `stride` numbers from row to row, `in` a
 // multiple of `group` and that of 8; `work` holds 2 rows in bytes and rows (1 + in / group) floats.
-extern "C" void integer_product(const bfloat16 *x, long rows, long in, long stride, const std::uint8_t *weight, long bits,
+extern "C" void integer_product(bfloat16 *x, long rows, long in, long stride, const std::uint8_t *weight, long bits,
                                 long group, const bfloat16 *scales, long out, bfloat16 *result, char *work) {
-    const long blocks = (out + WIDTH - 1) / WIDTH, most = bits == 8 ? MOST8 : MOST4, tiles = (rows + most - 1) / most;
-    const long weights = WIDTH * in * bits / 8, numbers = bits == 8 ? WIDTH : 2 * WIDTH * (in / group);
-    const Tile *tile = bits == 8 ? TILES8 : TILES4;
-    const Activations activations(work, rows, in);
+    const Linear linear = {bits == 8 ? EIGHT : FOUR, in, out, group, weight, scales, nullptr};
+    const Product alone = {&linear, 1};
+    const Inputs inputs = {x, stride, rows, work, 0};
 #pragma omp parallel if (in * out > ONE_THREAD)
     {
         const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        for (long row = thread; row < rows; row += threads) activations.fill(x + row * stride, row, in, group);
+        for (long row = thread; row < rows; row += threads) alone.prepare_row(inputs, row);
 #pragma omp barrier
-        const long from = blocks * thread / threads, to = blocks * (thread + 1) / threads;
-        for (long chunk = 0; chunk < tiles; chunk += CHUNK)
-            for (long block = from; block < to; block++) {
-                const long column = block * WIDTH;
-                const int width = out - column < WIDTH ? int(out - column) : int(WIDTH);
-                for (long t = chunk; t < tiles && t < chunk + CHUNK; t++) {
-                    const long row = rows * t / tiles;
-                    tile[rows * (t + 1) / tiles - row](activations, row, in, group, weight + block * weights,
-                                                       scales + block * numbers, result + row * out + column, out, width);
-                }
-            }
+        alone.run(inputs, {result, nullptr, out}, thread, threads);
     }
 }
