@@ -100,9 +100,12 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def without_kernels(model: nn.Module) -> Iterator[None]:
-    """Inside the block quantised layers multiply by the numbers that their weights stand for, in float32."""
+    """Inside the block quantised layers multiply by the numbers that their weights stand for, in float32.
+
+    Where a kernel reads activations in few bits, they are rounded as it does: that is a part of what it computes.
+    """
     quantised = [module for module in model.modules() if hasattr(module, "joined")]
-    handles = [module.register_forward_hook(_by_numbers(torch.float32)) for module in quantised]
+    handles = [module.register_forward_hook(_by_numbers(torch.float32, as_read=True)) for module in quantised]
     try:
         yield
     finally:
@@ -119,13 +122,14 @@ def _by_slabs(module: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     return torch.cat([F.linear(x, slab.to(dtype), bias) for slab, bias in zip(slabs, biases, strict=True)], -1)
 
 
-def _by_numbers(dtype: torch.dtype) -> Callable[[Any, Any, Tensor], Tensor]:
+def _by_numbers(dtype: torch.dtype, as_read: bool = False) -> Callable[[Any, Any, Tensor], Tensor]:
     """A hook that replaces a quantised layer's output by that of its dense weight."""
 
     def replaced(module: Any, args: Any, out: Tensor) -> Tensor:
-        bias = module.product.bias
-        wide = F.linear(args[0].to(dtype), module.product.dense().to(dtype), None if bias is None else bias.to(dtype))
-        return wide.to(args[0].dtype)
+        x, bias = args[0], module.product.bias
+        read = module.product.read(x) if as_read else x
+        wide = F.linear(read.to(dtype), module.product.dense().to(dtype), None if bias is None else bias.to(dtype))
+        return wide.to(x.dtype)
 
     return replaced
 

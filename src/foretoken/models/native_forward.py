@@ -25,10 +25,12 @@ from foretoken.models.lean import LeanForward
 from foretoken.models.lean_layers import Group, LeanLayer, Pass
 from foretoken.models.lean_parts import GatedMlp, RmsNorm
 from foretoken.models.native import forward as native
-from foretoken.models.native import why_not
+from foretoken.models.native import linear, why_not
+from foretoken.models.native.library import address
+from foretoken.models.native.linear import Linear
 from foretoken.models.packing import Projection
 from foretoken.models.quantised_linear import SideBySide
-from foretoken.models.quantised_products import NativeInt4Product, NativeProduct
+from foretoken.models.quantised_products import NativeProduct
 from foretoken.models.rotary import LeanTurns
 
 PATH = "native forward"
@@ -102,7 +104,7 @@ class NativeForward(LeanForward):
             head = self._product(self.head)
         except NotCoveredError:  # the one product that is made behind the call
             head = native.Product(None, 0)
-        parts = [native.Linear.from_address(head.parts + i * ctypes.sizeof(native.Linear)) for i in range(head.count)]
+        parts = [Linear.from_address(head.parts + i * ctypes.sizeof(Linear)) for i in range(head.count)]
         self._outputs = sum(part.out for part in parts) or width
         return native.Model(ctypes.addressof(layers), *sizes, self._norm(self.final_norm), head)
 
@@ -134,23 +136,21 @@ class NativeForward(LeanForward):
 
     def _product(self, projection: Any) -> native.Product:
         products = projection.products if isinstance(projection, SideBySide) else [projection]
-        parts = self._keep(native.array(native.Linear, [self._linear(product) for product in products]))
+        parts = self._keep(native.array(Linear, [self._linear(product) for product in products]))
         return native.Product(ctypes.addressof(parts), len(products))
 
-    def _linear(self, product: Any) -> native.Linear:
+    def _linear(self, product: Any) -> Linear:
         if isinstance(product, NativeProduct):
-            four = isinstance(product, NativeInt4Product)
-            out, inner = product.shape
-            kind, group = (native.FOUR, product.group) if four else (native.EIGHT, inner)
-            packed, scales, bias = product.packed, product.scales, product.bias
+            found, held = product.linear(), product
         elif isinstance(product, Projection) and isinstance(product.layout, NativeLayout) and not product.block:
-            out, inner, kind, group = product.out_features, product.in_features, native.BFLOAT16, 0
-            packed, scales, bias = product.layout.packed, None, product.bias
+            held = product.layout.packed
+            found = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, held.data_ptr())
         else:
             raise NotCoveredError("its weights are laid out for products of PyTorch's")
-        wide = None if bias is None else bias.float().contiguous()
-        self._kept += [packed, scales, wide]
-        return native.Linear(kind, inner, out, group, *native.pointers([packed, scales, wide]))
+        wide = None if product.bias is None else product.bias.float().contiguous()
+        self._kept += [held, wide]
+        found.bias = address(wide)
+        return found
 
     def _keep(self, thing: Any) -> Any:
         self._kept.append(thing)
@@ -244,7 +244,8 @@ def _activation(activation: Any) -> int:
 def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
     """The native forward where the model has one that passes the check, else the lean one that is given.
 
-    ``owner.forward_name`` says which, ``owner.native_off`` why there is none; a refusal is noted where one that covers the model fails the check.
+    ``owner.forward_name`` says which, ``owner.native_off`` why there is none; a refusal is noted where one that covers
+    the model fails the check.
     """
     owner = lean.owner
     owner.forward_name = lean.name

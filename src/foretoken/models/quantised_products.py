@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.models.native import integers, integers8, why_not
+from foretoken.models.native import integers, integers8, linear, why_not
+from foretoken.models.native.library import address
+from foretoken.models.native.linear import Linear, bytes_linear
 from foretoken.models.quantised_weights import Int4Weight, Int8Weight, Quantised, block4, unpacked4
 
 WIDE = 64
@@ -72,6 +74,12 @@ class QuantisedProduct(ABC):
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
         """x [n, in] -> x W^T [n, out] in any float dtype."""
+
+    def read(self, x: Tensor) -> Tensor:
+        """x [..., in] as the product reads it: rounded, where it takes activations in few bits."""
+        if self.activations != 8:
+            return x
+        return integers8.rounded(x.to(torch.bfloat16).flatten(0, -2)).view(x.shape)
 
     def dense(self) -> Tensor:
         """The weight [out, in] that the numbers stand for, in float32 (made anew, to 8 bits or more)."""
@@ -229,10 +237,16 @@ class NativeProduct(QuantisedProduct):
         if reason is not None or not integers.fits(self.shape[1]):
             raise RuntimeError(reason or f"inputs come in eights, not in {self.shape[1]}")
 
+    @abstractmethod
+    def linear(self) -> Linear:
+        """The weight as the kernels read it, without its bias."""
+
     def product(self, x: Tensor) -> Tensor:
         """bfloat16."""
-        multiply = integers8.product if self.activations == 8 else integers.product
-        return multiply(x.to(torch.bfloat16), self.packed, self.scales, self.shape[0], self.group)
+        x = x.to(torch.bfloat16)
+        if self.activations == 8:
+            return integers8.product(x, self.linear())
+        return integers.product(x, self.packed, self.scales, self.shape[0], self.group)
 
     @property
     def nbytes(self) -> int:
@@ -248,6 +262,11 @@ class NativeInt8Product(NativeProduct):
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
         self.packed, self.scales = integers.laid_out8(weight)
+
+    def linear(self) -> Linear:
+        """With a scale for each output."""
+        out, inner = self.shape
+        return Linear(linear.EIGHT, inner, out, inner, address(self.packed), address(self.scales))
 
     def dense(self) -> Tensor:
         """[out, in] float32, exactly."""
@@ -265,6 +284,11 @@ class NativeInt4Product(NativeProduct):
         self.group = weight.group
         self.packed, self.scales = integers.laid_out4(weight)
 
+    def linear(self) -> Linear:
+        """With scales and zeros of groups."""
+        out, inner = self.shape
+        return Linear(linear.FOUR, inner, out, self.group, address(self.packed), address(self.scales))
+
     def dense(self) -> Tensor:
         """[out, in] float32, exactly."""
         out = self.shape[0]
@@ -277,11 +301,22 @@ class NativeInt8ByteProduct(NativeInt8Product):
 
     name, activations, least = "int8 weights, own kernel, 8-bit input", 8, "avx2"
 
+    def linear(self) -> Linear:
+        """With a scale for each output."""
+        return bytes_linear(
+            self.shape, 8, self.shape[1], self.packed, self.scales, form=linear.PER_ROW, middle=integers.MIDDLE8
+        )
+
 
 class NativeInt4ByteProduct(NativeInt4Product):
     """The same weights, activations of 8 bits."""
 
     name, activations, least = "int4 weights, own kernel, 8-bit input", 8, "avx2"
+
+    def linear(self) -> Linear:
+        """With scales and zeros of groups."""
+        how = {"form": linear.PAIRS, "zeros": True, "middle": integers.MIDDLE4}
+        return bytes_linear(self.shape, 4, self.group, self.packed, self.scales, **how)
 
 
 @contextmanager

@@ -11,19 +11,8 @@ from torch import Tensor
 
 from foretoken.models.native.library import function
 
-BFLOAT16, EIGHT, FOUR = range(3)
-"""Kinds of weights."""
 SILU, GELU_TANH = range(2)
 """Activations of a gated MLP."""
-
-
-class Linear(Structure):
-    """A weight: its kind, shape and group, and where its numbers, scales and bias are."""
-
-    _fields_ = (
-        *((name, c_long) for name in ("kind", "inner", "out", "group")),
-        *((name, c_void_p) for name in ("weight", "scales", "bias")),
-    )
 
 
 class Product(Structure):

@@ -110,7 +110,7 @@ VECTORS void tile8(const Activations &x, long row, const Linear &linear, long bl
                    int width) {
     const long in = linear.in;
     const std::uint8_t *weight = (const std::uint8_t *)linear.weight + block * WIDTH * in;
-    const bfloat16 *scales = linear.scales + block * WIDTH;
+    const bfloat16 *scales = (const bfloat16 *)linear.scales + block * WIDTH;
     const four *inputs = (const four *)(x.bytes + 2 * row * in);
     __m512i large[2][ROWS], small[2][ROWS];
     UNROLL for (int r = 0; r < ROWS; r++)
@@ -145,7 +145,7 @@ VECTORS void tile4(const Activations &x, long row, const Linear &linear, long bl
                    int width) {
     const long in = linear.in, group = linear.group;
     const std::uint8_t *weight = (const std::uint8_t *)linear.weight + block * WIDTH * in / 2;
-    const bfloat16 *scales = linear.scales + block * 2 * WIDTH * (in / group);
+    const bfloat16 *scales = (const bfloat16 *)linear.scales + block * 2 * WIDTH * (in / group);
     const four *inputs = (const four *)(x.bytes + 2 * row * in);
     const __m512i low = _mm512_set1_epi8(15);
     __m512 sums[2][ROWS];

@@ -16,6 +16,8 @@ from foretoken.models.quantised_weights import Int4Weight, Int8Weight
 
 WIDTH, FOUR, EIGHT = 32, 4, 8
 """Outputs, and inputs in 8 and in 4 bits, that are stored together, as in the source."""
+MIDDLE8, MIDDLE4 = 128, 8
+"""What is added to a weight in so many bits to make it unsigned."""
 
 
 def fits(inner: int) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.models.native.library import address, function
+from foretoken.models.native.linear import Linear, pointer
 
 BLOCK, MOST, TINY = 32, 127, 2.0**-111
 """Inputs that share a scale, their largest byte, and what counts as zero, as in the source."""
@@ -19,32 +20,27 @@ OWN_ROWS = 32
 """So few rows each thread turns into bytes for itself, as in the source."""
 
 
-def product(x: Tensor, packed: Tensor, scales: Tensor, out: int, group: int) -> Tensor:
-    """``x W^T`` [n, out] in bfloat16.
+def product(x: Tensor, linear: Linear) -> Tensor:
+    """``x W^T`` (+ bias) [n, out] in bfloat16.
 
     Args:
         x: [n, in] bfloat16.
-        packed, scales: as :func:`foretoken.models.native.integers.laid_out8` (``group`` is then 0) or ``laid_out4``
-            gives them.
-        out: outputs of the weight.
-        group: inputs that share a scale of the weight, a multiple of 32.
+        linear: a weight of the kind :data:`~foretoken.models.native.linear.BYTES`.
     """
     rows, inner = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
-    bits, group = (4, group) if group else (8, inner)
-    result = x.new_empty(rows, out)
+    result = x.new_empty(rows, linear.out)
     copies = torch.get_num_threads() if rows <= OWN_ROWS else 1
     work = torch.empty(copies * work_bytes(rows, inner), dtype=torch.uint8)
-    weight = address(packed), bits, group, address(scales), out
-    multiply = function("integer8_product", "pnnnpnnpnpp")
-    multiply(address(x), rows, inner, x.stride(0), *weight, address(result), address(work))
+    multiply = function("integer8_product", "ppnnpp")
+    multiply(pointer(linear), address(x), rows, x.stride(0), address(result), address(work))
     return result
 
 
 def work_bytes(rows: int, inner: int) -> int:
     """Memory that rows of activations take: odd numbers of cache lines, scales, sums, and a sum of all for each."""
-    row = (-(-inner // 64) | 1) * 64 + 4 * (2 * -(-inner // BLOCK) + 1)
+    row = (-(-inner // 64) | 1) * 64 + 4 * (4 * -(-inner // BLOCK) + 1)
     return -(-rows * row // 64) * 64
 
 

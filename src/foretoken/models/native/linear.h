@@ -8,18 +8,33 @@
 
 constexpr long WIDTH = 32;  // outputs that are stored together: two registers of sums
 
-enum Kind : long { BFLOAT16 = 0, EIGHT = 1, FOUR = 2 };
+// Weights in 8 and 4 bits multiply activations of 15 bits, those of the last kind activations of 8.
+enum Kind : long { BFLOAT16 = 0, EIGHT = 1, FOUR = 2, BYTES = 3 };
+
+// How scales lie, for WIDTH outputs side by side.
+enum Form : long {
+    PER_ROW = 0, // bfloat16 [WIDTH]: one for each output
+    PAIRS = 1,   // bfloat16 [in / group][2][WIDTH], scales and zeros
+    HALVES = 2,  // float16 [in / group][1 or 2][WIDTH]
+    STEPS = 3,   // float16 [in / 256][1 or 2][WIDTH], each times a step, signed bytes [in / group][1 or 2][WIDTH]
+};
 
 struct Linear {
     long kind;
     long in, out;
-    long group;              // inputs that share a scale
-    const void *weight;      // as native/bfloat16.py and native/integers.py lay it out
-    const bfloat16 *scales;  // null for bfloat16
-    const float *bias;       // [out] or null
+    long group;          // inputs that share a scale
+    const void *weight;  // as native/bfloat16.py and native/integers.py lay it out
+    const void *scales;  // null for bfloat16
+    const float *bias;   // [out] or null
+    // Of BYTES alone:
+    const void *steps;
+    long bits, form, zeros;  // zeros: whether there are some
+    double middle;           // what is subtracted from a value
 
     long blocks() const { return (out + WIDTH - 1) / WIDTH; }
-    bool reads_like(const Linear &other) const { return kind == other.kind && group == other.group; }
+    bool reads_like(const Linear &other) const {
+        return kind == other.kind && (kind == BYTES || group == other.group);
+    }
 };
 
 // Rows of activations [count, in], and what `prepare` makes of them: `slab` bytes for each way in which they are read.
@@ -40,21 +55,30 @@ struct Outputs {
 // Outputs `from` to `to`, in blocks of WIDTH.
 void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to);
 void multiply_integers(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to);
+void multiply_integers8(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to);
 void prepare_integers(const Linear &linear, const Inputs &x, long row);
+void prepare_integers8(const Linear &linear, const Inputs &x, long row);
+long prepared_bytes8(long rows, long in);
 
 inline long prepared_bytes(const Linear &linear, long rows) {
     if (linear.kind == BFLOAT16) return 0;
+    if (linear.kind == BYTES) return prepared_bytes8(rows, linear.in);
     return 2 * rows * linear.in + 4 * rows * (1 + linear.in / linear.group);
 }
 
 // Bring one row into the form in which products by this weight read it.
 inline void prepare(const Linear &linear, const Inputs &x, long row) {
-    if (linear.kind != BFLOAT16) prepare_integers(linear, x, row);
+    if (linear.kind == BYTES)
+        prepare_integers8(linear, x, row);
+    else if (linear.kind != BFLOAT16)
+        prepare_integers(linear, x, row);
 }
 
 inline void multiply(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to) {
     if (linear.kind == BFLOAT16)
         multiply_bfloat16(linear, x, y, from, to);
+    else if (linear.kind == BYTES)
+        multiply_integers8(linear, x, y, from, to);
     else
         multiply_integers(linear, x, y, from, to);
 }
