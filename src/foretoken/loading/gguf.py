@@ -9,8 +9,8 @@ from foretoken.loading.checkpoints import LoadError
 from foretoken.loading.checkpoints import is_gguf as is_gguf
 
 if TYPE_CHECKING:
-    from foretoken.models.gguf import GgufModel
-    from foretoken.models.gguf_tokenizer import GgufTokenizer
+    from foretoken.models.llama_cpp_model import LlamaCppModel
+    from foretoken.models.llama_cpp_tokenizer import LlamaCppTokenizer
 
 REASONS = {
     "dtype": "its weights are stored as they run; choose a file with other weights",
@@ -25,7 +25,7 @@ USUAL = (None, "", "auto", False)
 """Values of an option that ask for nothing."""
 
 
-def load_gguf(path: str | Path, **options: Any) -> GgufModel:
+def load_gguf(path: str | Path, **options: Any) -> LlamaCppModel:
     """The model of a GGUF file.
 
     Args:
@@ -36,7 +36,7 @@ def load_gguf(path: str | Path, **options: Any) -> GgufModel:
         LoadError: an option that a GGUF file does not take, a missing, damaged or unknown file, or llama-cpp-python is
             not installed.
     """
-    from foretoken.models.gguf import GgufModel
+    from foretoken.models.llama_cpp_model import LlamaCppModel
     from foretoken.models.llama_cpp import GgufError
 
     for name, value in options.items():
@@ -44,22 +44,22 @@ def load_gguf(path: str | Path, **options: Any) -> GgufModel:
         if str(value) not in map(str, usual):
             raise LoadError(f"a GGUF file takes no {name}={value}: {REASONS[name]}")
     try:
-        return GgufModel(path)
+        return LlamaCppModel(path)
     except GgufError as error:
         raise LoadError(str(error)) from None
 
 
-def load_gguf_tokenizer(path: str | Path) -> GgufTokenizer | None:
+def load_gguf_tokenizer(path: str | Path) -> LlamaCppTokenizer | None:
     """The tokenizer inside a GGUF file; ``None`` where it holds no vocabulary.
 
     Raises:
         LoadError: as :func:`load_gguf`.
     """
-    from foretoken.models.gguf_tokenizer import GgufTokenizer, has_vocabulary
+    from foretoken.models.llama_cpp_tokenizer import LlamaCppTokenizer, has_vocabulary
     from foretoken.models.llama_cpp import GgufError, Weights
 
     try:
         weights = Weights(path, vocab_only=True)
     except GgufError as error:
         raise LoadError(str(error)) from None
-    return GgufTokenizer(weights) if has_vocabulary(weights) else None
+    return LlamaCppTokenizer(weights) if has_vocabulary(weights) else None
