@@ -389,7 +389,7 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 def _embedded(model: nn.Module) -> set[int]:
     """Ids of the weights of embeddings."""
-    return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
 def _detached(bias: Tensor | None) -> Tensor | None:

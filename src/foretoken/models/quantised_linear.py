@@ -21,15 +21,25 @@ GROUP = 32
 
 
 class QuantisedLinear(nn.Module):
-    """Drop-in for an ``nn.Linear`` on CPU, for models that the library loaded itself."""
+    """Drop-in for an ``nn.Linear`` on CPU, for models that the library loaded itself.
 
-    def __init__(self, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> None:
+    Args:
+        product: what multiplies.
+        dtype: of the model.
+    """
+
+    def __init__(self, product: QuantisedProduct, dtype: torch.dtype) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.out_features, self.in_features = product.shape
+        self.product, self._dtype = product, dtype
+
+    @classmethod
+    def of(cls, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> QuantisedLinear:
+        """A layer's weight, quantised."""
         bias = None if linear.bias is None else linear.bias.detach()
-        self.product = make_product(product, linear.weight, bias, GROUP)
-        self.product.wide = wide_rows if wide else None
-        self._dtype = linear.weight.dtype
+        made = make_product(product, linear.weight, bias, GROUP)
+        made.wide = wide_rows if wide else None
+        return cls(made, linear.weight.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -141,7 +151,7 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
             bits = "8" if child is head else kind.removeprefix("int")
             product = fastest_target_product(child.out_features, child.in_features, GROUP, bits)
             if product is not None and child.weight.is_floating_point():
-                setattr(parent, name, QuantisedLinear(child, product, wide))
+                setattr(parent, name, QuantisedLinear.of(child, product, wide))
                 found += 1
     if found <= isinstance(model.get_output_embeddings(), QuantisedLinear):
         raise CapabilityError(
