@@ -92,6 +92,12 @@ def _digest(weights: Iterable[Tensor], count: int) -> str:
     return found.hexdigest()
 
 
+def _sampled(module: Any, count: int) -> Any:
+    """The weight of a module; of one whose weight is made when it is asked for, the rows that a hash reads."""
+    sampled = getattr(module, "sampled", None)
+    return getattr(module, "weight", None) if sampled is None else sampled(count)
+
+
 def storage_of(network: Any) -> str:
     """What a network's weights are quantised to, ``"int8"`` or the name of the package that did it; empty for full
     ones."""
@@ -127,7 +133,7 @@ class TargetParts:
         self.config = config
         self.embed: Any = network.get_input_embeddings()
         self.head: Any = network.get_output_embeddings()
-        self.hidden_size = int(self.head.weight.shape[1])
+        self.hidden_size = int(getattr(self.head, "in_features", 0) or self.head.weight.shape[1])
         self.vocab_size = model.vocab_size
         self.num_layers = int(config.num_hidden_layers)
         self.device: torch.device = network.device
@@ -140,14 +146,14 @@ class TargetParts:
 
     def fingerprint(self) -> Fingerprint:
         """Shapes and hashes of the weights."""
-        found = (getattr(module, "weight", None) for module in decoder_layers(self.network).modules())
+        found = (_sampled(module, LAYER_ROWS) for module in decoder_layers(self.network).modules())
         layers = [weight for weight in found if isinstance(weight, Tensor)]
         kept = [weight for weight in layers if weight.ndim == 1]
         return Fingerprint(
             self.hidden_size,
             self.vocab_size,
             self.num_layers,
-            _digest([self.embed.weight], SAMPLED_ROWS),
+            _digest([_sampled(self.embed, SAMPLED_ROWS)], SAMPLED_ROWS),
             _digest(layers, LAYER_ROWS),
             _digest(kept, SAMPLED_ROWS) if kept else "",
             storage_of(self.network),

@@ -46,6 +46,11 @@ class QuantisedLinear(nn.Module):
         """[out, in] as an ordinary tensor: made every time that it is asked for."""
         return self.product.dense().to(self._dtype)
 
+    def sampled(self, count: int) -> Tensor:
+        """``count`` rows of the weight, evenly spaced."""
+        step = max(1, self.out_features // count)
+        return self.product.some(slice(None, None, step))[:count].to(self._dtype)
+
     @property
     def bias(self) -> Tensor | None:
         """[out], or ``None``."""

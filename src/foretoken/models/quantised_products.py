@@ -75,6 +75,10 @@ class QuantisedProduct(ABC):
         """The weight [out, in] that the numbers stand for, in float32 (made anew, to 8 bits or more)."""
         return self.product(torch.eye(self.shape[1])).float().t().contiguous()
 
+    def some(self, rows: slice) -> Tensor:
+        """Some rows of :meth:`dense`."""
+        return self.dense()[rows]
+
     def by_dense(self, x: Tensor) -> Tensor:
         """What :meth:`product` gives, in bfloat16, by an ordinary product with the dequantised weight."""
         return F.linear(x.to(torch.bfloat16).float(), self.dense()).to(torch.bfloat16)

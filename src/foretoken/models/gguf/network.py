@@ -18,6 +18,7 @@ from foretoken.models.gguf.architectures import EXPERTS, Architecture, architect
 from foretoken.models.gguf.file import GgufError, GgufFile, GgufTensor, UncoveredError
 from foretoken.models.gguf.grouped import numbers_of, weight_of
 from foretoken.models.gguf.products import StoredEmbedding, WidenedProduct
+from foretoken.models.gguf.tokenizer import end_ids
 from foretoken.models.gguf.types import KINDS, PLAIN
 from foretoken.models.quantised_linear import QuantisedLinear
 
@@ -52,7 +53,10 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
     fill.check()
     fill.fill()
     _rotate(model, file)
-    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.eos_token_id = end_ids(file) or config.eos_token_id
+    kinds = stored_as(file)
+    if kinds != "F32":
+        model.stored_as = f"GGUF {kinds}, with activations in"
     return model.eval()
 
 

@@ -35,6 +35,10 @@ class WidenedProduct(QuantisedProduct):
         """[out, in] float32, exactly."""
         return self.weight.dequantised()
 
+    def some(self, rows: slice) -> Tensor:
+        """Some rows [n, in] of it."""
+        return self.weight.dequantised(rows)
+
     @property
     def mark(self) -> str:
         """Tells this matrix from others of its shape."""
@@ -76,6 +80,11 @@ class StoredEmbedding(nn.Embedding):
     def weight(self) -> Tensor:  # type: ignore[override]
         """[V, D] all rows in ``dtype``: made every time that it is asked for."""
         return self.rows(torch.arange(self.num_embeddings))
+
+    def sampled(self, count: int) -> Tensor:
+        """``count`` rows [n, D], evenly spaced."""
+        step = max(1, self.num_embeddings // count)
+        return self.rows(torch.arange(0, self.num_embeddings, step)[:count])
 
     @property
     def num_bytes(self) -> int:
