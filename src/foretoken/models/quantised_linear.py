@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foretoken.models.base import CapabilityError
 from foretoken.models.packing import is_plain
 from foretoken.models.quantised import available, fastest_target_product, make_product, wide_rows
-from foretoken.models.quantised_products import QuantisedProduct
+from foretoken.models.quantised_products import QuantisedProduct, side_by_side
 
 KINDS = ("int8", "int4")
 """What weights can be quantised to."""
@@ -64,6 +64,10 @@ class QuantisedLinear(nn.Module):
     @staticmethod
     def joined(linears: Sequence[Any]) -> SideBySide:
         """The products of several layers of one input, some of which may be plain ones."""
+        if len(linears) > 1 and all(isinstance(one, QuantisedLinear) for one in linears):
+            whole = side_by_side(linears)
+            if whole is not None:
+                return SideBySide([whole])
         return SideBySide([one.product if isinstance(one, QuantisedLinear) else _plain(one) for one in linears])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from foretoken.models.gguf.architectures import EXPERTS, Architecture, architecture_of, config_of
 from foretoken.models.gguf.file import GgufError, GgufFile, GgufTensor, UncoveredError
 from foretoken.models.gguf.grouped import numbers_of, weight_of
-from foretoken.models.gguf.products import StoredEmbedding, WidenedProduct
+from foretoken.models.gguf.passes import product_of
+from foretoken.models.gguf.products import StoredEmbedding
 from foretoken.models.gguf.tokenizer import end_ids
 from foretoken.models.gguf.types import KINDS, PLAIN
 from foretoken.models.quantised_linear import QuantisedLinear
@@ -177,7 +178,7 @@ class _Filling:
             module.weight = _parameter(data.contiguous().view(self.dtype))
             module.bias = None if bias is None else _parameter(bias)
             return module
-        return QuantisedLinear(WidenedProduct(weight_of(data, tensor.kind), bias), self.dtype)
+        return QuantisedLinear(product_of(weight_of(data, tensor.kind), bias, self.dtype), self.dtype)
 
     def _ordered(self, name: str, rows: Tensor) -> Tensor:
         """Rows of queries and keys in halves of a head, as Transformers rotates them; others as they are."""
@@ -191,7 +192,7 @@ class _Filling:
         """The vocabulary projection multiplies by the embedding."""
         tensor, embedding = self.file.tensors[EMBEDDING], self.model.model.embed_tokens
         if isinstance(embedding, StoredEmbedding):
-            head = QuantisedLinear(WidenedProduct(weight_of(tensor.data, tensor.kind), None), self.dtype)
+            head = QuantisedLinear(product_of(weight_of(tensor.data, tensor.kind), None, self.dtype), self.dtype)
             self.model.lm_head = head
         else:
             self.model.lm_head.weight = embedding.weight

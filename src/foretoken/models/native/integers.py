@@ -38,8 +38,13 @@ def laid_out4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
     [ceil(out / 32), in / group, 2, 32]."""
     eights = weight.values.to(torch.uint8).unflatten(1, (-1, 2, FOUR))
     bytes_ = (eights[:, :, 0] | eights[:, :, 1] << 4).flatten(1)
-    both = _filled(torch.stack([weight.scale, weight.zero], -1))  # [out, in / group, 2]
-    return _blocks(bytes_), both.unflatten(0, (-1, WIDTH)).permute(0, 2, 3, 1).contiguous()
+    return _blocks(bytes_), scales4(weight.scale, weight.zero)
+
+
+def scales4(scale: Tensor, zero: Tensor) -> Tensor:
+    """Scales and zeros [out, in / group] as :func:`laid_out4` lays them out."""
+    both = _filled(torch.stack([scale, zero], -1))  # [out, in / group, 2]
+    return both.unflatten(0, (-1, WIDTH)).permute(0, 2, 3, 1).contiguous()
 
 
 def values4(packed: Tensor, out: int) -> Tensor:
