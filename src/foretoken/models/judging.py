@@ -123,8 +123,7 @@ def _by_numbers(dtype: torch.dtype) -> Callable[[Any, Any, Tensor], Tensor]:
     """A hook that replaces a quantised layer's output by that of its dense weight."""
 
     def replaced(module: Any, args: Any, out: Tensor) -> Tensor:
-        bias = module.product.bias
-        wide = F.linear(args[0].to(dtype), module.product.dense().to(dtype), None if bias is None else bias.to(dtype))
+        wide: Tensor = module.product.by_numbers(args[0], dtype)
         return wide.to(args[0].dtype)
 
     return replaced

@@ -21,6 +21,8 @@ from foretoken.models.taps import decoder_layers, find_decoder, recording
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
 """What Transformers' decoders call the norm behind their last layer."""
+GGUF = "GGUF"
+"""What the storage of weights from a GGUF file begins with."""
 SAMPLED_ROWS = 64
 """Embedding rows that go into a fingerprint."""
 LAYER_ROWS = 4
@@ -78,6 +80,8 @@ class Fingerprint:
     def _is_stored_otherwise(self, other: Fingerprint) -> bool:
         """Whether quantisation explains that weights differ: what it leaves alone must be the same."""
         known = bool(self.kept and other.kept)
+        if GGUF in (self.storage.split(" ")[0], other.storage.split(" ")[0]):  # which quantises embeddings as well
+            return known and self.kept == other.kept and self.storage != other.storage
         same = self.weights == other.weights and (self.kept == other.kept or not known)
         return same and self.storage != other.storage
 
@@ -101,6 +105,9 @@ def _sampled(module: Any, count: int) -> Any:
 def storage_of(network: Any) -> str:
     """What a network's weights are quantised to, ``"int8"`` or the name of the package that did it; empty for full
     ones."""
+    stored_as = getattr(network, "stored_as", "")
+    if stored_as:
+        return f"{GGUF} {stored_as.removeprefix(GGUF).split(',')[0].strip()}"
     bits = {module.product.bits for module in network.modules() if isinstance(module, QuantisedLinear)}
     if bits:
         return f"int{min(bits)}"

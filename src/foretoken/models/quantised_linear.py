@@ -42,6 +42,11 @@ class QuantisedLinear(nn.Module):
         return cls(made, linear.weight.dtype)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return self._dtype
+
+    @property
     def weight(self) -> Tensor:
         """[out, in] as an ordinary tensor: made every time that it is asked for."""
         return self.product.dense().to(self._dtype)
@@ -110,6 +115,11 @@ class SideBySide:
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual`` [n, out] and the product."""
         return residual + self(x)
+
+
+def is_stored(module: Any) -> bool:
+    """Whether a layer multiplies by the numbers of a GGUF file, which may be quantised once more to draft with."""
+    return isinstance(module, QuantisedLinear) and module.product.stored
 
 
 def is_ready_made(model: Any) -> bool:

@@ -37,6 +37,7 @@ class QuantisedProduct(ABC):
             numbers, summed in another order), as a function that measures it; ``None``: never.
         has_wide: whether that can be faster at all.
         alone: whether a row's bits do not depend on the other rows.
+        stored: whether the numbers are those of the model's own file, and not quantised by us.
     """
 
     name: str
@@ -44,6 +45,7 @@ class QuantisedProduct(ABC):
     wide: Callable[[type[QuantisedProduct], int, int, int], int] | None = None
     has_wide: bool = True
     alone: bool = False
+    stored: bool = False
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None) -> None:
         self.shape = shape
@@ -84,6 +86,11 @@ class QuantisedProduct(ABC):
         """Some rows of :meth:`dense`."""
         return self.dense()[rows]
 
+    def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [..., in] -> x W^T (+ bias) [..., out] in ``dtype``, with the numbers that the weight stands for."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x.to(dtype), self.dense().to(dtype), bias)
+
     def by_dense(self, x: Tensor) -> Tensor:
         """What :meth:`product` gives, in bfloat16, by an ordinary product with the dequantised weight."""
         return F.linear(x.to(torch.bfloat16).float(), self.dense()).to(torch.bfloat16)
@@ -105,7 +112,7 @@ class Share(QuantisedProduct):
     def __init__(self, whole: QuantisedProduct, start: int, stop: int) -> None:
         super().__init__((stop - start, whole.shape[1]), None if whole.bias is None else whole.bias[start:stop])
         self.whole, self.start, self.stop = whole, start, stop
-        self.name, self.bits, self.alone = whole.name, whole.bits, whole.alone
+        self.name, self.bits, self.alone, self.stored = whole.name, whole.bits, whole.alone, whole.stored
         self.mark = getattr(whole, "mark", "")
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -118,7 +125,12 @@ class Share(QuantisedProduct):
 
     def dense(self) -> Tensor:
         """[stop - start, in] float32."""
-        return self.whole.dense()[self.start : self.stop]
+        return self.whole.some(slice(self.start, self.stop))
+
+    def some(self, rows: slice) -> Tensor:
+        """Some rows of it."""
+        places = range(self.start, self.stop)[rows]
+        return self.whole.some(slice(places.start, places.stop, places.step))
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ float16 holds stay in float16; those of the K types are products of a float16 nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,7 @@ class GroupedWeight:
         values = torch.empty(out, width // 2, dtype=torch.uint8) if how.bits == 4 else _int8(out, width)
         scale = torch.empty(out, width // how.group)
         zero: Tensor | None = None
-        for rows in _slabs(out, width):
+        for rows in slabs(out, width):
             parts = how.parts(stored[rows].reshape(-1, size))
             values[rows] = _kept(parts.values, how).reshape(values[rows].shape)
             scale[rows] = parts.scale.reshape(scale[rows].shape)
@@ -127,29 +127,8 @@ def weight_of(stored: Tensor, kind: str) -> StoredWeight:
     return PlainWeight(dequantised(stored, kind).clone()) if kind in PLAIN else GroupedWeight.of(stored, kind)
 
 
-def joined(weights: Sequence[GroupedWeight]) -> GroupedWeight | None:
-    """Matrices of one width, one below the other; ``None`` where they are stored in different ways."""
-    first = weights[0]
-    kinds = {(w.bits, w.group, w.middle, w.scale.dtype, w.zero is None, w.scale.shape[1]) for w in weights}
-    if len(kinds) > 1:
-        return None
-    zeros = [w.zero for w in weights if w.zero is not None]
-    return GroupedWeight(
-        torch.cat([w.values for w in weights]),
-        torch.cat([w.scale for w in weights]),
-        torch.cat(zeros) if zeros else None,
-        first.group,
-        first.bits,
-        first.middle,
-    )
-
-
-def slabs(weight: StoredWeight) -> Iterator[slice]:
-    """Rows of a matrix that are widened together."""
-    return _slabs(*weight.shape)
-
-
-def _slabs(out: int, width: int) -> Iterator[slice]:
+def slabs(out: int, width: int) -> Iterator[slice]:
+    """Rows of a matrix [out, width] that are widened together."""
     count = max(1, AT_ONCE // max(1, width))
     return (slice(start, start + count) for start in range(0, out, count))
 

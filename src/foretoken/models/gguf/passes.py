@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.models.gguf.grouped import GroupedWeight, StoredWeight, slabs
-from foretoken.models.gguf.products import WidenedProduct, mark_of
+from foretoken.models.gguf.grouped import AT_ONCE, GroupedWeight, StoredWeight, slabs
+from foretoken.models.gguf.products import WidenedProduct, by_slabs, mark_of
 from foretoken.models.native import bfloat16, integers, why_not
 from foretoken.models.quantised_products import QuantisedProduct
 from foretoken.models.quantised_weights import Int4Weight
@@ -52,7 +52,7 @@ class SummedProduct(QuantisedProduct):
         RuntimeError: this machine has no such kernel, or it does not take the shape.
     """
 
-    name, has_wide, alone = "GGUF weights, sums of own kernel in 4 bits", False, True
+    name, has_wide, alone, stored = "GGUF weights, own kernel", False, True, True
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
         super().__init__(weight.shape, bias)
@@ -78,17 +78,43 @@ class SummedProduct(QuantisedProduct):
         return found
 
     def dense(self) -> Tensor:
-        """[out, in] float32, what all passes together multiply by, as exactly as float32 holds their sum."""
-        out, found = self.shape[0], torch.zeros(self.shape, dtype=torch.float64)
-        groups = found.unflatten(1, (-1, self.group))
-        for half in self.halves:
-            values = integers.values4(half.packed, out).unflatten(1, (-1, self.group)).double() - MIDDLE
+        """[out, in] float32, what all passes together multiply by."""
+        return self.some(slice(None))
+
+    def some(self, rows: slice) -> Tensor:
+        """Some rows [n, in] of it."""
+        places = range(self.shape[0])[rows]
+        found = torch.empty(len(places), self.shape[1])
+        done, blocks = 0, max(1, AT_ONCE // (integers.WIDTH * self.shape[1]))
+        while done < len(places):
+            block = places[done] // integers.WIDTH
+            first = block * integers.WIDTH
+            end = min(first + blocks * integers.WIDTH, self.shape[0])
+            here = range(places[done], end, places.step)[: len(places) - done]
+            whole = self._widened(slice(block, block + blocks), end - first)
+            found[done : done + len(here)] = whole[here.start - first : here.stop - first : here.step]
+            done += len(here)
+        return found
+
+    def _widened(self, blocks: slice, out: int) -> Tensor:
+        """Numbers [out, in] of some blocks of outputs: one sum of integers for all halves, times the sum of the scales,
+        which float32 holds, and one zero."""
+        values, scale, zero = torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.zeros(1)
+        for place, half in enumerate(self.halves):
+            values = (integers.values4(half.packed[blocks], out) - MIDDLE) * 16**place + values
             for scales in half.scales:
-                scale, zero = scales.permute(2, 0, 3, 1).flatten(1, 2)[:, :out].double()
-                groups += values * scale[..., None] + zero[..., None]
+                each = scales[blocks].permute(2, 0, 3, 1).flatten(1, 2)[:, :out].float()
+                scale = scale + each[0] if place == 0 else scale
+                zero = zero + each[1]
+        if len(self.halves) > 1:  # the zeros of the low half are what makes its values begin at 0
+            values, zero = values + MIDDLE, zero - MIDDLE * scale
         if self.rest is not None:
-            groups += bfloat16.in_rows(self.rest, out)[:, : groups.shape[1], None].double()
-        return found.float()
+            zero = zero + bfloat16.in_rows(self.rest[blocks], out)[:, : zero.shape[1]].float()
+        return (values.unflatten(1, (-1, self.group)) * scale[..., None]).add_(zero[..., None]).flatten(1)
+
+    def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """As for all products, some rows of the matrix at a time."""
+        return by_slabs(self, x.to(dtype))
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +181,7 @@ def _halves(weight: GroupedWeight) -> tuple[list[Half], Tensor]:
 
 def _half(weight: GroupedWeight, scales: Sequence[Tensor], zeros: Sequence[Tensor], high: bool) -> Half:
     values = torch.empty(weight.shape, dtype=torch.uint8)
-    for rows in slabs(weight):
+    for rows in slabs(*weight.shape):
         found = weight.integers(rows).flatten(1)
         if weight.bits == 4:
             values[rows] = (found + weight.middle).view(torch.uint8)

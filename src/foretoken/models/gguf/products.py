@@ -19,7 +19,7 @@ MARKED_ROWS = 8
 class WidenedProduct(QuantisedProduct):
     """The plain product: rows of the matrix become float32 numbers, some at a time, and are multiplied in float32."""
 
-    name, has_wide = "widened in slabs", False
+    name, has_wide, stored = "GGUF weights, widened", False, True
 
     def __init__(self, weight: StoredWeight, bias: Tensor | None) -> None:
         super().__init__(weight.shape, bias)
@@ -28,8 +28,7 @@ class WidenedProduct(QuantisedProduct):
 
     def product(self, x: Tensor) -> Tensor:
         """float32."""
-        wide = x.float()
-        return torch.cat([F.linear(wide, self.weight.dequantised(rows)) for rows in slabs(self.weight)], 1)
+        return torch.cat([F.linear(x.float(), self.weight.dequantised(rows)) for rows in slabs(*self.shape)], 1)
 
     def dense(self) -> Tensor:
         """[out, in] float32, exactly."""
@@ -38,6 +37,10 @@ class WidenedProduct(QuantisedProduct):
     def some(self, rows: slice) -> Tensor:
         """Some rows [n, in] of it."""
         return self.weight.dequantised(rows)
+
+    def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """As for all products, some rows of the matrix at a time."""
+        return by_slabs(self, x.to(dtype))
 
     @property
     def mark(self) -> str:
@@ -48,6 +51,13 @@ class WidenedProduct(QuantisedProduct):
     def nbytes(self) -> int:
         """Of values and scales."""
         return self.weight.nbytes
+
+
+def by_slabs(product: QuantisedProduct, x: Tensor) -> Tensor:
+    """x [..., in] -> x W^T (+ bias) [..., out] in the dtype of ``x``, with the numbers that a product stands for: there is
+    never a table of all of them."""
+    out = torch.cat([F.linear(x, product.some(rows).to(x.dtype)) for rows in slabs(*product.shape)], -1)
+    return out if product.bias is None else out + product.bias.to(x.dtype)
 
 
 def mark_of(weight: StoredWeight) -> str:
