@@ -260,6 +260,7 @@ def load(
     known: bool = False,
     tensor_parallel: int = 1,
     generation_config: str | None = "auto",
+    backend: str = "auto",
 ) -> Llm:
     """Load a target and everything around it.
 
@@ -302,6 +303,8 @@ def load(
             (:mod:`foretoken.models.parallel`), for drafters that do not want its layers.
         generation_config: ``"auto"``: sampling options that a request leaves out are those of the model's
             ``generation_config.json``, where it has some (``llm.defaults``); ``None``: greedy and without limits.
+        backend: what runs a GGUF file: ``"auto"`` (our own reader where it covers the file, else llama.cpp),
+            ``"native"`` or ``"llama.cpp"``.
 
     Warns:
         ProfileWarning: the profile was measured with another target or on another machine.
@@ -321,10 +324,10 @@ def load(
     check_specs(allow_lossy=allow_lossy, drafter=drafter, verifier=verifier, controller=controller)
     defaults = GenerationDefaults() if generation_config is None else read_defaults(target)
     how: dict[str, Any] = {"inflate": inflate, "pack": pack, "quantize": quantize, "tensor_parallel": tensor_parallel}
-    model = load_model(target, dtype=dtype, device=device, exact=exact, **how)
+    model = load_model(target, dtype=dtype, device=device, exact=exact, backend=backend, **how)
     if model is not target or graphs != "auto":  # a language model that is handed in stays as it is
         model = with_graphs(model, graphs)
-    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
+    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target, backend)
     if model is not target:
         model.eos_token_ids |= frozenset(end for end in turn_ends(tokenizer) if end < model.vocab_size)
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter

@@ -17,7 +17,7 @@ import torch
 from foretoken.bench.arms import ArmContext, ArmRun
 from foretoken.bench.gguf_export import write_gguf
 from foretoken.loading.gguf import is_gguf
-from foretoken.models.gguf import GgufModel
+from foretoken.models.llama_cpp_model import LlamaCppModel
 
 
 def llama_package() -> Any:
@@ -53,7 +53,7 @@ class LlamaCppArm:
         self.eos = context.target.eos_token_ids
         network: Any = getattr(context.target, "model", None)
         drafter = self.drafter(context)
-        if isinstance(context.target, GgufModel):
+        if isinstance(context.target, LlamaCppModel):
             count = threads or context.target.threads
             self.engine = open_file(context.target.path, context.target.context_length, count, drafter, logits_all=True)
         elif hasattr(network, "generate"):

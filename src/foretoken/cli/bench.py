@@ -163,9 +163,16 @@ def _run(
     device = None if common.device == "auto" else common.device
     dtype = None if common.dtype == "auto" else common.dtype
     shared = Shared(
-        load_model(common.target, dtype=dtype, device=common.device, inflate=inflate, quantize=common.quantize),
+        load_model(
+            common.target,
+            dtype=dtype,
+            device=common.device,
+            inflate=inflate,
+            quantize=common.quantize,
+            backend=common.backend,
+        ),
         common.target,
-        load_tokenizer(common.target),
+        load_tokenizer(common.target, common.backend),
         common.verifier,
         common.controller,
         common.profile,

@@ -18,7 +18,7 @@ from foretoken.loading.checkpoints import (
     place_of,
     resolve,
 )
-from foretoken.loading.gguf import is_gguf, load_gguf
+from foretoken.loading.gguf import check_backend, is_gguf, load_gguf
 from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.memory import moved
 from foretoken.loading.stored import check_method, check_storage, quantisation_of
@@ -52,11 +52,12 @@ def load_model(
     pack: bool | str = "auto",
     quantize: str | None = None,
     tensor_parallel: int = 1,
+    backend: str = "auto",
 ) -> LanguageModel:
     """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
 
-    A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  The path of a
-    GGUF file loads through llama.cpp, which takes none of the other options.  ``inflate``
+    A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  A GGUF file keeps
+    the bits that it has, and ``backend`` says what runs it (:mod:`foretoken.loading.gguf`).  ``inflate``
     (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
     :mod:`foretoken.models.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps and cpu
     that there is; ``None``: the cpu); a model that is handed in stays where it is.  ``pack`` says whether linear layers
@@ -69,7 +70,7 @@ def load_model(
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
-        ValueError: unknown dtype, no such device, a model that cannot be inflated to that size or split so, or
+        ValueError: unknown dtype or backend, no such device, a model that cannot be inflated to that size or split so, or
             ``pack=True`` or ``quantize`` for one that cannot be packed or quantised.
     """
     source = unwrapped(source)
@@ -81,8 +82,10 @@ def load_model(
 
         others = {"inflate": inflate, "quantize": quantize, "pack": pack}
         return load_parallel(source, tensor_parallel, dtype=dtype, device=device, exact=exact, **others)
+    check_backend(backend, source)
     if is_gguf(source):
-        return load_gguf(source, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
+        how = {"dtype": dtype, "device": device, "exact": exact, "inflate": inflate, "pack": pack, "quantize": quantize}
+        return _load_file(source, backend, lean, how)
     if quantize is not None:
         check_kind(quantize)
     ours = pack is True or (pack == "auto" and exact != "approximate")
@@ -104,6 +107,16 @@ def load_model(
         quantise_linears(network, quantize, wide=exact != "bitwise")
     in_place = ours and (not given or pack is True)
     return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(source))
+
+
+def _load_file(file: str | Path, backend: str, lean: bool, how: dict[str, Any]) -> LanguageModel:
+    """The model of a GGUF file."""
+    pack, exact = how["pack"], str(how["exact"])
+    loaded = load_gguf(file, backend, **{**how, "dtype": parse_dtype(how["dtype"])})
+    if isinstance(loaded, LanguageModel):
+        return loaded
+    in_place = pack is True or (pack == "auto" and exact != "approximate")
+    return wrap(loaded, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(file))
 
 
 def _check_finite(network: Any, source: str | Path, role: str) -> None:

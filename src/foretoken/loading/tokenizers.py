@@ -17,17 +17,19 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 TEMPLATE = "chat_template.jinja"
 
 
-def load_tokenizer(source: Any) -> Any | None:
+def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
     """The tokenizer that belongs to a model source, or ``None`` when it has none.
+
+    ``backend`` says what reads a GGUF file's (:mod:`foretoken.loading.gguf`); a model that llama.cpp runs has llama.cpp's.
 
     Raises:
         LoadError: its files are damaged, or Transformers cannot read them.
     """
     source = unwrapped(source)
     if isinstance(source, LanguageModel):
-        source = getattr(source, "path", source)
+        source, backend = getattr(source, "path", source), "llama.cpp" if hasattr(source, "path") else backend
     if is_gguf(source):
-        return load_gguf_tokenizer(source)
+        return load_gguf_tokenizer(source, backend)
     from transformers import AutoTokenizer
 
     if not isinstance(source, str | Path):

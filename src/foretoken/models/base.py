@@ -199,6 +199,7 @@ class LanguageModel(ABC):
         run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
         run_rows: rows of hidden states that it computed in this time, padding included.
         forward_name: what computes its forwards: ``"public"`` for Transformers' own, ``"lean"``, ``"native"``.
+        stored_as: how its weights are stored, where that is not in the dtype of its activations.
         exactness: ``"bitwise"``: the bits of a token's logits do not depend on what is scored beside it, so that text
             with drafts, in batches and alone is the same; ``"rounding"``: near-ties may fall differently.
         exactness_why: how that is known, in words.
@@ -213,6 +214,7 @@ class LanguageModel(ABC):
     _watch: Watch | None = None
 
     forward_name: str = "public"
+    stored_as: str = ""
     exactness: str = "rounding"
     exactness_why: str = "this kind of model was not tried"
     refused: tuple[Refusal, ...] = ()
@@ -233,7 +235,7 @@ class LanguageModel(ABC):
         """How the model runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``."""
         return {
             "forward": self.forward_name,
-            "weights": str(getattr(self, "dtype", "")).removeprefix("torch."),
+            "weights": " ".join(filter(None, (self.stored_as, str(getattr(self, "dtype", "")).removeprefix("torch.")))),
             "exactness": self.exactness,
             "exactness_why": self.exactness_why,
             "threads": torch.get_num_threads(),

@@ -120,7 +120,7 @@ def fingerprint(model: nn.Module) -> str | None:
         digest.update(f"{name} {type(module).__module__} {type(module).__qualname__}\n".encode())
         product: Any = getattr(module, "product", None)
         if product is not None:  # quantised: its numbers are not among the parameters
-            digest.update(f"{product.name} {product.shape}\n".encode())
+            digest.update(f"{product.name} {product.shape} {getattr(product, 'mark', '')}\n".encode())
     for name, weight in model.named_parameters():
         if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta:  # spread over processes, or elsewhere
             return None

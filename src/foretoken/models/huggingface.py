@@ -93,6 +93,7 @@ class HuggingFaceModel(LanguageModel):
             raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
         self.model = model.eval()
         self.config = model.config.get_text_config()
+        self.stored_as = getattr(model, "stored_as", "")
         self.capabilities: Capabilities = detect(model)
         if not self.capabilities.tree_mask:
             raise CapabilityError(f"this model cannot take trees: {self.capabilities.missing['tree_mask']}")

@@ -126,9 +126,8 @@ def _by_numbers(dtype: torch.dtype, as_read: bool = False) -> Callable[[Any, Any
     """A hook that replaces a quantised layer's output by that of its dense weight."""
 
     def replaced(module: Any, args: Any, out: Tensor) -> Tensor:
-        x, bias = args[0], module.product.bias
-        read = module.product.read(x) if as_read else x
-        wide = F.linear(read.to(dtype), module.product.dense().to(dtype), None if bias is None else bias.to(dtype))
+        x = args[0]
+        wide: Tensor = module.product.by_numbers(module.product.read(x) if as_read else x, dtype)
         return wide.to(x.dtype)
 
     return replaced

@@ -6,7 +6,7 @@ Transformers layer takes three times as many as :class:`foretoken.models.lean_la
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +92,7 @@ class LeanForward:
         self.final_norm: Norm = norm_of(part(decoder, family.final_norm), packing, family.norm_offset) or _same
         self.head, self.head_dtype = _head(owner.model.lm_head, owner)
         embedding = part(decoder, family.embedding)
-        self.embedding = embedding.weight.detach()
+        self.look_up: Callable[[Tensor], Tensor] = getattr(embedding, "rows", None) or _table(embedding)
         scale = getattr(embedding, "embed_scale", None)
         self.embedding_scale: Tensor | None = None if scale is None else scale.to(owner.dtype)
         self.input_scale = float(getattr(decoder, "embedding_multiplier", None) or 1.0)
@@ -176,7 +176,7 @@ class LeanForward:
     def _embed(self, ids: Tensor) -> Tensor:
         """What the first layer reads [n, D] of ids [n]."""
         rows, first = self.owner.extra_rows, self.owner.vocab_size
-        x = F.embedding(ids if rows is None else known_ids(ids, first), self.embedding).to(self.dtype)
+        x = self.look_up(ids if rows is None else known_ids(ids, first)).to(self.dtype)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
         if rows is not None:
@@ -200,6 +200,11 @@ class LeanForward:
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
+
+
+def _table(embedding: Any) -> Callable[[Tensor], Tensor]:
+    weight: Tensor = embedding.weight.detach()
+    return lambda ids: F.embedding(ids, weight)
 
 
 def _same(x: Tensor) -> Tensor:

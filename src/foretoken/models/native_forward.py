@@ -95,7 +95,7 @@ class NativeForward(LeanForward):
     # -- the model as data -------------------------------------------------------------------------------------------
 
     def _described(self) -> native.Model:
-        size, width = self.size, self.embedding.shape[1]
+        size, width = self.size, int(self.owner.config.hidden_size)
         if self.layers[0].interleaved or any(layer.parallel for layer in self.layers):
             raise NotCoveredError("its layers join their parts in another way")
         layers = self._layers = self._keep(native.array(native.Layer, [self._layer(layer) for layer in self.layers]))

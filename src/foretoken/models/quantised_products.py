@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ class QuantisedProduct(ABC):
         has_wide: whether that can be faster at all.
         alone: whether a row's bits do not depend on the other rows.
         activations: bits of the input that it multiplies.
+        stored: whether the numbers are those of the model's own file, and not quantised by us.
     """
 
     name: str
@@ -48,6 +49,7 @@ class QuantisedProduct(ABC):
     wide: Callable[[type[QuantisedProduct], int, int, int], int] | None = None
     has_wide: bool = True
     alone: bool = False
+    stored: bool = False
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None) -> None:
         self.shape = shape
@@ -71,6 +73,11 @@ class QuantisedProduct(ABC):
         """The same product with memory of its own, without laying the weight out once more."""
         return copy.deepcopy(self)
 
+    @classmethod
+    def fused(cls, products: Sequence[QuantisedProduct]) -> QuantisedProduct | None:
+        """Products of one input as one, with their outputs side by side; ``None`` where there is no such thing."""
+        return None
+
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
         """x [n, in] -> x W^T [n, out] in any float dtype."""
@@ -85,6 +92,15 @@ class QuantisedProduct(ABC):
         """The weight [out, in] that the numbers stand for, in float32 (made anew, to 8 bits or more)."""
         return self.product(torch.eye(self.shape[1])).float().t().contiguous()
 
+    def some(self, rows: slice) -> Tensor:
+        """Some rows of :meth:`dense`."""
+        return self.dense()[rows]
+
+    def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [..., in] -> x W^T (+ bias) [..., out] in ``dtype``, with the numbers that the weight stands for."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x.to(dtype), self.dense().to(dtype), bias)
+
     def by_dense(self, x: Tensor) -> Tensor:
         """What :meth:`product` gives, in bfloat16, by an ordinary product with the dequantised weight."""
         return F.linear(x.to(torch.bfloat16).float(), self.dense()).to(torch.bfloat16)
@@ -93,6 +109,59 @@ class QuantisedProduct(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Memory of the weight."""
+
+
+class Share(QuantisedProduct):
+    """Some of the outputs of a product that several layers share.
+
+    Args:
+        whole: the product.
+        start, stop: which outputs.
+    """
+
+    def __init__(self, whole: QuantisedProduct, start: int, stop: int) -> None:
+        super().__init__((stop - start, whole.shape[1]), None if whole.bias is None else whole.bias[start:stop])
+        self.whole, self.start, self.stop = whole, start, stop
+        self.name, self.bits, self.alone, self.stored = whole.name, whole.bits, whole.alone, whole.stored
+        self.mark = getattr(whole, "mark", "")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] -> [n, stop - start]."""
+        return self.whole(x)[:, self.start : self.stop]
+
+    def product(self, x: Tensor) -> Tensor:
+        """Without the bias."""
+        return self.whole.product(x)[:, self.start : self.stop]
+
+    def dense(self) -> Tensor:
+        """[stop - start, in] float32."""
+        return self.whole.some(slice(self.start, self.stop))
+
+    def some(self, rows: slice) -> Tensor:
+        """Some rows of it."""
+        places = range(self.start, self.stop)[rows]
+        return self.whole.some(slice(places.start, places.stop, places.step))
+
+    @property
+    def nbytes(self) -> int:
+        """Its part of the memory."""
+        return self.whole.nbytes * self.shape[0] // self.whole.shape[0]
+
+
+def side_by_side(linears: Sequence[Any]) -> QuantisedProduct | None:
+    """One product for several quantised layers of one input, which share it from now on; ``None`` where their weights
+    cannot be joined."""
+    products = [linear.product for linear in linears]
+    shared = products[0].whole if isinstance(products[0], Share) else None
+    if shared is not None and all(isinstance(product, Share) and product.whole is shared for product in products):
+        return shared  # type: ignore[no-any-return]
+    whole: QuantisedProduct | None = type(products[0]).fused(products)
+    start = 0
+    if whole is not None:
+        for linear in linears:
+            linear.product = Share(whole, start, start + linear.out_features)
+            start += linear.out_features
+    return whole
 
 
 class Dequantised(QuantisedProduct):

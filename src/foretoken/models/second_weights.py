@@ -24,7 +24,7 @@ from foretoken.models.inflation import available_bytes
 from foretoken.models.layers import LayerPlan, _replace
 from foretoken.models.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
 from foretoken.models.quantised import WITHOUT_BYTES, available, fastest_draft_product, make_product, multiplies_bytes
-from foretoken.models.quantised_linear import QuantisedLinear, is_ready_made
+from foretoken.models.quantised_linear import QuantisedLinear, is_ready_made, is_stored
 from foretoken.models.quantised_products import QuantisedProduct
 from foretoken.models.quantised_weights import GROUPS, fits_int4
 from foretoken.models.taps import decoder_layers
@@ -182,7 +182,7 @@ def linears(model: Any) -> Iterator[Any]:
     """The linear layers of a Transformers model that a draft reads: those of its decoder layers, and its head."""
     head = model.get_output_embeddings()
     for module in [m for layer in decoder_layers(model) for m in layer.modules()] + [head]:
-        if is_plain(module) or isinstance(module, PackedLinear):
+        if is_plain(module) or isinstance(module, PackedLinear) or is_stored(module):
             yield module
 
 
@@ -202,7 +202,8 @@ def check_quantisable(owner: HuggingFaceModel, scheme: Scheme) -> None:
         raise CapabilityError("this build of PyTorch has no products of quantised weights")
     if scheme.activations == "8" and not multiplies_bytes():
         raise CapabilityError(f"activations=8: {WITHOUT_BYTES}: leave it out")
-    if is_ready_made(owner.model) or any(isinstance(module, QuantisedLinear) for module in owner.model.modules()):
+    quantised = [module for module in owner.model.modules() if isinstance(module, QuantisedLinear)]
+    if is_ready_made(owner.model) or not all(map(is_stored, quantised)):
         raise CapabilityError("the target's weights are quantised already: use another drafter, for example ngram")
     head = owner.model.get_output_embeddings()
     inner = [linear for linear in linears(owner.model) if linear is not head]
@@ -223,7 +224,7 @@ def check_quantisable(owner: HuggingFaceModel, scheme: Scheme) -> None:
 
 def _size_of(head: Any) -> int:
     """Numbers in the vocabulary projection, which may be missing, or none of PyTorch's."""
-    if isinstance(head, nn.Linear | PackedLinear):
+    if isinstance(head, nn.Linear | PackedLinear | QuantisedLinear):
         return head.out_features * head.in_features
     return 0 if head is None else int(head.weight.numel())
 
