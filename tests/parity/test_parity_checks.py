@@ -54,7 +54,9 @@ def test_modes_are_chosen() -> None:
 
 
 def test_a_prediction_is_given_to_drafters_that_use_it() -> None:
-    report = run_parity(models()[0], None, ["prediction"], PROMPTS, Settings(samples=16, max_new_tokens=12, controller="constant"))
+    report = run_parity(
+        models()[0], None, ["prediction"], PROMPTS, Settings(samples=16, max_new_tokens=12, controller="constant")
+    )
     assert report.passed
     assert all(check.drafted for check in report.checks)
 
