@@ -31,7 +31,7 @@ def test_a_right_drafter_passes_every_check(controller: str) -> None:
     assert report.passed
     modes = [check.mode for check in report.checks]
     assert modes == ["greedy", "batch", "stop", "sampled", "seed"]
-    assert controller in ("goodput", "auto") or all(check.drafted for check in report.checks)
+    assert controller == "goodput" or all(check.drafted for check in report.checks)
 
 
 def test_a_network_passes_with_filters_and_penalties() -> None:

@@ -90,7 +90,7 @@ def test_the_server_says_why_it_drafts(auto: Running) -> None:
     costs = told["state"]["controller"]
     assert {one["drafter"] for one in costs["options"]} == set(MEMBERS)
     assert all(one["cost"] > 0 and one["tokens"] >= 1 for one in costs["options"])
-    assert costs["predicted_speedup"] > 0
+    assert costs["predicted_speedup"] >= 1.0 or costs["plan"]
     assert answer["metrics"]["speculative_decoding"]["predicted_speedup"] > 0
     text = auto.client.get("/metrics").text
     assert "foretoken:spec_predicted_speedup" in text
