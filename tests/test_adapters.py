@@ -115,7 +115,7 @@ def test_an_update_is_merged(adapter: Path, base: Path, more: dict[str, Any], sc
 
 def test_an_updated_target_is_a_target(adapter: Path, base: Path) -> None:
     """Its own output, the same with early exits, and drafters of its base are not its own."""
-    llm = ft.load(str(adapter), drafter="early_exit,layer=1,k=3")
+    llm = ft.load(str(adapter), drafter="early_exit,layer=1,k=3", controller="constant")
     spec, plain = (side.generate(PROMPT, max_new_tokens=20) for side in (llm, llm.plain))
     assert spec.token_ids == plain.token_ids and spec.stats.num_draft_tokens > 0
     assert plain.token_ids != ft.load(str(base), drafter=None).generate(PROMPT, max_new_tokens=20).token_ids

@@ -394,4 +394,5 @@ def test_what_fails_in_a_round_is_raised(model: Any) -> None:
 
     for ids in (ONE, THREE):
         with pytest.raises(ZeroDivisionError, match="planted"):
-            both(model, ids, ScriptedDrafter(propose=failing), do_sample=False)
+            how = {"drafter": ScriptedDrafter(propose=failing), "controller": "constant"}
+            model.generate(ids, max_new_tokens=24, do_sample=False, custom_generate=ft.custom_generate, **how)

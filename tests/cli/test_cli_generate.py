@@ -46,9 +46,8 @@ def test_the_text_is_streamed_to_stdout_and_counts_go_to_stderr(run: Any, target
 
 
 def test_json_is_the_only_line_and_has_the_fields_of_the_contract(run: Any, target: str, draft: str) -> None:
-    result = run(
-        "generate", PROMPT, "--target", target, "--drafter", f"model:{draft},k=3", "--max-new-tokens", "12", "--json"
-    )
+    drafter = ("--drafter", f"model:{draft},k=3", "--controller", "constant")
+    result = run("generate", PROMPT, "--target", target, *drafter, "--max-new-tokens", "12", "--json")
     want = expected(target)
     assert set(result.json) == {"text", "token_ids", "finish_reason", "stats"}
     assert (result.json["text"], result.json["token_ids"]) == (want.text, want.token_ids)
@@ -259,7 +258,8 @@ class Writes(io.StringIO):
 def test_prediction_file_is_drafted_and_counted(run: Any, target: str, tmp_path: Path) -> None:
     file = tmp_path / "expected.txt"
     file.write_text(expected(target).text)
-    command = ("generate", PROMPT, "--target", target, "--drafter", "prediction", "--max-new-tokens", "12", "--json")
+    drafter = ("--drafter", "prediction", "--controller", "constant")
+    command = ("generate", PROMPT, "--target", target, *drafter, "--max-new-tokens", "12", "--json")
     result = run(*command, "--prediction", str(file))
     assert result.json["token_ids"] == expected(target).token_ids
     assert result.json["stats"]["num_accepted_prediction_tokens"] > 0

@@ -37,7 +37,8 @@ def test_build_and_use(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     prompt = "def area(width, height):\n    return width"
     plain = foretoken.load("builtin", drafter=None, dtype="float32").generate(prompt, max_new_tokens=12)
     for spec in (f"retrieval:{out}", f"sam:{out}"):
-        drafted = foretoken.load("builtin", drafter=spec, dtype="float32").generate(prompt, max_new_tokens=12)
+        llm = foretoken.load("builtin", drafter=spec, dtype="float32", controller="constant")
+        drafted = llm.generate(prompt, max_new_tokens=12)
         assert drafted.token_ids == plain.token_ids
         assert drafted.stats.num_draft_tokens > 0
 

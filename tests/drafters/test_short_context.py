@@ -22,7 +22,7 @@ def test_text_may_outgrow_the_draft_model(prompt_length: int, options: dict[str,
         return rows
 
     draft.forward = watched  # type: ignore[method-assign]
-    llm = ft.load(target, drafter=ModelDrafter(draft, **options))  # type: ignore[arg-type]
+    llm = ft.load(target, drafter=ModelDrafter(draft, **options), controller="constant")  # type: ignore[arg-type]
     prompt = [1, 2, 3] * 7
     out = llm.generate(prompt[:prompt_length], max_new_tokens=30)
     assert out.token_ids == llm.plain.generate(prompt[:prompt_length], max_new_tokens=30).token_ids

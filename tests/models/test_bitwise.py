@@ -108,6 +108,6 @@ def test_generated_tokens_are_identical(network: object) -> None:
 
         chain = ScriptedDrafter(as_output=True, script=guesses)
         for drafter in (chain, ScriptedDrafter(propose=branch), "ngram"):
-            output = ft.load(model, drafter=drafter).generate(prompt, **options)
+            output = ft.load(model, drafter=drafter, controller="constant").generate(prompt, **options)
             assert output.token_ids == plain
             assert output.stats.num_accepted_tokens > 0 or drafter == "ngram"

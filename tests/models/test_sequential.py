@@ -137,7 +137,8 @@ def test_chains_run_where_the_cache_can_be_rolled_back(target: SequentialModel) 
         guesses = [token if i % 3 != 2 else (token + 1) % VOCAB for i, token in enumerate(truth)]
         half_right = ScriptedDrafter(as_output=True, script=guesses)
         for drafter in (half_right, "ngram,k=4", ScriptedDrafter("3 3 3")):
-            output = ft.load(target, drafter=drafter).generate(prompt, max_new_tokens=NEW, ignore_eos=True)
+            llm = ft.load(target, drafter=drafter, controller="constant")
+            output = llm.generate(prompt, max_new_tokens=NEW, ignore_eos=True)
             assert output.token_ids == truth
             if drafter is half_right:
                 assert 0 < output.stats.num_accepted_tokens < output.stats.num_draft_tokens

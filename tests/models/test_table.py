@@ -63,7 +63,8 @@ def test_it_generates() -> None:
     always_next = TableModel(lambda prefix: torch.eye(5)[(prefix[-1] + 1) % 5], vocab_size=5, eos_token_ids=[4])
     output = ft.load(always_next, drafter=None).generate([1], max_new_tokens=10)
     assert (output.token_ids, output.finish_reason) == ([2, 3, 4], "eos")
-    guessed = ft.load(always_next, drafter="ngram").generate([0, 1, 2, 3, 0], max_new_tokens=9, ignore_eos=True)
+    llm = ft.load(always_next, drafter="ngram", controller="constant")
+    guessed = llm.generate([0, 1, 2, 3, 0], max_new_tokens=9, ignore_eos=True)
     assert guessed.token_ids == [1, 2, 3, 4, 0, 1, 2, 3, 4]
     assert guessed.stats.num_accepted_tokens > 0
 
