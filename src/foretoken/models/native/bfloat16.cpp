@@ -9,58 +9,49 @@
 
 namespace {
 
-// Rows of a tile: 28 registers of sums, 2 of weights, 1 of activations, or 12 of sums.
+constexpr long EACH = WIDTH / LANES;  // vectors of outputs
+// Rows of a tile: 28 registers of sums, 2 of weights, 1 of activations, or 12, 2 and 2.
 #if defined(__AVX512F__)
-constexpr long MOST = 14, FEWER = 8, REGISTERS = 28;
+constexpr long MOST = 14, FEWER = 8;
 #else
-constexpr long MOST = 6, FEWER = 6, REGISTERS = 12;
+constexpr long MOST = 3, FEWER = 3;
 #endif
 // FEWER where that many long rows would not stay in the nearest cache.
 constexpr long LONG = 2048;      // inputs of a long row
 constexpr long CHUNK = 8;        // tiles that share a block of weights before the next one is read
 constexpr long ONE_THREAD = 1 << 15;  // weights that one thread multiplies before a second has woken up
 
-// Vectors of outputs that a tile of so many rows makes at once.
-constexpr int vectors(long rows) {
-    const long fitting = REGISTERS / rows, all = WIDTH / LANES;
-    return fitting >= all ? all : fitting >= 2 ? 2 : 1;
-}
-
 // [ROWS, in] x [WIDTH, in]^T, plus bias [WIDTH] and residual [ROWS, WIDTH] where they are not null; `width` outputs are
 // real, the others fill the last block up.  x is `stride` pairs from row to row, y in its own stride.
 template <int ROWS>
-void tile(const pair *x, long stride, long pairs, const bfloat16 *weights, const float *bias, const Outputs &y, int width) {
-    constexpr int EACH = vectors(ROWS);
-    for (long part = 0; part < width; part += EACH * LANES) {
-        const bfloat16 *weight = weights + 2 * part;
-        Floats sums[EACH][ROWS];
-        UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int row = 0; row < ROWS; row++) sums[v][row] = no_floats();
-        for (long k = 0; k < pairs; k++, weight += 2 * WIDTH) {
-            Words w[EACH];
-            UNROLL for (int v = 0; v < EACH; v++) w[v] = load_words(weight + 2 * LANES * v);
-            UNROLL for (int row = 0; row < ROWS; row++) {
-                const Words both = spread_word(x[row * stride + k]);
-                UNROLL for (int v = 0; v < EACH; v++) sums[v][row] = plus_pairs(sums[v][row], w[v], both);
-            }
+void tile(const pair *x, long stride, long pairs, const bfloat16 *weight, const float *bias, const Outputs &y, int width) {
+    Floats sums[EACH][ROWS];
+    UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int row = 0; row < ROWS; row++) sums[v][row] = no_floats();
+    for (long k = 0; k < pairs; k++, weight += 2 * WIDTH) {
+        Words w[EACH];
+        UNROLL for (int v = 0; v < EACH; v++) w[v] = load_words(weight + 2 * LANES * v);
+        UNROLL for (int row = 0; row < ROWS; row++) {
+            const Words both = spread_word(x[row * stride + k]);
+            UNROLL for (int v = 0; v < EACH; v++) sums[v][row] = plus_pairs(sums[v][row], w[v], both);
         }
-        UNROLL for (int v = 0; v < EACH; v++) {
-            const long column = part + LANES * v, left = width - column;
-            if (left <= 0) break;
-            const Floats offset = bias ? load(bias + column, left) : no_floats();
-            UNROLL for (int row = 0; row < ROWS; row++) {
-                const long place = row * y.stride + column;
-                Floats sum = sums[v][row] + offset;
-                if (y.residual) sum = sum + load(y.residual + place, left);
-                store(y.result + place, sum, left);
-            }
+    }
+    UNROLL for (int v = 0; v < EACH; v++) {
+        const long column = LANES * v, left = width - column;
+        if (left <= 0) break;
+        const Floats offset = bias ? load(bias + column, left) : no_floats();
+        UNROLL for (int row = 0; row < ROWS; row++) {
+            const long place = row * y.stride + column;
+            Floats sum = sums[v][row] + offset;
+            if (y.residual) sum = sum + load(y.residual + place, left);
+            store(y.result + place, sum, left);
         }
     }
 }
 
 typedef void (*Tile)(const pair *, long, long, const bfloat16 *, const float *, const Outputs &, int);
-const Tile TILES[] = {nullptr,  tile<1>, tile<2>,  tile<3>,  tile<4>,  tile<5>,  tile<6>,
+const Tile TILES[] = {nullptr, tile<1>, tile<2>, tile<3>,
 #if defined(__AVX512F__)
-                      tile<7>,  tile<8>, tile<9>, tile<10>, tile<11>, tile<12>, tile<13>, tile<14>
+                      tile<4>, tile<5>, tile<6>, tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>, tile<13>, tile<14>
 #endif
 };
 

@@ -19,21 +19,16 @@ constexpr int MIDDLE8 = 128;           // what is added to a weight in 8 bits to
 constexpr float MIDDLE4 = 8;
 constexpr long EXACT8 = 256, EXACT4 = 4096;  // so many products fit into a sum of 32 bits
 
-// Rows of a tile, and registers for its sums.
+constexpr long EACH = WIDTH / LANES;  // vectors of outputs
+// Rows of a tile.
 #if defined(__AVX512F__)
-constexpr long MOST8 = 8, MOST4 = 6, REGISTERS = 24;
+constexpr long MOST8 = 8, MOST4 = 6;
 #else
-constexpr long MOST8 = 4, MOST4 = 4, REGISTERS = 12;
+constexpr long MOST8 = 3, MOST4 = 3;
 #endif
 
-// Vectors of outputs of a tile of so many rows, where a row has so many sums of a vector.
-constexpr int vectors(int rows, int sums) {
-    const long fitting = REGISTERS / (rows * sums), all = WIDTH / LANES;
-    return fitting >= all ? all : fitting >= 2 ? 2 : 1;
-}
-
-// Where a number of 4 bits lies in its eight, or of 8 bits in its four: pairs 0 2, 1 3, or 0 2, 4 6, 1 3, 5 7.
-constexpr int ORDER8[4] = {0, 2, 1, 3}, ORDER4[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+// Which of eight inputs lies where, so that pairs are those of the weights: of four 0 2, 1 3; of eight 0 2, 4 6, 1 3, 5 7.
+constexpr int ORDER8[8] = {0, 2, 1, 3, 4, 6, 5, 7}, ORDER4[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
 // Rows of activations as integers, a scale for each row, and sums for each group of inputs.
 struct Activations {
@@ -60,11 +55,8 @@ struct Activations {
                 const Words whole = rounded(load(x + i, from + group - i) * inverse);
                 std::int16_t stored[LANES];
                 store_halves(stored, whole);
-                for (long j = 0; j < LANES && i + j < from + group; j += 8) {
-                    std::int16_t *to = numbers + row * in + i + j;
-                    UNROLL for (int n = 0; n < 8; n++)
-                        to[n] = stored[j + (kind == FOUR ? ORDER4[n] : n / 4 * 4 + ORDER8[n % 4])];
-                }
+                for (long j = 0; j < LANES && i + j < from + group; j += 8)
+                    store_ordered(numbers + row * in + i + j, stored + j, kind == FOUR ? ORDER4 : ORDER8);
                 all = plus(all, whole);
             }
             sums[row * (in / group) + from / group] = float(total(all));
@@ -72,13 +64,32 @@ struct Activations {
     }
 };
 
-// Sums times the rows' scales, plus bias [WIDTH] and the residual where they are not null, to `width` results a row;
-// the sums are those of outputs from `part` on.
-template <int EACH, int ROWS>
-inline void finish(const Floats (&sums)[EACH][ROWS], long part, const float *scale, const float *bias, const Outputs &y,
-                   int width) {
+// Sums of products of integers, EACH vectors of ROWS.  They are exact in any order, so that one or two rows, which do not
+// fill the CPU, have two sums each: an addition waits for the one before.
+template <int ROWS>
+struct Whole {
+    static constexpr int CHAINS = ROWS < 3 ? 2 : 1;
+    Words sums[CHAINS][EACH][ROWS];
+
+    Whole() {
+        UNROLL for (int chain = 0; chain < CHAINS; chain++)
+            UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++) sums[chain][v][r] = no_words();
+    }
+    // Pairs of weights, the `number`th of those that are stored together, times those of a row.
+    void add(int number, const Words (&pairs)[EACH], int row, std::int32_t inputs) {
+        const Words both = spread_word(inputs);
+        UNROLL for (int v = 0; v < EACH; v++) add_pairs(sums[number % CHAINS][v][row], pairs[v], both);
+    }
+    Floats sum(int v, int row) const {
+        return as_floats(CHAINS == 2 ? plus(sums[0][v][row], sums[CHAINS - 1][v][row]) : sums[0][v][row]);
+    }
+};
+
+// Sums times the rows' scales, plus bias [WIDTH] and the residual where they are not null, to `width` results a row.
+template <int ROWS>
+inline void finish(const Floats (&sums)[EACH][ROWS], const float *scale, const float *bias, const Outputs &y, int width) {
     UNROLL for (int v = 0; v < EACH; v++) {
-        const long column = part + LANES * v, left = width - column;
+        const long column = LANES * v, left = width - column;
         if (left <= 0) break;
         UNROLL for (int row = 0; row < ROWS; row++) {
             const long place = row * y.stride + column;
@@ -93,96 +104,83 @@ inline void finish(const Floats (&sums)[EACH][ROWS], long part, const float *sca
 // Weights in 8 bits with a scale [WIDTH] for each output.
 template <int ROWS>
 void tile8(const Activations &x, long row, const Linear &linear, long block, const Outputs &y, int width) {
-    constexpr int EACH = vectors(ROWS, 1);
     const long in = linear.in;
+    const std::uint8_t *weight = (const std::uint8_t *)linear.weight + block * WIDTH * in;
     const bfloat16 *scales = (const bfloat16 *)linear.scales + block * WIDTH;
     const pair *inputs = (const pair *)(x.numbers + row * in);
-    for (long part = 0; part < width; part += EACH * LANES) {
-        const std::uint8_t *weight = (const std::uint8_t *)linear.weight + block * WIDTH * in + 4 * part;
-        Floats sums[EACH][ROWS];
-        UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++) sums[v][r] = no_floats();
-        for (long from = 0; from < in; from += EXACT8) {
-            Words whole[EACH][ROWS];
-            UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++) whole[v][r] = no_words();
-            const long to = from + EXACT8 < in ? from + EXACT8 : in;
-            for (long i = from; i < to; i += 4, weight += 4 * WIDTH) {
-                Words pairs[2][EACH];
-                UNROLL for (int v = 0; v < EACH; v++) {
-                    const Words stored = load_words(weight + 4 * LANES * v);
-                    pairs[0][v] = bits_and(stored, spread_word(0x00ff00ff)), pairs[1][v] = shifted_pairs<8>(stored);
-                }
-                UNROLL for (int half = 0; half < 2; half++) UNROLL for (int r = 0; r < ROWS; r++) {
-                    const Words both = spread_word(inputs[(r * in + i) / 2 + half]);
-                    UNROLL for (int v = 0; v < EACH; v++) add_pairs(whole[v][r], pairs[half][v], both);
-                }
+    Floats sums[EACH][ROWS];
+    UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++) sums[v][r] = no_floats();
+    for (long from = 0; from < in; from += EXACT8) {
+        Whole<ROWS> whole;
+        const long to = from + EXACT8 < in ? from + EXACT8 : in;
+        for (long i = from; i < to; i += 4, weight += 4 * WIDTH) {
+            Words pairs[2][EACH];
+            UNROLL for (int v = 0; v < EACH; v++) {
+                const Words stored = load_words(weight + 4 * LANES * v);
+                pairs[0][v] = bits_and(stored, spread_word(0x00ff00ff)), pairs[1][v] = shifted_pairs<8>(stored);
             }
-            UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++)
-                sums[v][r] = sums[v][r] + as_floats(whole[v][r]);
+            UNROLL for (int half = 0; half < 2; half++) UNROLL for (int r = 0; r < ROWS; r++)
+                whole.add(half, pairs[half], r, inputs[(r * in + i) / 2 + half]);
         }
-        UNROLL for (int v = 0; v < EACH; v++) {
-            const Floats scale = load_bfloat16(scales + part + LANES * v);
-            UNROLL for (int r = 0; r < ROWS; r++)
-                sums[v][r] = (sums[v][r] - spread(MIDDLE8 * x.sums[row + r])) * scale;
-        }
-        finish<EACH, ROWS>(sums, part, x.scale + row, linear.bias ? linear.bias + block * WIDTH : nullptr, y, width);
+        UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++)
+            sums[v][r] = sums[v][r] + whole.sum(v, r);
     }
+    UNROLL for (int v = 0; v < EACH; v++) {
+        const Floats scale = load_bfloat16(scales + LANES * v);
+        UNROLL for (int r = 0; r < ROWS; r++)
+            sums[v][r] = (sums[v][r] - spread(MIDDLE8 * x.sums[row + r])) * scale;
+    }
+    finish<ROWS>(sums, x.scale + row, linear.bias ? linear.bias + block * WIDTH : nullptr, y, width);
 }
 
 // Weights in 4 bits; scales and zeros [in / group][2][WIDTH].
 template <int ROWS>
 void tile4(const Activations &x, long row, const Linear &linear, long block, const Outputs &y, int width) {
-    constexpr int EACH = vectors(ROWS, 2);
     const long in = linear.in, group = linear.group;
+    const std::uint8_t *weight = (const std::uint8_t *)linear.weight + block * WIDTH * in / 2;
+    const bfloat16 *scales = (const bfloat16 *)linear.scales + block * 2 * WIDTH * (in / group);
     const pair *inputs = (const pair *)(x.numbers + row * in);
-    for (long part = 0; part < width; part += EACH * LANES) {
-        const std::uint8_t *weight = (const std::uint8_t *)linear.weight + block * WIDTH * in / 2 + 4 * part;
-        const bfloat16 *scales = (const bfloat16 *)linear.scales + block * 2 * WIDTH * (in / group) + part;
-        Floats sums[EACH][ROWS];
-        UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++) sums[v][r] = no_floats();
-        for (long g = 0; g < in / group; g++, scales += 2 * WIDTH) {
-            const long end = (g + 1) * group;
-            for (long from = g * group; from < end; from += EXACT4) {
-                Words whole[EACH][ROWS];
-                UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++) whole[v][r] = no_words();
-                const long to = from + EXACT4 < end ? from + EXACT4 : end;
-                for (long i = from; i < to; i += 8, weight += 4 * WIDTH) {
-                    Words pairs[4][EACH];
-                    UNROLL for (int v = 0; v < EACH; v++) {
-                        const Words stored = load_words(weight + 4 * LANES * v), mask = spread_word(0x000f000f);
-                        pairs[0][v] = bits_and(stored, mask), pairs[1][v] = bits_and(shifted_pairs<4>(stored), mask);
-                        pairs[2][v] = bits_and(shifted_pairs<8>(stored), mask), pairs[3][v] = shifted_pairs<12>(stored);
-                    }
-                    UNROLL for (int quarter = 0; quarter < 4; quarter++) UNROLL for (int r = 0; r < ROWS; r++) {
-                        const Words both = spread_word(inputs[(r * in + i) / 2 + quarter]);
-                        UNROLL for (int v = 0; v < EACH; v++) add_pairs(whole[v][r], pairs[quarter][v], both);
-                    }
-                }
+    Floats sums[EACH][ROWS];
+    UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++) sums[v][r] = no_floats();
+    for (long g = 0; g < in / group; g++, scales += 2 * WIDTH) {
+        const long end = (g + 1) * group;
+        for (long from = g * group; from < end; from += EXACT4) {
+            Whole<ROWS> whole;
+            const long to = from + EXACT4 < end ? from + EXACT4 : end;
+            for (long i = from; i < to; i += 8, weight += 4 * WIDTH) {
+                Words pairs[4][EACH];
                 UNROLL for (int v = 0; v < EACH; v++) {
-                    const Floats scale = load_bfloat16(scales + LANES * v);
-                    UNROLL for (int r = 0; r < ROWS; r++)
-                        sums[v][r] = times_plus(as_floats(whole[v][r]), scale, sums[v][r]);
+                    const Words stored = load_words(weight + 4 * LANES * v), mask = spread_word(0x000f000f);
+                    pairs[0][v] = bits_and(stored, mask), pairs[1][v] = bits_and(shifted_pairs<4>(stored), mask);
+                    pairs[2][v] = bits_and(shifted_pairs<8>(stored), mask), pairs[3][v] = shifted_pairs<12>(stored);
                 }
+                UNROLL for (int quarter = 0; quarter < 4; quarter++) UNROLL for (int r = 0; r < ROWS; r++)
+                    whole.add(quarter, pairs[quarter], r, inputs[(r * in + i) / 2 + quarter]);
             }
             UNROLL for (int v = 0; v < EACH; v++) {
                 const Floats scale = load_bfloat16(scales + LANES * v);
-                const Floats zero = minus_times(scale, spread(MIDDLE4), load_bfloat16(scales + WIDTH + LANES * v));
-                UNROLL for (int r = 0; r < ROWS; r++)
-                    sums[v][r] = times_plus(spread(x.sums[(row + r) * (in / group) + g]), zero, sums[v][r]);
+                UNROLL for (int r = 0; r < ROWS; r++) sums[v][r] = times_plus(whole.sum(v, r), scale, sums[v][r]);
             }
         }
-        finish<EACH, ROWS>(sums, part, x.scale + row, linear.bias ? linear.bias + block * WIDTH : nullptr, y, width);
+        UNROLL for (int v = 0; v < EACH; v++) {
+            const Floats scale = load_bfloat16(scales + LANES * v);
+            const Floats zero = minus_times(scale, spread(MIDDLE4), load_bfloat16(scales + WIDTH + LANES * v));
+            UNROLL for (int r = 0; r < ROWS; r++)
+                sums[v][r] = times_plus(spread(x.sums[(row + r) * (in / group) + g]), zero, sums[v][r]);
+        }
     }
+    finish<ROWS>(sums, x.scale + row, linear.bias ? linear.bias + block * WIDTH : nullptr, y, width);
 }
 
 typedef void (*Tile)(const Activations &, long, const Linear &, long, const Outputs &, int);
-const Tile TILES8[] = {nullptr, tile8<1>, tile8<2>, tile8<3>, tile8<4>,
+const Tile TILES8[] = {nullptr, tile8<1>, tile8<2>, tile8<3>,
 #if defined(__AVX512F__)
-                       tile8<5>, tile8<6>, tile8<7>, tile8<8>
+                       tile8<4>, tile8<5>, tile8<6>, tile8<7>, tile8<8>
 #endif
 };
-const Tile TILES4[] = {nullptr, tile4<1>, tile4<2>, tile4<3>, tile4<4>,
+const Tile TILES4[] = {nullptr, tile4<1>, tile4<2>, tile4<3>,
 #if defined(__AVX512F__)
-                       tile4<5>, tile4<6>
+                       tile4<4>, tile4<5>, tile4<6>
 #endif
 };
 

@@ -30,6 +30,13 @@ inline float widened(bfloat16 x) {
     return wide;
 }
 
+// Eight numbers of 16 bits in another order.
+inline void store_ordered(std::int16_t *to, const std::int16_t *from, const int (&order)[8]) {
+    const auto place = [&](int i) { return short(order[i] * 0x0202 + 0x0100); };  // of both bytes
+    const __m128i places = _mm_setr_epi16(place(0), place(1), place(2), place(3), place(4), place(5), place(6), place(7));
+    _mm_storeu_si128((__m128i *)to, _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)from), places));
+}
+
 #if defined(__AVX512F__)
 
 constexpr long LANES = 16;  // numbers of 32 bits in a vector
