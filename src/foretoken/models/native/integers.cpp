@@ -1,4 +1,4 @@
-// Products of a few rows by weights in 8 or 4 bits, with activations of 16 bits.
+// Products of a few rows by weights in 8 or 4 bits, with activations of 15 bits and a sign.
 //
 // Activations become integers, row by row: x = scale * whole, a signed number of 16 bits.  Weights are unsigned bytes or
 // halves of bytes, which are widened to 16 bits in registers, where CPUs multiply pairs of such numbers and add them up.
