@@ -157,9 +157,7 @@ def test_the_largest_sums_fit(level: str, bits: int, inner: int, group: int) -> 
         eight = Int8Weight(torch.full((32, inner), 127, dtype=torch.int8), ones[:, 0])
         made: NativeProduct = NativeInt8Product(eight, None)
     else:
-        made = NativeInt4Product(
-            Int4Weight(torch.full((32, inner), 15, dtype=torch.int32), ones, ones, group), None
-        )
+        made = NativeInt4Product(Int4Weight(torch.full((32, inner), 15, dtype=torch.int32), ones, ones, group), None)
     x = torch.ones(5, inner).bfloat16()
     assert torch.equal(made.product(x), (x.double() @ made.dense().double().T).bfloat16())
     assert torch.equal(made.product(-x), (-x.double() @ made.dense().double().T).bfloat16())

@@ -27,9 +27,7 @@ from foretoken.io.files import cache_folder, replacing
 SOURCES = [
     Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers", "integers8", "forward")
 ]
-HEADERS = [
-    Path(__file__).with_name(f"{name}.h") for name in ("lanes", "integers8", "linear", "attention", "stages")
-]
+HEADERS = [Path(__file__).with_name(f"{name}.h") for name in ("lanes", "integers8", "linear", "attention", "stages")]
 COMPILERS = ("g++", "c++")
 """Tried in this order; the environment's ``CXX`` comes first."""
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
