@@ -56,7 +56,7 @@ def both(model: Any) -> tuple[HuggingFaceModel, HuggingFaceModel]:
 
 
 @pytest.mark.parametrize("name", COVERED)
-def test_native_is_the_lean_forward(name: str) -> None:
+def test_native_is_the_lean_forward(level: str, name: str) -> None:
     """Chains, trees, ragged batches, taps, layer windows and skipped sublayers."""
     fast, twin = both(network(name))
     compare(outputs(fast), outputs(twin), TOLERANCE)
@@ -65,7 +65,7 @@ def test_native_is_the_lean_forward(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "granite"])
-def test_quantised_weights_are_multiplied_in_it(name: str, kind: str) -> None:
+def test_quantised_weights_are_multiplied_in_it(level: str, name: str, kind: str) -> None:
     model = network(name)
     quantise_linears(model, kind)
     fast, twin = both(model)
@@ -96,7 +96,7 @@ def test_layers_of_one_model_may_have_several_kinds_of_weights() -> None:
     ],
     ids=str,
 )
-def test_shapes_and_rotary_embeddings(name: str, changes: dict[str, Any]) -> None:
+def test_shapes_and_rotary_embeddings(level: str, name: str, changes: dict[str, Any]) -> None:
     fast, twin = both(network(name, **changes))
     compare(outputs(fast), outputs(twin), TOLERANCE)
 
@@ -112,7 +112,7 @@ def weights(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int4"])
-def test_a_rows_bits_do_not_depend_on_its_company(kind: str) -> None:
+def test_a_rows_bits_do_not_depend_on_its_company(level: str, kind: str) -> None:
     model = HuggingFaceModel(weights(kind))
     assert model.forward_name == "native"
     path, other = prompt_of(17, seed=3), prompt_of(40, seed=4)
@@ -136,7 +136,7 @@ def test_a_rows_bits_do_not_depend_on_its_company(kind: str) -> None:
     assert torch.equal(rows[2].logits, wanted[:2])
 
 
-def test_threads_change_no_bits() -> None:
+def test_threads_change_no_bits(level: str) -> None:
     model, before = HuggingFaceModel(weights("int4")), torch.get_num_threads()
     found = []
     try:

@@ -3,33 +3,16 @@ bits in any company, and nothing hidden that is no number."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
-from foretoken.models import layouts, quantised
 from foretoken.models.native import integers8, library, why_not
 from foretoken.models.quantised_products import NativeInt4ByteProduct, NativeInt8ByteProduct, NativeProduct
 from foretoken.models.quantised_weights import Int4Weight, Int8Weight
 
 HALF_STEP = 2.0**-8
-HERE = [name for name in library.LEVELS if library._cpu_level((name,))]
-needs_it = pytest.mark.skipif(why_not("avx2") is not None, reason=f"no kernels of our own: {why_not('avx2')}")
-
-
-@pytest.fixture(params=HERE or ["none"])
-def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Kernels are compiled for each instruction set in turn."""
-    caches = (library._loaded, library.function, layouts._has_native, quantised.available)
-    monkeypatch.delenv(library.SWITCH, raising=False)
-    monkeypatch.setitem(library.ALLOWED, "native", (request.param,))
-    for one in caches:
-        one.cache_clear()
-    yield request.param
-    for one in caches:
-        one.cache_clear()
+needs_it = pytest.mark.skipif(why_not() is not None, reason=f"no kernels of our own: {why_not()}")
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -168,14 +151,3 @@ def test_a_switch_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(library.SWITCH, "avx512")
     with pytest.raises(ValueError, match="this CPU has no AVX512: leave it out"):
         library.level()
-
-
-@needs_it
-def test_a_lower_level_leaves_bfloat16_kernels_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_loaded", lambda: object())
-    has(monkeypatch, "avx2", "avx512", "vnni", "avx512_bf16")
-    monkeypatch.setenv(library.SWITCH, "avx2")
-    assert why_not("avx2") is None and why_not() == "FORETOKEN_CPU=avx2 leaves it out"
-    monkeypatch.delenv(library.SWITCH)
-    has(monkeypatch, "avx2", "avx512", "vnni")
-    assert why_not("avx2") is None and why_not() == "the CPU has no AVX512-BF16"

@@ -11,6 +11,7 @@ import torch
 
 from foretoken.models import product_costs
 from foretoken.models.layouts import LAYOUTS, usable_layouts
+from foretoken.models.native import library
 from foretoken.models.packing import Projection
 from foretoken.models.product_costs import (
     cache_file,
@@ -92,6 +93,16 @@ def test_filled_up_rows_give_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -
 def test_sizes_share_measurements() -> None:
     assert size_class(1000, 3000) == (1024, 2048) or size_class(1000, 3000) == (1024, 4096)
     assert size_class(3, 10**6) == (product_costs.SMALLEST, product_costs.LARGEST)
+
+
+def test_each_instruction_set_has_measurements_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = set()
+    for level in library.LEVELS:
+        product_costs.machine_key.cache_clear()
+        monkeypatch.setattr(library, "level", lambda level=level: level)
+        files.add(cache_file())
+    product_costs.machine_key.cache_clear()
+    assert len(files) == len(library.LEVELS)
 
 
 def test_a_measurement_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from foretoken.models.quantised_products import (
 from foretoken.models.quantised_weights import Int4Weight, Int8Weight, block4
 
 OURS: list[type[QuantisedProduct]] = [NativeInt8Product, NativeInt4Product] if why_not() is None else []
-BYTES: list[type[QuantisedProduct]] = [NativeInt8ByteProduct, NativeInt4ByteProduct] if why_not("avx2") is None else []
+BYTES: list[type[QuantisedProduct]] = [NativeInt8ByteProduct, NativeInt4ByteProduct] if why_not() is None else []
 PRODUCTS: list[type[QuantisedProduct]] = [IntegerProduct, Int8Product, Int4Product, *OURS, *BYTES]
 TOLERANCE: dict[type[QuantisedProduct], float] = {
     IntegerProduct: 5e-4,
@@ -174,7 +174,7 @@ def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: py
     assert choose(32, 64, 32, "8") is Int8Product
 
 
-@pytest.mark.skipif(not BYTES, reason=f"no kernels of our own: {why_not('avx2')}")
+@pytest.mark.skipif(not BYTES, reason=f"no kernels of our own: {why_not()}")
 def test_activations_of_8_bits_are_for_who_asks_and_for_drafts_that_are_faster_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -70,7 +70,7 @@ def load_model(
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
-        ValueError: unknown dtype or backend, no such device, a model that cannot be inflated to that size or split so, or
+        ValueError: unknown dtype or backend, no such device, a model that cannot be inflated or split so, or
             ``pack=True`` or ``quantize`` for one that cannot be packed or quantised.
     """
     source = unwrapped(source)

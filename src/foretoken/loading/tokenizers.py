@@ -20,7 +20,7 @@ TEMPLATE = "chat_template.jinja"
 def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
     """The tokenizer that belongs to a model source, or ``None`` when it has none.
 
-    ``backend`` says what reads a GGUF file's (:mod:`foretoken.loading.gguf`); a model that llama.cpp runs has llama.cpp's.
+    ``backend`` says what reads a GGUF file's (:mod:`foretoken.loading.gguf`); llama.cpp's models have its own.
 
     Raises:
         LoadError: its files are damaged, or Transformers cannot read them.

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from foretoken.io.files import cache_folder, write_json
 from foretoken.models.layouts import LAYOUTS, Layout, Maker, usable_layouts
+from foretoken.models.native import library
 
 ROWS = (1, 2, 5, 8)
 """Rows that are timed: a plain step, the beginning of speculation, usual rounds."""
@@ -178,7 +179,8 @@ def machine_key() -> str:
     about = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
     lines = [line for line in about if line.startswith(("model name", "flags", "model\t", "stepping"))]
     pages = os.environ.get("THP_MEM_ALLOC_ENABLE", "")
-    way = f"{_clock.__name__} {_copies_bytes()} {pages}"  # what was measured in another way is measured again
+    # What was measured in another way is measured again.
+    way = f"{_clock.__name__} {_copies_bytes()} {pages} {library.level()}"
     text = "\n".join([*lines, platform.processor(), platform.machine(), str(os.cpu_count()), torch.__version__, way])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 

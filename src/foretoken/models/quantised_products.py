@@ -287,22 +287,18 @@ class IntegerProduct(QuantisedProduct):
 class NativeProduct(QuantisedProduct):
     """What the products of our own kernels have in common: the input as integers, the result in bfloat16.
 
-    Attributes:
-        least: the instruction set that the kernel needs at least, see :data:`foretoken.models.native.library.LEVELS`.
-
     Raises:
         RuntimeError: this machine has no such kernel, or it does not take the shape.
     """
 
     has_wide, alone = False, True
-    least: str = "avx512-bf16"
     packed: Tensor
     scales: Tensor
     group: int = 0
 
     def __init__(self, weight: Quantised, bias: Tensor | None) -> None:
         super().__init__((len(weight.values), weight.values.shape[1]), bias)
-        reason = why_not(self.least)
+        reason = why_not()
         if reason is not None or not integers.fits(self.shape[1]):
             raise RuntimeError(reason or f"inputs come in eights, not in {self.shape[1]}")
 
@@ -368,7 +364,7 @@ class NativeInt4Product(NativeProduct):
 class NativeInt8ByteProduct(NativeInt8Product):
     """The same weights, activations of 8 bits."""
 
-    name, activations, least = "int8 weights, own kernel, 8-bit input", 8, "avx2"
+    name, activations = "int8 weights, own kernel, 8-bit input", 8
 
     def linear(self) -> Linear:
         """With a scale for each output."""
@@ -380,7 +376,7 @@ class NativeInt8ByteProduct(NativeInt8Product):
 class NativeInt4ByteProduct(NativeInt4Product):
     """The same weights, activations of 8 bits."""
 
-    name, activations, least = "int4 weights, own kernel, 8-bit input", 8, "avx2"
+    name, activations = "int4 weights, own kernel, 8-bit input", 8
 
     def linear(self) -> Linear:
         """With scales and zeros of groups."""

@@ -34,11 +34,11 @@ class GroupedProduct(NativeProduct):
         RuntimeError: this machine has no such kernel, or it does not take the shape.
     """
 
-    name, stored, activations, least = "GGUF weights, own kernel", True, 8, "avx2"
+    name, stored, activations = "GGUF weights, own kernel", True, 8
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
         QuantisedProduct.__init__(self, weight.shape, bias)
-        reason = why_not(self.least)
+        reason = why_not()
         if reason is not None or self.shape[1] % BLOCK or weight.group not in (BLOCK, BLOCK // 2):
             raise RuntimeError(reason or f"inputs come in {BLOCK}s, not in {self.shape[1]}")
         self.bits, self.group, self.middle = weight.bits, weight.group, weight.middle

@@ -1,7 +1,7 @@
 // Attention of a row over the slots that it sees.
 #pragma once
 
-#include "vectors.h"
+#include "lanes.h"
 
 // Keys or values of one head: slots are `stride` numbers apart.
 struct Slots {

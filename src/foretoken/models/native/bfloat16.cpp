@@ -1,53 +1,59 @@
-// Products of a few rows by bfloat16 weights, for CPUs that multiply bfloat16 in vector registers (AVX512-BF16).
+// Products of a few rows by bfloat16 weights.
 //
 // A weight [out, in] is stored as [out / WIDTH][in / 2][WIDTH][2]: for WIDTH outputs, one pair of inputs after the
-// other, so that it is read from memory in one stream.  A tile keeps the sums of up to MOST rows times WIDTH outputs in
-// registers.  Every sum runs over the inputs in the same order, so a row has the same bits whatever stands beside it.
+// other, so that it is read from memory in one stream.  CPUs that do not multiply bfloat16 numbers (AVX512-BF16) widen
+// them in registers.  A tile keeps the sums of up to MOST rows in registers.  Every sum runs over the inputs in the same
+// order, so a row has the same bits whatever stands beside it.
 
 #include "linear.h"
 
 namespace {
 
-constexpr long MOST = 14;        // rows of a tile: 28 registers of sums, 2 of weights, 1 of activations
-constexpr long FEWER = 8;        // where that many long rows would not stay in the nearest cache
+constexpr long EACH = WIDTH / LANES;  // vectors of outputs
+// Rows of a tile: 28 registers of sums, 2 of weights, 1 of activations, or 12, 2 and 2.
+#if defined(__AVX512F__)
+constexpr long MOST = 14, FEWER = 8;
+#else
+constexpr long MOST = 3, FEWER = 3;
+#endif
+// FEWER where that many long rows would not stay in the nearest cache.
 constexpr long LONG = 2048;      // inputs of a long row
 constexpr long CHUNK = 8;        // tiles that share a block of weights before the next one is read
 constexpr long ONE_THREAD = 1 << 15;  // weights that one thread multiplies before a second has woken up
 
-typedef std::int32_t __attribute__((may_alias)) pair;  // two neighbouring bfloat16 numbers
-
 // [ROWS, in] x [WIDTH, in]^T, plus bias [WIDTH] and residual [ROWS, WIDTH] where they are not null; `width` outputs are
 // real, the others fill the last block up.  x is `stride` pairs from row to row, y in its own stride.
 template <int ROWS>
-VECTORS void tile(const pair *x, long stride, long pairs, const bfloat16 *weight, const float *bias, const Outputs &y,
-                  int width) {
-    __m512 sums[2][ROWS];
-    UNROLL for (int row = 0; row < ROWS; row++) sums[0][row] = sums[1][row] = _mm512_setzero_ps();
+void tile(const pair *x, long stride, long pairs, const bfloat16 *weight, const float *bias, const Outputs &y, int width) {
+    Floats sums[EACH][ROWS];
+    UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int row = 0; row < ROWS; row++) sums[v][row] = no_floats();
     for (long k = 0; k < pairs; k++, weight += 2 * WIDTH) {
-        const __m512bh first = (__m512bh)_mm512_loadu_si512(weight);
-        const __m512bh second = (__m512bh)_mm512_loadu_si512(weight + WIDTH);
+        Words w[EACH];
+        UNROLL for (int v = 0; v < EACH; v++) w[v] = load_words(weight + 2 * LANES * v);
         UNROLL for (int row = 0; row < ROWS; row++) {
-            const __m512bh both = (__m512bh)_mm512_set1_epi32(x[row * stride + k]);
-            sums[0][row] = _mm512_dpbf16_ps(sums[0][row], first, both);
-            sums[1][row] = _mm512_dpbf16_ps(sums[1][row], second, both);
+            const Words both = spread_word(x[row * stride + k]);
+            UNROLL for (int v = 0; v < EACH; v++) sums[v][row] = plus_pairs(sums[v][row], w[v], both);
         }
     }
-    UNROLL for (int half = 0; half < 2; half++) {
-        const long left = width - 16 * half;
+    UNROLL for (int v = 0; v < EACH; v++) {
+        const long column = LANES * v, left = width - column;
         if (left <= 0) break;
-        const Floats offset = bias ? Floats::load(bias + 16 * half, left) : Floats::of(0);
+        const Floats offset = bias ? load(bias + column, left) : no_floats();
         UNROLL for (int row = 0; row < ROWS; row++) {
-            const long place = row * y.stride + 16 * half;
-            Floats sum = Floats{sums[half][row]} + offset;
-            if (y.residual) sum = sum + Floats::load(y.residual + place, left);
-            sum.store(y.result + place, left);
+            const long place = row * y.stride + column;
+            Floats sum = sums[v][row] + offset;
+            if (y.residual) sum = sum + load(y.residual + place, left);
+            store(y.result + place, sum, left);
         }
     }
 }
 
 typedef void (*Tile)(const pair *, long, long, const bfloat16 *, const float *, const Outputs &, int);
-const Tile TILES[MOST + 1] = {nullptr, tile<1>, tile<2>,  tile<3>,  tile<4>,  tile<5>,  tile<6>, tile<7>,
-                              tile<8>, tile<9>, tile<10>, tile<11>, tile<12>, tile<13>, tile<14>};
+const Tile TILES[] = {nullptr, tile<1>, tile<2>, tile<3>,
+#if defined(__AVX512F__)
+                      tile<4>, tile<5>, tile<6>, tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>, tile<13>, tile<14>
+#endif
+};
 
 }  // namespace
 

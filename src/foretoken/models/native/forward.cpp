@@ -194,7 +194,7 @@ void Worker::begin() const {
 
 // Queries and keys are normalised and turned on their way to their buffer and to the cache, to which values go as they
 // are.  (Not in place: a norm of all heads reads those that another thread has turned.)
-VECTORS void Worker::heads(const Layer &layer, long index) const {
+void Worker::heads(const Layer &layer, long index) const {
     const long heads = model.heads, groups = model.kv_heads, dim = model.dim, all = heads + 2 * groups;
     for (long task = from(call.rows * all); task < to(call.rows * all); task++) {
         const long row = task / all, head = task % all;

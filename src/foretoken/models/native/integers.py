@@ -1,8 +1,8 @@
 """Products by weights in 8 or 4 bits in a kernel of our own, which multiplies integers.
 
 PyTorch's weight-only products read their weights at half of the memory's speed and slow down with every row.  These
-take a row of activations apart into two signed bytes a number (15 bits, scaled by its own largest), so that the CPU
-adds up products of bytes: eight rows cost hardly more than one, and a row's bits do not depend on the others.
+turn a row of activations into whole numbers of 15 bits and a sign, scaled by its own largest, so that the CPU adds up
+products of whole numbers: eight rows cost hardly more than one, and a row's bits do not depend on the others.
 """
 
 from __future__ import annotations

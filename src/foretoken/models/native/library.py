@@ -27,12 +27,10 @@ from foretoken.io.files import cache_folder, replacing
 SOURCES = [
     Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers", "integers8", "forward")
 ]
-HEADERS = [
-    Path(__file__).with_name(f"{name}.h") for name in ("lanes", "integers8", "vectors", "linear", "attention", "stages")
-]
+HEADERS = [Path(__file__).with_name(f"{name}.h") for name in ("lanes", "integers8", "linear", "attention", "stages")]
 COMPILERS = ("g++", "c++")
 """Tried in this order; the environment's ``CXX`` comes first."""
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 LEVELS = {
@@ -56,24 +54,14 @@ COMPILING_S = 120
 """A compiler that takes longer is given up: it needs one second."""
 
 
-def why_not(least: str = "avx512-bf16") -> str | None:
-    """Why this machine has no kernels that need a level, ``None`` where it has them.
-
-    Args:
-        least: the lowest of :data:`LEVELS` that the kernel is written for.
+def why_not() -> str | None:
+    """Why this machine has no kernels of our own, ``None`` where it has them.
 
     Raises:
         ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
     """
     found = _loaded()
-    if isinstance(found, str):
-        return found
-    order = list(LEVELS)
-    if order.index(level() or "avx2") >= order.index(least):
-        return None
-    if _cpu_level(tuple(LEVELS)) == least:
-        return f"{SWITCH}={os.environ[SWITCH]} leaves it out"
-    return f"the CPU has no {least.upper()}"
+    return found if isinstance(found, str) else None
 
 
 def level() -> str | None:

@@ -4,7 +4,7 @@
 // case in `prepared_bytes`, `prepare` and `multiply`.
 #pragma once
 
-#include "vectors.h"
+#include "lanes.h"
 
 constexpr long WIDTH = 32;  // outputs that are stored together: two registers of sums
 
