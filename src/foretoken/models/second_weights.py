@@ -39,6 +39,7 @@ class Scheme:
     Attributes:
         bits: ``"4"``, ``"8"``, or ``"auto"``: the faster of both for each layer, by measurement.
         group: weights of a row that share an int4 scale.
+        head: whether the vocabulary projection is quantised, too; not where another takes its place.
 
     Raises:
         ValueError: a value outside its choices.
@@ -46,6 +47,7 @@ class Scheme:
 
     bits: str = "auto"
     group: int = 32
+    head: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in (("bits", BITS), ("group", GROUPS)):
@@ -55,7 +57,7 @@ class Scheme:
     @property
     def name(self) -> str:
         """Tells sets of one model apart."""
-        return f"{self.bits}-{self.group}"
+        return f"{self.bits}-{self.group}{'' if self.head else '-layers'}"
 
     def product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
         """The product for a weight [out, in]; ``None`` leaves the layer as it is."""
@@ -63,7 +65,7 @@ class Scheme:
 
     def head_product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
         """The same for the vocabulary projection: always int8, because its errors are errors of logits."""
-        return fastest_draft_product(shape[0], shape[1], self.group, "8")
+        return None if not self.head else fastest_draft_product(shape[0], shape[1], self.group, "8")
 
 
 class QuantisedWeights:
