@@ -193,9 +193,7 @@ class BuildContext(ABC):
         """The best lossless rule for a tree, for drafters that verify inside their own loop."""
 
     @abstractmethod
-    def draft_model(
-        self, name: str, path: str | None, *, packed: bool = True, quantize: str = "auto"
-    ) -> LanguageModel:
+    def draft_model(self, name: str, path: str | None, *, packed: bool = True, quantize: str = "auto") -> LanguageModel:
         """The draft model of a spec ``name[:path]``, checked against the target.
 
         Args:
@@ -210,9 +208,7 @@ class BuildContext(ABC):
         """
 
     @abstractmethod
-    def foreign_draft_model(
-        self, name: str, path: str | None, *, quantize: str = "auto"
-    ) -> tuple[LanguageModel, Any]:
+    def foreign_draft_model(self, name: str, path: str | None, *, quantize: str = "auto") -> tuple[LanguageModel, Any]:
         """A draft model and its own tokenizer, which may be another than the target's; ``quantize`` as above.
 
         Raises:

@@ -98,7 +98,9 @@ def read_ids(file: Path, size: int, tokenizer: Any | None) -> list[int]:
     except FileNotFoundError:
         raise ValueError(f"vocab={file} is neither a number of tokens nor a file: give {LAYOUT}") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read as a draft vocabulary ({type(error).__name__}): it must hold {LAYOUT}") from None
+        raise ValueError(
+            f"{file} cannot be read as a draft vocabulary ({type(error).__name__}): it must hold {LAYOUT}"
+        ) from None
     made_for = found.get("tokenizer") if isinstance(found, dict) else None
     if made_for is not None and tokenizer is not None and made_for != fingerprint(tokenizer):
         raise ValueError(f"{file} was made with another tokenizer than the target's: count its own texts")
@@ -116,7 +118,9 @@ def read_ids(file: Path, size: int, tokenizer: Any | None) -> list[int]:
     return ids
 
 
-def save_vocabulary(file: str | Path, texts: Iterable[Sequence[int]], tokenizer: Any | None = None, size: int = 0) -> None:
+def save_vocabulary(
+    file: str | Path, texts: Iterable[Sequence[int]], tokenizer: Any | None = None, size: int = 0
+) -> None:
     """Write the tokens of some texts as a draft vocabulary, the most frequent one first (the lower id wins a tie).
 
     Args:

@@ -81,8 +81,8 @@ class QuantizedDrafter(ModelDrafter):
     ) -> Any:
         """From a spec ``quantized[,vocab=N|FILE][,inner=SPEC[,width=W]]``.
 
-        ``vocab`` are the tokens that can be guessed.  With ``inner`` the drafts are themselves sped up by another drafter: a ``cascade`` whose draft model is the
-        quantised target, or with ``width`` above 1 a ``staged`` one.
+        ``vocab`` are the tokens that can be guessed.  With ``inner`` the drafts are themselves sped up by another
+        drafter: a ``cascade`` whose draft model is the quantised target, or with ``width`` above 1 a ``staged`` one.
 
         Raises:
             ValueError: a path, an inner drafter that does not fit, a tree or a draft vocabulary of it, or no such

@@ -108,7 +108,12 @@ def measured_rows(out: int, width: int) -> int:
 
 @torch.inference_mode()
 def measured(
-    products: Sequence[type[QuantisedProduct]], out: int, width: int, group: int, rows: Sequence[int]
+    products: Sequence[type[QuantisedProduct]],
+    out: int,
+    width: int,
+    group: int,
+    rows: Sequence[int],
+    num_copies: int = COPIES,
 ) -> dict[type[QuantisedProduct], float]:
     """Seconds of each product with a random weight, summed over calls of so many ``rows``: of calls that read copy
     after copy of the weight, as a decoding step does, what the quickest quarter takes at most.  Large weights are cut
@@ -125,7 +130,7 @@ def measured(
     found = dict.fromkeys(products, 0.0)
     for product in products:
         made = product(stored[product.bits], None)
-        copies = [made, *(made.copied() for _ in range(COPIES - 1))]
+        copies = [made, *(made.copied() for _ in range(num_copies - 1))]
         for x in (torch.randn(count, width, generator=draws) for count in rows):
             found[product] += reading_s(copies, x)
     return found
