@@ -170,7 +170,13 @@ def build(spec: str, folder: Path, target: LanguageModel) -> Any:
     return build_drafter(spec.replace("PATH", str(folder)), target, target_source="x")
 
 
-SPECS = ("model:PATH,vocab=9", "quantized,bits=8,vocab=9", "early_exit,layer=1,vocab=9", "layer_skip,mlp=1,vocab=9")
+SPECS = (
+    "model:PATH,vocab=9",
+    "swift,k=3,keep=0,vocab=9",
+    "quantized,bits=8,vocab=9",
+    "early_exit,layer=1,vocab=9",
+    "layer_skip,mlp=1,vocab=9",
+)
 
 
 @pytest.mark.parametrize("spec", [*SPECS, "model:PATH,tree=2x2,vocab=9", "early_exit,layer=1,until=margin,vocab=1"])

@@ -85,7 +85,7 @@ class SharedVocabDrafter(ModelDrafter):
     def build(
         cls, path: str | None, context: BuildContext, *, quantize: str = "auto", **options: Any
     ) -> SharedVocabDrafter:
-        """From a spec ``shared_vocab[:PATH][,quantize=...]``, as for ``model``: load the draft model and its tokenizer."""
+        """From a spec ``shared_vocab[:PATH][,quantize=...]``: load the draft model and its tokenizer."""
         model, own = context.foreign_draft_model(cls.name, path, quantize=quantize)
         mine = Vocabulary.of(own, model.vocab_size)
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
