@@ -198,6 +198,7 @@ def test_second_weights_without_a_projection(folder: Path, target: LanguageModel
     head = VOCAB * 48
     assert whole.model.weights.nbytes - narrow.model.weights.nbytes >= head
     assert isinstance(narrow.head.product, QuantisedProduct)
+    assert narrow.describe()[0]["weights"] == "int8"
 
 
 @pytest.mark.parametrize(
@@ -230,3 +231,31 @@ def test_what_a_model_tells_of_its_drafts(folder: Path) -> None:
         {"drafter": "ngram"},
         {"drafter": "early_exit,layer=1", "weights": "float32", "vocabulary": VOCAB},
     ]
+
+
+# -- trained heads -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def builtin() -> LanguageModel:
+    return load_model("builtin")
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "medusa", "hydra", "kangaroo"])
+def test_heads_as_shipped(method: str, builtin: LanguageModel, tmp_path: Path) -> None:
+    file = tmp_path / "vocab.json"
+    listed = list(range(0, 3000, 2))
+    file.write_text(json.dumps(listed))
+    ends = set(builtin.eos_token_ids)
+    prompts = [[5, 9, 300, 41], [1000, 12]]
+    requests = [Request(prompt, SamplingParams(), 12) for prompt in prompts]
+    plain = outputs(engine(builtin), requests)
+    for vocab, allowed in (("700", None), (str(file), {*listed, *ends})):
+        drafter: Any = build_drafter(f"{method},vocab={vocab}", builtin)
+        head = drafter.head
+        assert drafter.describe()[0]["vocabulary"] == head.size
+        assert head.size == 700 if allowed is None else set(head.ids.tolist()) <= allowed
+        assert outputs(engine(builtin, drafter, max_batch=2), requests) == plain
+        assert drafter.cost_beside(builtin.weight_bytes) <= build_drafter(method, builtin).cost_beside(  # type: ignore[union-attr]
+            builtin.weight_bytes
+        )

@@ -111,6 +111,14 @@ class QuantizedDrafter(ModelDrafter):
         built.traits = replace(built.traits, runs_target=True)  # its chains grow on the target's own sequence
         return built
 
+    def describe(self) -> list[dict[str, Any]]:
+        """The kinds of the second weights, and how many tokens it can guess."""
+        second = getattr(self.model, "weights", None)
+        if second is None:
+            return super().describe()
+        kinds = "+".join(f"int{bits}" for bits in sorted({product.bits for product in second.all_products}))
+        return [{**told, "weights": kinds} for told in super().describe()]
+
     def cost_beside(self, target_bytes: int) -> float:
         """The second weights, and the projection that takes the place of theirs."""
         return share_of_bytes(self.model.weight_bytes + (self.head.weight_bytes if self.head else 0), target_bytes)
