@@ -219,8 +219,9 @@ class Llm:
 
     def describe(self) -> dict[str, Any]:
         """How the target runs: ``{"forward", "weights", "exactness", "exactness_why", "threads", "refused"}``, where
-        ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and not taken."""
-        return self.target.describe()
+        ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and not taken; and as
+        ``"drafts"`` what the drafter, or each of a group, drafts with (``{"drafter", "weights", "vocabulary"}``)."""
+        return {**self.target.describe(), "drafts": [] if self.drafter is None else self.drafter.describe()}
 
     def _run(self, requests: Sequence[Request]) -> list[Output]:
         return [output_of(run, self.tokenizer) for run in self.calls.finish(requests)]

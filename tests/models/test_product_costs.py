@@ -156,11 +156,11 @@ def test_copies_do_not_fit_into_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_pat
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(size + "\n")
     monkeypatch.setattr(product_costs, "CACHES", tmp_path)
-    assert product_costs._copies_bytes.__wrapped__() == 128 * 2**20
+    assert product_costs.cache_bytes.__wrapped__() == 128 * 2**20
     (tmp_path / "index3" / "size").write_text("999999K")
-    assert product_costs._copies_bytes.__wrapped__() == product_costs.MOST_COPIES_BYTES
+    assert product_costs.cache_bytes.__wrapped__() == product_costs.MOST_COPIES_BYTES
     monkeypatch.setattr(product_costs, "CACHES", tmp_path / "nowhere")
-    assert product_costs._copies_bytes.__wrapped__() == product_costs.COPIES_BYTES
+    assert product_costs.cache_bytes.__wrapped__() == product_costs.COPIES_BYTES
 
 
 def test_other_processes_are_not_counted() -> None:

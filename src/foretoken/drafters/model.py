@@ -17,12 +17,14 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
-from foretoken.drafters.base import BuildContext, Drafter, Traits
+from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.drafters.drawing import best, distribution_of, draw_each, draw_iid, draw_without_replacement, ranked
 from foretoken.drafters.dynamic import MOST_NODES, DynamicTree, is_dynamic
 from foretoken.drafters.growing import Growing, asks_for_confidence, check_growth, ends_path, follow, readable, widened
+from foretoken.drafters.narrowed import described, light_head, projected, reduced_head
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.sampling import fixed_tokens
 from foretoken.trees.base import Shape
@@ -65,6 +67,8 @@ class ModelDrafter(Drafter):
     name = "model"
     traits = Traits(rewinds=True)
     dynamic: DynamicTree | None = None
+    head: DraftHead | None = None
+    """The vocabulary projection that takes the place of the draft model's, over the tokens that can be guessed."""
 
     def __init__(
         self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "", target: LanguageModel | None = None
@@ -119,12 +123,32 @@ class ModelDrafter(Drafter):
         path: str | None,
         context: BuildContext,
         *,
-        quantize: str = "",
+        quantize: str = "auto",
+        vocab: str = "",
         **options: Any,
     ) -> ModelDrafter:
-        """From a spec ``model[:PATH][,quantize=int8|int4]``: load the draft model and check that it fits the target."""
-        draft = context.draft_model(cls.name, path, quantize=quantize or None)
-        return cls(draft, target=context.target, **options)
+        """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE]``: load the draft model and check
+        that it fits the target.
+
+        Raises:
+            ValueError: another tokenizer, an option outside its choices, or no such draft vocabulary.
+            CapabilityError: a draft vocabulary for a model that hands out no hidden states.
+        """
+        draft = context.draft_model(cls.name, path, quantize=quantize)
+        built = cls(draft, target=context.target, **options)
+        built.head = reduced_head(vocab, draft, context) or light_head(draft)
+        return built
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The draft model, with the vocabulary projection that it is given here instead of its own."""
+        own = self.model.weight_bytes
+        if self.head is not None and own:
+            own = max(own - self.head.replaced_bytes, 0) + self.head.weight_bytes
+        return share_of_bytes(own, target_bytes)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The draft model's weights, and how many tokens it can guess."""
+        return [{**told, **described(self.model, self.head)} for told in super().describe()]
 
     @cached_property
     def states(self) -> Fingerprint | None:
@@ -224,7 +248,8 @@ class ModelDrafter(Drafter):
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         """One draft forward for the trees that grow, a feed for each."""
         rules = (tree.budget.path_stop for tree in trees)
-        return self.model.forward(feeds, tuple({rule.tap for rule in rules if rule and self.states is not None}))
+        taps = {rule.tap for rule in rules if rule and self.states is not None}
+        return projected(self.head, self.model.forward, feeds, tuple(taps))
 
     def _unread(self, tree: Growing) -> Sequence[int]:
         """The tokens of the text that the draft model must be fed before it can go on."""
@@ -240,7 +265,7 @@ class ModelDrafter(Drafter):
 
     def _widened(self, logits: Tensor) -> Tensor:
         """Draft logits [n, V'] over the target's vocabulary [n, V]: what only one of them has is impossible."""
-        return widened(logits, self.vocab_size)
+        return widened(logits if self.head is None else self.head.widened(logits), self.vocab_size)
 
     def _begin(self, context: Context, budget: Budget, text: Sequence[int]) -> Growing:
         sequence: SequenceState = context.state[self]

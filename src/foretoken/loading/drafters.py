@@ -36,17 +36,15 @@ class LoadingContext(BuildContext):
         """By the kind of the tree and of the request."""
         return inner_rule
 
-    def draft_model(
-        self, name: str, path: str | None, *, packed: bool = True, quantize: str | None = None
-    ) -> LanguageModel:
+    def draft_model(self, name: str, path: str | None, *, packed: bool = True, quantize: str = "auto") -> LanguageModel:
         """From a folder or hub id, or the built-in one."""
         return build_draft_model(
             path, self.target, self.source, self.tokenizer, self.device, name, packed=packed, quantize=quantize
         )
 
-    def foreign_draft_model(self, name: str, path: str | None) -> tuple[LanguageModel, Any]:
+    def foreign_draft_model(self, name: str, path: str | None, *, quantize: str = "auto") -> tuple[LanguageModel, Any]:
         """From a folder or hub id, or the built-in one."""
-        return build_foreign_draft_model(name, path, self.target, self.source, self.tokenizer, self.device)
+        return build_foreign_draft_model(name, path, self.target, self.source, self.tokenizer, self.device, quantize)
 
     def drafter(self, spec: str) -> Drafter | None:
         """By its row in the registry."""

@@ -25,6 +25,7 @@ from foretoken.loading.stored import check_method, check_storage, quantisation_o
 from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
+from foretoken.models.draft_bits import fastest_kind
 from foretoken.models.finite import REMEDY, first_not_finite, weights_of
 from foretoken.models.inflated import InflatedModel
 from foretoken.models.inflation import inflate as inflate_network
@@ -38,6 +39,10 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+AUTO = "auto"
+"""A draft model's ``quantize`` that takes what is fastest."""
 
 
 def load_model(
@@ -64,9 +69,9 @@ def load_model(
     may be laid out anew, in place, where this machine then multiplies them faster: by default those of models that are
     loaded here (but of ``"approximate"`` ones, which may be trained or written), ``True`` also those of a model that is
     handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``, with ``-a8`` behind it for activations of 8 bits)
-    replaces the weights of what is loaded by quantised ones, see :mod:`foretoken.models.quantised_linear`.
-    ``tensor_parallel`` above 1 splits the model over so many processes of this machine, see
-    :mod:`foretoken.models.parallel`.
+    replaces the weights of what is loaded by quantised ones, see :mod:`foretoken.models.quantised_linear`; ``"auto"``,
+    for draft models, where that is faster (:mod:`foretoken.models.draft_bits`).  ``tensor_parallel`` above 1 splits
+    the model over so many processes of this machine, see :mod:`foretoken.models.parallel`.
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
@@ -83,6 +88,8 @@ def load_model(
         others = {"inflate": inflate, "quantize": quantize, "pack": pack}
         return load_parallel(source, tensor_parallel, dtype=dtype, device=device, exact=exact, **others)
     check_backend(backend, source)
+    auto = quantize == AUTO and role == "draft"
+    quantize = None if auto else quantize
     if is_gguf(source):
         how = {"dtype": dtype, "device": device, "exact": exact, "inflate": inflate, "pack": pack, "quantize": quantize}
         return _load_file(source, backend, lean, how)
@@ -103,6 +110,7 @@ def load_model(
         _check_finite(network, source, role)
     if pack is True:
         check_packable(network)
+    quantize = fastest_kind(network) if auto else quantize
     if quantize is not None:
         quantise_linears(network, quantize, wide=exact != "bitwise")
     in_place = ours and (not given or pack is True)

@@ -126,9 +126,19 @@ def _fitting(out: int, width: int, group: int, bits: str, activations: str) -> l
     return short if activations == "8" else fitting
 
 
+def measured_rows(out: int, width: int) -> int:
+    """Rows of a weight [out, width] that is timed in its place."""
+    return max(ROWS4, min(out, MEASURED // width) // ROWS4 * ROWS4)
+
+
 @torch.inference_mode()
 def measured(
-    products: Sequence[type[QuantisedProduct]], out: int, width: int, group: int, rows: Sequence[int]
+    products: Sequence[type[QuantisedProduct]],
+    out: int,
+    width: int,
+    group: int,
+    rows: Sequence[int],
+    num_copies: int = COPIES,
 ) -> dict[type[QuantisedProduct], float]:
     """Seconds of each product with a random weight, summed over calls of so many ``rows``: of calls that read copy
     after copy of the weight, as a decoding step does, what the quickest quarter takes at most.  Large weights are cut
@@ -137,9 +147,7 @@ def measured(
     (Calls with caches that something else has filled in between take twice as long here, most of all those of the
     products that are many small calls.)
     """
-    out = max(ROWS4, min(out, MEASURED // width) // ROWS4 * ROWS4)
-    # The time of this thread does not count those that other processes take; with several threads it misses theirs.
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    out = measured_rows(out, width)
     draws = torch.Generator().manual_seed(0)  # never torch's own: a caller's seed must not depend on what is timed
     weight = torch.randn(out, width, generator=draws)
     bits = {product.bits for product in products}
@@ -147,16 +155,24 @@ def measured(
     found = dict.fromkeys(products, 0.0)
     for product in products:
         made = product(stored[product.bits], None)
-        copies = [made, *(made.copied() for _ in range(COPIES - 1))]
+        copies = [made, *(made.copied() for _ in range(num_copies - 1))]
         for x in (torch.randn(count, width, generator=draws) for count in rows):
-            spent: list[float] = []
-            for turn in range(TRIES + 1):
-                for run in copies:
-                    began = clock()
-                    run(x)
-                    spent += [clock() - began] if turn else []
-            found[product] += sorted(spent)[len(spent) // 4]
+            found[product] += reading_s(copies, x)
     return found
+
+
+def reading_s(copies: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> float:
+    """Seconds of a product with x [n, in], read from copy after copy of its weight: what the quickest quarter of the
+    calls takes at most."""
+    # The time of this thread does not count those that other processes take; with several threads it misses theirs.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    spent: list[float] = []
+    for turn in range(TRIES + 1):
+        for run in copies:
+            began = clock()
+            run(x)
+            spent += [clock() - began] if turn else []
+    return sorted(spent)[len(spent) // 4]
 
 
 @cache

@@ -41,6 +41,7 @@ class Scheme:
         bits: ``"4"``, ``"8"``, or ``"auto"``: the faster of both for each layer, by measurement.
         group: weights of a row that share an int4 scale.
         activations: bits of the inputs: ``"8"``, ``"15"`` or more, or ``"auto"``: 8 where that is faster.
+        head: whether the vocabulary projection is quantised, too; not where another takes its place.
 
     Raises:
         ValueError: a value outside its choices.
@@ -49,6 +50,7 @@ class Scheme:
     bits: str = "auto"
     group: int = 32
     activations: str = "auto"
+    head: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in (("bits", BITS), ("group", GROUPS), ("activations", ACTIVATIONS)):
@@ -58,7 +60,7 @@ class Scheme:
     @property
     def name(self) -> str:
         """Tells sets of one model apart."""
-        return f"{self.bits}-{self.group}-{self.activations}"
+        return f"{self.bits}-{self.group}-{self.activations}{'' if self.head else '-layers'}"
 
     def product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
         """The product for a weight [out, in]; ``None`` leaves the layer as it is."""
@@ -66,7 +68,7 @@ class Scheme:
 
     def head_product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
         """The same for the vocabulary projection: always int8, because its errors are errors of logits."""
-        return fastest_draft_product(shape[0], shape[1], self.group, "8", self.activations)
+        return fastest_draft_product(shape[0], shape[1], self.group, "8", self.activations) if self.head else None
 
 
 class QuantisedWeights:

@@ -50,8 +50,10 @@ class StackedModel(FeatureModel):
         count: M.
     """
 
-    def __init__(self, net: StackedModules, parts: TargetParts, target: LanguageModel) -> None:
-        super().__init__(net, parts, target)
+    def __init__(
+        self, net: StackedModules, parts: TargetParts, target: LanguageModel, project: Any | None = None
+    ) -> None:
+        super().__init__(net, parts, target, project)
         self.count = len(net.steps)
         self.cache = TreeCache(self.count, self.context_length + SCRATCH_ROOM)
         self._read: dict[int, list[Tensor]] = {}  # per sequence what its places hand to the next ones, [n, (M - 1) D]
