@@ -22,6 +22,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.bpd import BpdDrafter
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.datastore import Datastore
+from foretoken.drafters.dflash import DflashDrafter
 from foretoken.drafters.eagle import EagleDrafter
 from foretoken.drafters.eagle3 import Eagle3Drafter
 from foretoken.drafters.early_exit import EarlyExitDrafter
@@ -150,6 +151,26 @@ def eagle3(target: LanguageModel, share_head: bool, **options: Any) -> Eagle3Dra
     net = random_weights(Eagle3Net(config))
     net.choose(torch.arange(config.draft_vocab) * 2 + 1)
     return Eagle3Drafter.of(net, parts, target, nodes=5, depth=3, **options)
+
+
+def block(drafter: Any, target: LanguageModel, shape: dict[str, Any], **options: Any) -> Drafter:
+    """A random network of two layers that guesses blocks of four, or that and more for ``shape``."""
+    parts = TargetParts(target)
+    layer = dataclasses.asdict(LayerConfig.of_target(parts.config))
+    config = drafter.net_config(
+        **{**layer, "vocab_size": parts.vocab_size, "layers": 2, "taps": "1,2", "block": 4, **shape}
+    )
+    net = random_weights(drafter.net_class(config))
+    made: Drafter = drafter.of(net, parts, target, **{"nodes": 5, **options})
+    return made
+
+
+BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "drawn": ({}, {}),
+    "points": ({"causal": "1", "reach": "0,3"}, {"draw": "greedy"}),
+    "chain": ({"from_anchor": True, "sinks": True, "own_mask": True}, {"width": 1, "depth": 2}),
+}
+"""Shapes of block networks, and options of their drafters."""
 
 
 def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassTokensDrafter:
@@ -477,6 +498,10 @@ CASES: dict[str, list[Case]] = {
         ),
         Case("native", lambda target, draft: native_mtp(target), network=True),
         Case("native-stack", lambda target, draft: native_mtp(target, count=2), network=True),
+    ],
+    "dflash": [
+        Case(label, lambda target, draft, b=given: block(DflashDrafter, target, b[0], **b[1]), network=True)  # type: ignore[misc]
+        for label, given in BLOCKS.items()
     ],
     "kangaroo": [
         Case("chain", lambda target, draft: kangaroo(target, k=3, eta=0.2), network=True),
