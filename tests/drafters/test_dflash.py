@@ -123,7 +123,9 @@ def test_what_a_row_sees() -> None:
     window = random_net(DflashDrafter, model, reach="5")
     near, moved = (whole_pass(window, parts, rows, 9, 4) for rows in (places, far))
     assert torch.equal(near[1:], moved[1:])  # rows behind the anchor are at 13, 14, 15: they see no place before 8
-    assert not torch.allclose(*(whole_pass(random_net(DflashDrafter, model), parts, rows, 9, 4) for rows in (places, far)))
+    assert not torch.allclose(
+        *(whole_pass(random_net(DflashDrafter, model), parts, rows, 9, 4) for rows in (places, far))
+    )
     for causal in ("0", "1"):
         net = random_net(DflashDrafter, model, causal=causal)
         few, many = whole_pass(net, parts, places, 9, 3), whole_pass(net, parts, places, 9, 4)

@@ -23,6 +23,8 @@ from foretoken.drafters.bpd import BpdDrafter
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.datastore import Datastore
 from foretoken.drafters.dflash import DflashDrafter
+from foretoken.drafters.dflash2 import Dflash2Drafter
+from foretoken.drafters.dspark import DsparkDrafter
 from foretoken.drafters.eagle import EagleDrafter
 from foretoken.drafters.eagle3 import Eagle3Drafter
 from foretoken.drafters.early_exit import EarlyExitDrafter
@@ -165,12 +167,23 @@ def block(drafter: Any, target: LanguageModel, shape: dict[str, Any], **options:
     return made
 
 
-BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "drawn": ({}, {}),
-    "points": ({"causal": "1", "reach": "0,3"}, {"draw": "greedy"}),
-    "chain": ({"from_anchor": True, "sinks": True, "own_mask": True}, {"width": 1, "depth": 2}),
+BLOCKS: dict[Any, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    DflashDrafter: {
+        "drawn": ({}, {}),
+        "points": ({"causal": "1", "reach": "0,3"}, {"draw": "greedy"}),
+        "chain": ({"from_anchor": True, "sinks": True, "own_mask": True}, {"width": 1, "depth": 2}),
+    },
+    Dflash2Drafter: {
+        "drawn": ({"group": 4, "top": 3}, {}),
+        "points": ({"group": 8, "conv": 3, "draft_vocab": 3}, {"draw": "greedy"}),
+    },
+    DsparkDrafter: {
+        "drawn": ({"top": 3}, {}),
+        "gated": ({"head": "gated", "confidence": "state"}, {"draw": "greedy", "stop": 0.2}),
+        "rnn": ({"head": "rnn", "from_anchor": False}, {"stop": 0.3, "depth": 2}),
+    },
 }
-"""Shapes of block networks, and options of their drafters."""
+"""By drafter, shapes of networks and options."""
 
 
 def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassTokensDrafter:
@@ -499,10 +512,13 @@ CASES: dict[str, list[Case]] = {
         Case("native", lambda target, draft: native_mtp(target), network=True),
         Case("native-stack", lambda target, draft: native_mtp(target, count=2), network=True),
     ],
-    "dflash": [
-        Case(label, lambda target, draft, b=given: block(DflashDrafter, target, b[0], **b[1]), network=True)  # type: ignore[misc]
-        for label, given in BLOCKS.items()
-    ],
+    **{
+        kind.name: [
+            Case(label, lambda target, draft, k=kind, b=given: block(k, target, b[0], **b[1]), network=True)  # type: ignore[misc]
+            for label, given in shapes.items()
+        ]
+        for kind, shapes in BLOCKS.items()
+    },
     "kangaroo": [
         Case("chain", lambda target, draft: kangaroo(target, k=3, eta=0.2), network=True),
         Case("wor-tree", lambda target, draft: kangaroo(target, tree="2x2x1"), network=True),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -32,6 +33,21 @@ from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.lattice import Place, lattice
 
 
+@dataclass(frozen=True)
+class Row:
+    """What may stand at one place.
+
+    Attributes:
+        scores: [C] unnormalised log-probabilities.
+        ids: [C] draft ids that they are of; ``None``: all, in order.
+        ends: nothing is drafted here.
+    """
+
+    scores: Tensor
+    ids: Tensor | None = None
+    ends: bool = False
+
+
 class Guesses:
     """What the network says of the places of one request's block.
 
@@ -46,29 +62,42 @@ class Guesses:
     def __init__(self, context: Context, states: Tensor, logits: Tensor, head: DraftHead, races: bool) -> None:
         self.context, self.states, self.logits, self.head, self.races = context, states, logits, head, races
 
-    def row(self, path: Sequence[int], state: Any) -> tuple[Tensor, Any]:
-        """Logits [V_d] of the place behind a path of drafted tokens, and what the next place is asked with."""
-        return self.logits[len(path)], None
+    def row(self, path: Sequence[int], state: Any) -> tuple[Row, Any]:
+        """The place behind a path of drafted tokens, and what the next place is asked with."""
+        return Row(self.logits[len(path)]), None
 
-    def sure(self, path: Sequence[int], row: Tensor) -> Tensor:
-        """How sure the draft is of every token behind a path: log-probabilities [V'], with noise those of the race."""
+    def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Place:
+        """The ``width`` best candidates behind a path; with noise those of the race."""
+        row, after = self.row(path, state)
+        if row.ends:
+            return Place((), (), ())
+        sure = log_beliefs(self._ranking(path, row) if self.races else row.scores[None].float())[0]
+        values, best = sure.topk(min(width, len(sure)))
         if not self.races:
-            return log_beliefs(row[None].float())[0]
-        text = self.context.tokens
-        maker, length = self.context.maker, len(text) + len(path)
-        prefixes = None if maker.context_free else [[*text, *path]]
-        return log_beliefs(ranked(maker, self.head.widened(row[None]), [length], prefixes))[0]
+            best = self.head.mapped(best if row.ids is None else row.ids[best])
+        log_probs = values.tolist()
+        confident = asks_for_confidence(budget)
+        ends = [confident and budget.stops_after(sure.exp(), math.exp(value)) for value in log_probs]
+        return Place(best.tolist(), log_probs, ends, after)
 
-    def mapped(self, tokens: Tensor) -> list[int]:
-        """Target ids of places in what :meth:`sure` returns."""
-        found: list[int] = (tokens if self.races else self.head.mapped(tokens)).tolist()
-        return found
-
-    def distribution(self, path: Sequence[int], row: Tensor) -> Tensor | None:
+    def distribution(self, path: Sequence[int], row: Row) -> Tensor | None:
         """[V] what a token behind a path is drawn from; ``None`` where the request allows nothing of it."""
         maker = self.context.maker
         prefix = () if maker.context_free else (*self.context.tokens, *path)
-        return distribution_of(maker, self.head.widened(row[None])[0], prefix)
+        return distribution_of(maker, self._spread(row)[0], prefix)
+
+    def _ranking(self, path: Sequence[int], row: Row) -> Tensor:
+        text, maker = self.context.tokens, self.context.maker
+        prefixes = None if maker.context_free else [[*text, *path]]
+        return ranked(maker, self._spread(row), [len(text) + len(path)], prefixes)
+
+    def _spread(self, row: Row) -> Tensor:
+        """Scores [1, V] over the target's ids: what is no candidate is impossible."""
+        if row.ids is None:
+            return self.head.widened(row.scores[None])
+        wide = row.scores.new_full((1, self.head.vocab_size), -torch.inf)
+        wide[0, self.head.mapped(row.ids)] = row.scores
+        return wide
 
 
 class BlockDrafter(FeatureReader, Drafter):
@@ -95,9 +124,7 @@ class BlockDrafter(FeatureReader, Drafter):
     net_config: ClassVar[type[BlockConfig]] = BlockConfig
     net_class: ClassVar[type[BlockNet]] = BlockNet
 
-    def __init__(
-        self, model: BlockModel, nodes: int = 16, depth: int = 0, width: int = 8, draw: str = "iid"
-    ) -> None:
+    def __init__(self, model: BlockModel, nodes: int = 16, depth: int = 0, width: int = 8, draw: str = "iid") -> None:
         if draw not in ("greedy", "iid"):
             raise ValueError(f"{self.name} needs draw=greedy or draw=iid, not {draw!r}")
         for key, value in (("nodes", nodes), ("width", width)):
@@ -204,15 +231,9 @@ class BlockDrafter(FeatureReader, Drafter):
     def _tree(self, guess: Guesses, budget: Budget, depth: int, sharing: int) -> TokenTree:
         if self.draw == "iid" and not guess.context.maker.fixed:
             return self._chain(guess, budget, depth)
-        confident = asks_for_confidence(budget)
 
         def place(path: Sequence[int], state: Any) -> Place:
-            row, after = guess.row(path, state)
-            sure = guess.sure(path, row)
-            values, tokens = sure.topk(min(self.width, len(sure)))
-            log_probs = values.tolist()
-            ends = [confident and budget.stops_after(sure.exp(), math.exp(value)) for value in log_probs]
-            return Place(guess.mapped(tokens), log_probs, ends, after)
+            return guess.place(path, state, self.width, budget)
 
         seen = lattice(guess.context.root, place, depth, min(self.max_nodes, budget.max_nodes))
         kept = range(1, len(seen))
@@ -226,7 +247,7 @@ class BlockDrafter(FeatureReader, Drafter):
         confident = asks_for_confidence(budget)
         while len(drafts) < min(depth, self.max_nodes):
             row, state = guess.row(drafts, state)
-            distribution = guess.distribution(drafts, row)
+            distribution = None if row.ends else guess.distribution(drafts, row)
             if distribution is None:
                 break  # a small draft vocabulary may hold nothing of what the request allows
             drafts += draw_iid(distribution, 1, guess.context)

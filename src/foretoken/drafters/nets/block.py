@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -86,17 +85,17 @@ class BlockConfig(LayerConfig):
             raise ValueError(f"{key}={text!r} must be one number, or one for each of {self.layers} layers")
         return tuple(int(part) for part in parts) * (self.layers if len(parts) == 1 else 1)
 
-    @cached_property
+    @property
     def tap_names(self) -> tuple[str, ...]:
         """Names of the hidden states that are fused, one per depth (a depth may occur twice)."""
         return tuple(f"layer:{int(part)}" for part in self.taps.split(","))
 
-    @cached_property
+    @property
     def reaches(self) -> tuple[int, ...]:
         """``reach`` per layer."""
         return self._each("reach")
 
-    @cached_property
+    @property
     def causals(self) -> tuple[bool, ...]:
         """``causal`` per layer."""
         return tuple(bool(value) for value in self._each("causal"))
