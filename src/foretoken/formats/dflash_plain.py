@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from foretoken.drafters.nets.block import BlockConfig, BlockNet
-from foretoken.formats.base import Checkpoint, NetFormat, Target, Trained, renamed
+from foretoken.formats.base import Checkpoint, NetFormat, Target, Trained, number, renamed
 from foretoken.formats.block_layout import (
     by_our_names,
     check_scales,
@@ -55,9 +55,8 @@ class DflashPlain(NetFormat):
         embedding = tensors.pop("embed_tokens.weight", None)
         if embedding is not None and not target.is_embedding(embedding):
             raise ValueError("embed_tokens.weight is not the target's embedding: give the --target it was trained for")
-        maps = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
-        guessed = int(config.get("draft_vocab_size") or 0)
-        maps = vocabulary(maps, guessed, target)
+        maps = vocabulary(tensors, int(number(config, "draft_vocab_size", default=0)), target)
+        tensors = {name: value for name, value in tensors.items() if name not in maps}
         ids = maps["d2t"] + torch.arange(len(maps["d2t"]))
         reduced = len(ids) < target.parts.vocab_size
         head = tensors.get("lm_head.weight")

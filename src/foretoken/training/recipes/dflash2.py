@@ -11,7 +11,8 @@ from torch import Tensor
 from foretoken.drafters.dflash2 import Dflash2Drafter
 from foretoken.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
 from foretoken.training.recipes.base import Batch, soft_cross_entropy
-from foretoken.training.recipes.blocks import BlockRecipe, BlockSettings, texts_of
+from foretoken.training.recipes.blocks import BlockRecipe, BlockSettings
+from foretoken.training.recipes.features import texts_of
 from foretoken.training.recipes.labels import Labels
 
 
