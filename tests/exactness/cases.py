@@ -22,6 +22,9 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.bpd import BpdDrafter
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.datastore import Datastore
+from foretoken.drafters.dflash import DflashDrafter
+from foretoken.drafters.dflash2 import Dflash2Drafter
+from foretoken.drafters.dspark import DsparkDrafter
 from foretoken.drafters.eagle import EagleDrafter
 from foretoken.drafters.eagle3 import Eagle3Drafter
 from foretoken.drafters.early_exit import EarlyExitDrafter
@@ -174,6 +177,37 @@ def eagle3(target: LanguageModel, share_head: bool, **options: Any) -> Eagle3Dra
     net = random_weights(Eagle3Net(config))
     net.choose(torch.arange(config.draft_vocab) * 2 + 1)
     return Eagle3Drafter.of(net, parts, target, nodes=5, depth=3, **options)
+
+
+def block(drafter: Any, target: LanguageModel, shape: dict[str, Any], **options: Any) -> Drafter:
+    """A random network of two layers that guesses blocks of four, or that and more for ``shape``."""
+    parts = TargetParts(target)
+    layer = dataclasses.asdict(LayerConfig.of_target(parts.config))
+    config = drafter.net_config(
+        **{**layer, "vocab_size": parts.vocab_size, "layers": 2, "taps": "1,2", "block": 4, **shape}
+    )
+    net = random_weights(drafter.net_class(config))
+    made: Drafter = drafter.of(net, parts, target, **{"nodes": 5, **options})
+    return made
+
+
+BLOCKS: dict[Any, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    DflashDrafter: {
+        "drawn": ({}, {}),
+        "points": ({"causal": "1", "reach": "0,3"}, {"draw": "greedy"}),
+        "chain": ({"from_anchor": True, "sinks": True, "own_mask": True}, {"width": 1, "depth": 2}),
+    },
+    Dflash2Drafter: {
+        "drawn": ({"group": 4, "top": 3}, {}),
+        "points": ({"group": 8, "conv": 3, "draft_vocab": 3}, {"draw": "greedy"}),
+    },
+    DsparkDrafter: {
+        "drawn": ({"top": 3}, {}),
+        "gated": ({"head": "gated", "confidence": "state"}, {"draw": "greedy", "stop": 0.2}),
+        "rnn": ({"head": "rnn", "from_anchor": False}, {"stop": 0.3, "depth": 2}),
+    },
+}
+"""By drafter, shapes of networks and options."""
 
 
 def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassTokensDrafter:
@@ -531,6 +565,13 @@ CASES: dict[str, list[Case]] = {
         Case("native-stack", lambda target, draft: native_mtp(target, count=2), network=True),
         Case("few-native-stack", lambda target, draft: native_mtp(target, count=2, few=True), network=True),
     ],
+    **{
+        kind.name: [
+            Case(label, lambda target, draft, k=kind, b=given: block(k, target, b[0], **b[1]), network=True)  # type: ignore[misc]
+            for label, given in shapes.items()
+        ]
+        for kind, shapes in BLOCKS.items()
+    },
     "kangaroo": [
         Case("chain", lambda target, draft: kangaroo(target, k=3, eta=0.2), network=True),
         Case("wor-tree", lambda target, draft: kangaroo(target, tree="2x2x1"), network=True),

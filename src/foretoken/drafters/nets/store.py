@@ -21,7 +21,7 @@ from foretoken.models.parts import Fingerprint, QuantisedTargetWarning
 CONFIG = "drafter.json"
 WEIGHTS = "model.safetensors"
 VERSION = 1
-IMPORTED = ("eagle", "eagle3", "medusa", "mtp")
+IMPORTED = ("eagle", "eagle3", "medusa", "mtp", "dflash", "dflash2", "dspark")
 """Methods whose drafters other projects train, in layouts that ``foretoken import`` reads."""
 PUBLIC = (".json", ".safetensors", ".bin", ".pt")
 """Files of such a layout."""
