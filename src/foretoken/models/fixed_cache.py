@@ -89,17 +89,25 @@ class FixedCache(TreeCache):
         rows = 1 << (max(num_rows, self.num_rows) - 1).bit_length()
         slots = self.num_slots
         if num_slots + 1 > slots:
-            slots = max(num_slots + 1, min(2 * slots, self.max_slots))
-            slots = -(-slots // CHUNK) * CHUNK
-        for index, store in enumerate((self._keys, self._values)):
-            stack = self._stacks[index]
-            if stack is not None:
-                grown = self._stacks[index] = _grown(stack, rows, slots)
-                store[:] = grown.unbind(0)
-            else:
-                store[:] = [None if old is None else _grown(old[None], rows, slots)[0] for old in store]
-        self.num_rows, self.num_slots = rows, slots
+            slots = _whole_chunks(max(num_slots + 1, min(2 * slots, self.max_slots)))
+        self._rebuild(rows, slots)
+
+    def _rebuild(self, rows: int, slots: int) -> None:
+        """Move everything to buffers of another size, or, where memory is full, nothing.
+
+        Keys alone in new memory would leave graphs that read what was freed, so both are there before either is taken.
+        """
+        stores = (self._keys, self._values)
+        stacks = [None if old is None else _resized(old, rows, slots) for old in self._stacks]
+        buffers = [
+            [None if old is None else _resized(old[None], rows, slots)[0] for old in store]
+            if stack is None
+            else list(stack.unbind(0))
+            for stack, store in zip(stacks, stores, strict=True)
+        ]
         self.generation += 1
+        self._stacks, (self._keys, self._values) = stacks, buffers
+        self.num_rows, self.num_slots = rows, slots
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
         index = 0 if store is self._keys else 1
@@ -109,14 +117,14 @@ class FixedCache(TreeCache):
             store[:] = stack.unbind(0)
         buffer = store[layer]
         if buffer is None or (buffer.shape[1], buffer.shape[3]) != (like.shape[-3], like.shape[-1]):
-            if (
-                self._stacks[index] is not None
-            ):  # another layer's shape: every layer has a buffer of its own from now on
-                self._stacks[index] = None
-                store[:] = [None if one is None else one.clone() for one in store]
-            store[layer] = None
+            new = like.new_zeros(self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
+            own = store
+            if self._stacks[index] is not None:  # another layer's shape: every layer has a buffer of its own from now on
+                own = [None if one is None else one.clone() for one in store]
             self.generation += 1
-            return super()._buffer(store, like, layer)
+            self._stacks[index] = None
+            store[:] = own
+            store[layer] = buffer = new
         return buffer
 
     def _parts(self) -> list[Tensor]:
@@ -148,11 +156,17 @@ class FixedCache(TreeCache):
         """Move what waits to be moved."""
         if not self._moves or self._places is not None:
             return
-        moves = self.take_moves(self.num_rows)
         device = next(part.device for part in self._parts())
-        for row, pairs in moves.items():
-            places = torch.tensor([[row] * len(pairs), *zip(*pairs, strict=True)], device=device)
-            self.move(*places)
+        moves = [(row, source, target) for row, pairs in self._moves.items() for source, target in pairs]
+        self.move(*torch.tensor(moves, device=device).T)  # one tensor is sent, however many texts there are
+        self._moves.clear()
+
+    def clear(self) -> None:
+        """Drop all buffers, and what waits to be moved in them."""
+        self.generation += 1
+        self._stacks, self._moves = [None, None], {}
+        super().clear()
+        self.num_slots = CHUNK
 
     # -- fixed steps -------------------------------------------------------------------------------------------------
 
@@ -163,10 +177,13 @@ class FixedCache(TreeCache):
     def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` to slots ``target`` of ``rows`` in all layers, all reads before all writes.
 
-        The three have shapes that broadcast.
+        The three have shapes that broadcast.  Where memory is full nothing has moved: keys without their values would
+        be another text.
         """
-        for part in self._parts():
-            part[:, rows, :, target] = part[:, rows, :, source]
+        parts = self._parts()
+        read = [part[:, rows, :, source] for part in parts]
+        for part, moved in zip(parts, read, strict=True):
+            part[:, rows, :, target] = moved
 
     @contextmanager
     def fixed(self, slots: Tensor, view: int) -> Iterator[None]:
@@ -197,9 +214,14 @@ class FixedCache(TreeCache):
         return buffer[: self._high, :, : self._used]
 
 
-def _grown(stack: Tensor, rows: int, slots: int) -> Tensor:
-    """[L, R, H, S, D] with more rows and slots, zeros where nothing was."""
+def _resized(stack: Tensor, rows: int, slots: int) -> Tensor:
+    """[L, R, H, S, D] with other numbers of rows and slots, zeros where nothing was."""
     layers, old_rows, heads, old_slots, dim = stack.shape
     new = stack.new_zeros(layers, rows, heads, slots, dim)
-    new[:, :old_rows, :, :old_slots] = stack
+    kept_rows, kept_slots = min(rows, old_rows), min(slots, old_slots)
+    new[:, :kept_rows, :, :kept_slots] = stack[:, :kept_rows, :, :kept_slots]
     return new
+
+
+def _whole_chunks(slots: int) -> int:
+    return -(-slots // CHUNK) * CHUNK

@@ -19,7 +19,7 @@ from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.capture import CudaGraphs, HostFree, Recorder
 from foretoken.models.clock import now
 from foretoken.models.fixed_cache import FixedCache
-from foretoken.models.fixed_step import TREE, Bucket, FixedStep, size_of
+from foretoken.models.fixed_step import TREE, Bucket, FixedStep, Outputs, size_of
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.judging import APART, MOST, ROUNDING, WIDER, ordinary_ids, widened
 from foretoken.models.layers import WHOLE
@@ -54,6 +54,7 @@ class Graphs:
         self.owner, self.recorder = owner, recorder
         self.stopped = ""
         self._steps: OrderedDict[Bucket, FixedStep] = OrderedDict()
+        self._outputs = Outputs()
         self._stamp: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
@@ -83,7 +84,7 @@ class Graphs:
             self._cache.take_moves(bucket.batch),
         )
         left, hidden = step.run()
-        logits = torch.stack(left)  # copies: the next replay of any graph may overwrite what this one has left
+        logits = left.clone()  # the next replay of any graph overwrites what this one has left
         hidden = {name: states.clone() for name, states in hidden.items()}
         owner.run_s += now(owner.device) - began
         owner.run_rows += bucket.batch * bucket.width
@@ -129,7 +130,7 @@ class Graphs:
         step = self._steps.get(bucket)
         if step is None:
             try:
-                step = FixedStep(self.owner, self._cache, bucket, self.recorder.host(size_of(bucket)))
+                step = FixedStep(self.owner, self._cache, bucket, self.recorder.host(size_of(bucket)), self._outputs)
                 with HostFree():
                     step.program()
                 step.run = self.recorder.record(step.program)
@@ -156,7 +157,10 @@ class Graphs:
         self.owner.graphs_off = reason
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    """What came first: the end of a capture that failed raises another error on top of it."""
+    while error.__context__ is not None:
+        error = error.__context__
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
