@@ -71,7 +71,7 @@ def test_graphs_go_on_when_their_cache_cannot_grow() -> None:
     with FailingAllocator(1, larger), pytest.raises(torch.OutOfMemoryError):
         graphed_model.forward([Feed(fixed, list(range(3, 20)))])
     assert not fixed.scratch_tokens and graphed_model.cache.num_slots == 256 and plain.tokens == fixed.tokens
-    pair.forward([(0, [5, 6], None, None)])  # in what there is
+    pair.forward([(0, [5, 6, 7], None, None)])  # by the graph that is there
     pair.commit(0, [0, 1])
     pair.forward([(0, list(range(3, 20)), None, None)])  # and in more, once there is memory
     pair.check_cache()
