@@ -218,8 +218,9 @@ class Llm:
         return self.target.exactness
 
     def describe(self) -> dict[str, Any]:
-        """How the target runs: ``{"forward", "weights", "exactness", "exactness_why", "threads", "refused"}``, where
-        ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and not taken."""
+        """How the target runs: ``{"forward", "weights", "exactness", "exactness_why", "threads", "refused",
+        "graphs_off"}``, where ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and
+        not taken, and ``graphs_off`` says why no CUDA graphs run (empty where they do)."""
         return self.target.describe()
 
     def _run(self, requests: Sequence[Request]) -> list[Output]:

@@ -36,7 +36,8 @@ def ranked(
             return torch.full_like(logits, -torch.inf)
     each = zip(logits, lengths, prefixes or [()] * len(logits), strict=True)
     rows = [ranked(maker, row[None], [length], [prefix]) for row, length, prefix in each]
-    return torch.cat([row.to(torch.float64) for row in rows])
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64
+    return torch.cat([row.to(wide) for row in rows])
 
 
 def distribution_of(maker: SamplingPipeline, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:

@@ -230,7 +230,8 @@ class LanguageModel(ABC):
         return None
 
     def describe(self) -> dict[str, Any]:
-        """How the model runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``."""
+        """How it runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``,
+        ``graphs_off``."""
         return {
             "forward": "lean" if getattr(self, "is_lean", False) else self.forward_name,
             "weights": str(getattr(self, "dtype", "")).removeprefix("torch."),
@@ -238,6 +239,7 @@ class LanguageModel(ABC):
             "exactness_why": self.exactness_why,
             "threads": torch.get_num_threads(),
             "refused": [asdict(refusal) for refusal in self.refused],
+            "graphs_off": getattr(self, "graphs_off", f"{type(self).__name__} runs no fixed shapes"),
         }
 
     def follow(self) -> None:

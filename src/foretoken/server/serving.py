@@ -86,6 +86,18 @@ def warm_up(llm: Llm) -> None:
         log.info("no structured output: %s", str(error).splitlines()[0])
 
 
+def capture(llm: Llm, texts: int) -> None:
+    """Capture the CUDA graphs that rounds of up to so many texts need, so that no request waits for one."""
+    graphs = getattr(llm.target, "graphs", None)
+    if graphs is None:
+        return
+    began, drafter = time.perf_counter(), llm.drafter
+    nodes = 1 if drafter is None else 1 + max(drafter.max_depth, drafter.max_nodes)
+    count = graphs.capture_ladder(texts, nodes, () if drafter is None else llm.engine.taps)
+    if not graphs.stopped:
+        log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - began)
+
+
 @dataclass
 class Serving:
     """A server's state.
@@ -141,6 +153,7 @@ class Serving:
                 prefix_bytes=settings.prefix_bytes,
                 on_end=self.metrics.ended,
             )
+            await asyncio.to_thread(capture, llm, settings.max_running)
             await engine.start()
             self.lengths = await asyncio.to_thread(Lengths, llm.tokenizer)
             await in_thread(GRAMMARS, lambda: warm_up(llm))
