@@ -54,5 +54,3 @@ def test_states_are_compared_on_the_cpu() -> None:
     with fake_mps():
         one = torch.tensor([1.0, 2.0], device="mps")
         assert relative(one, one) == 0.0 and relative(one * 2, one) == pytest.approx(1.0)
-
-

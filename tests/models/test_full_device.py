@@ -186,4 +186,3 @@ def test_numbers_are_overwritten_only_when_the_device_has_read_them(monkeypatch:
             model.commit(sequence, [0])
             model.forward([Feed(sequence, [5])])
         assert len(sent) == 3
-

@@ -8,25 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from running_server import served
 
 import foretoken as ft
 from fake_graphs import Recordings
+from foretoken.drafters.model import ModelDrafter
 from foretoken.llm import Llm
-from foretoken.loading import build_draft_model
 from foretoken.models.graphs import follow, with_graphs
 from foretoken.server.config import Settings
 from foretoken.server.serving import Serving
-from running_server import served
 
 
 def graphed_llm(settings: Settings) -> Llm:
-    """The built-in pair with recorded steps in place of CUDA's graphs."""
-    target: Any = ft.load(drafter=None, dtype="float32").target
+    """The built-in target, which drafts for itself, with recorded steps in place of CUDA's graphs."""
+    target, draft = (ft.load(drafter=None, dtype="float32").target for _ in range(2))
     with_graphs(target, True, Recordings())
-    draft = follow(build_draft_model(None, target, "builtin", None, None, packed=False), target)
-    from foretoken.drafters.model import ModelDrafter
-
-    return ft.load(target, ModelDrafter(draft, k=3, target=target), controller="constant")
+    return ft.load(target, ModelDrafter(follow(draft, target), k=3, target=target), controller="constant")
 
 
 def recorded(llm: Llm) -> int:
@@ -43,9 +40,9 @@ def test_the_ladder_is_captured_before_the_first_request(caplog: pytest.LogCaptu
 
     with caplog.at_level(logging.INFO, "foretoken.server"), served(make, max_running=4) as running:
         graphs: Any = kept[0].target.graphs  # type: ignore[attr-defined]
-        for one in (graphs, *graphs.followers):
-            assert {(b.batch, b.width) for b in one.buckets} == {(b, w) for b in (1, 2, 4) for w in (1, 2, 4)} | {(2, 8)}
-        assert len(graphs.followers) == 1
+        (draft,) = graphs.followers
+        for one, widths in ((graphs, (1, 2, 4)), (draft, (1, 2, 4, 8, 16, 32))):
+            assert {(b.batch, b.width) for b in one.buckets} >= {(b, w) for b in (1, 2, 4) for w in widths}
         before = recorded(kept[0])
         asked = [{"prompt": prompt} for prompt in ("def fib(n):", "class A:", "import os")]
         for body in asked:
@@ -55,7 +52,8 @@ def test_the_ladder_is_captured_before_the_first_request(caplog: pytest.LogCaptu
         text = running.client.get("/metrics").text
         spec = running.client.get("/v1/spec").json()
     assert 'foretoken:cuda_graphs{model_name="builtin"} 1.0' in text and spec["graphs_off"] == ""
-    assert any(line.getMessage().startswith(f"captured {len(graphs.buckets) * 2} CUDA graphs") for line in caplog.records)
+    told = f"captured {len(graphs) + len(draft)} CUDA graphs in "
+    assert any(line.getMessage().startswith(told) for line in caplog.records)
 
 
 def test_a_server_without_graphs_says_why() -> None:
@@ -86,4 +84,6 @@ def test_a_ladder_that_does_not_fit_turns_graphs_off_and_serves(
     assert target.graphs_off == "CUDA out of memory. Tried to allocate 21.00 MiB."
     assert [one.path for one in target.refused] == ["CUDA graphs"]
     told = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
-    assert any(line.startswith("CUDA graphs: refused, CUDA out of memory. Tried to allocate 21.00 MiB.;") for line in told)
+    assert any(
+        line.startswith("CUDA graphs: refused, CUDA out of memory. Tried to allocate 21.00 MiB.;") for line in told
+    )

@@ -61,7 +61,9 @@ def attention_for(exact: str, device: torch.device) -> str:
     if exact != "bitwise":
         return FOLDED
     if device.type == "mps":
-        raise ValueError("exact='bitwise' sums attention in float64, which mps has not: leave it out, or use device=cpu")
+        raise ValueError(
+            "exact='bitwise' sums attention in float64, which mps has not: leave it out, or use device=cpu"
+        )
     return EXACT
 
 

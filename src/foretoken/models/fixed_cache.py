@@ -119,7 +119,9 @@ class FixedCache(TreeCache):
         if buffer is None or (buffer.shape[1], buffer.shape[3]) != (like.shape[-3], like.shape[-1]):
             new = like.new_zeros(self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
             own = store
-            if self._stacks[index] is not None:  # another layer's shape: every layer has a buffer of its own from now on
+            if (
+                self._stacks[index] is not None
+            ):  # another layer's shape: every layer has a buffer of its own from now on
                 own = [None if one is None else one.clone() for one in store]
             self.generation += 1
             self._stacks[index] = None

@@ -144,9 +144,7 @@ def fixed_mask(numbers: Mapping[str, Tensor], layer: LayerMask, slots: int, dtyp
     padding = torch.arange(w, device=device) >= numbers["count"]
     allowed[:, :, 0] |= padding
     allowed = allowed[:, None, :, :slots]
-    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(
-        allowed.logical_not(), unseen(dtype)
-    )
+    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(allowed.logical_not(), unseen(dtype))
 
 
 class Outputs:
@@ -202,7 +200,9 @@ class FixedStep:
         }
         wanted = [(row, 0, bucket.width) for row in range(bucket.batch)]
         with self.cache.fixed(numbers["slots"], bucket.slots):
-            logits, taps = owner._run(Call(self.cache, numbers["ids"], numbers["positions"], masks, wanted, bucket.taps))
+            logits, taps = owner._run(
+                Call(self.cache, numbers["ids"], numbers["positions"], masks, wanted, bucket.taps)
+            )
         rows = self.outputs.place("logits", logits[0], (bucket.batch, *logits[0].shape))
         torch.stack(logits, out=rows)
         return rows, {name: self.outputs.place(name, state, state.shape).copy_(state) for name, state in taps.items()}

@@ -109,19 +109,20 @@ class Graphs:
             if not self.stopped:
                 self._step(bucket)
 
-    def capture_ladder(self, texts: int, nodes: int, taps: Sequence[str] = ()) -> int:
+    def capture_ladder(self, texts: int, nodes: int, fed: int, taps: Sequence[str] = ()) -> int:
         """Capture every step that rounds of up to so many texts with so many nodes each may need, those of draft models
         included, so that no request waits for a capture; returns how many there are then.
 
         Args:
             texts: requests that run together.
             nodes: nodes of a request's tree, the root included.
+            fed: tokens of a request that a draft model is fed at once.
             taps: hidden states that the drafter asks for.
         """
-        batches, rows = _up_to(texts, BATCHES), _up_to(nodes, ROWS)
-        self.warm_up(batches, rows, taps)
+        batches = _up_to(texts, BATCHES)
+        self.warm_up(batches, _up_to(nodes, ROWS), taps)
         for follower in self.followers:
-            follower.warm_up(batches, rows)
+            follower.warm_up(batches, _up_to(fed, ROWS))
         return sum(len(graphs) for graphs in (self, *self.followers))
 
     def _bucket(self, feeds: Sequence[Feed], places: Sequence[RowPlan], taps: tuple[str, ...]) -> Bucket | None:

@@ -38,6 +38,7 @@ APART = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.f
 """The same where a network cannot be widened, so that its public forward is the judge: then both round."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 
+
 def wider(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
     """The next wider precision of a device; ``None`` where there is none."""
     wide = WIDER.get(dtype)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.conversation import has_template
+from foretoken.drafters.texts import BESIDE
 from foretoken.engine.background import AsyncLlm, EngineStatus
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
 from foretoken.llm import Llm, load
@@ -92,8 +93,10 @@ def capture(llm: Llm, texts: int) -> None:
     if graphs is None:
         return
     began, drafter = time.perf_counter(), llm.drafter
-    nodes = 1 if drafter is None else 1 + max(drafter.max_depth, drafter.max_nodes)
-    count = graphs.capture_ladder(texts, nodes, () if drafter is None else llm.engine.taps)
+    nodes = 1
+    if drafter is not None:
+        nodes += drafter.max_nodes if drafter.traits.draws_trees else drafter.max_depth
+    count = graphs.capture_ladder(texts, nodes, max(nodes, 1 + BESIDE), llm.engine.taps)
     if not graphs.stopped:
         log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - began)
 
