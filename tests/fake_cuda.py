@@ -116,6 +116,8 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     leaves = tree_flatten((args, kwargs))[0]
     fakes = {id(x.on_cpu): x for x in leaves if isinstance(x, FakeCuda)}
     where = _target(name, args, kwargs, leaves)
+    if fakes:
+        COUNTED.reads += (name in COPIES and where == "cpu") or name in ("_local_scalar_dense", "nonzero")
     crosses = name in COPIES and not name.startswith("copy_") and bool(fakes) != (where == KIND)
 
     def lowered(x: Any) -> Any:
@@ -158,10 +160,12 @@ class _Functions(TorchFunctionMode):
         if func is Tensor.numpy and isinstance(args[0], FakeCuda):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
         if func in READS and isinstance(args[0], FakeCuda):
+            COUNTED.reads += func is not Tensor.data_ptr
             return func(args[0].on_cpu)
         if func in (Tensor.detach, Tensor.contiguous) and isinstance(args[0], FakeCuda):
             return FakeCuda(func(args[0].on_cpu, *args[1:], **kwargs))
         if func is Tensor.copy_ and isinstance(args[0], FakeCuda):
+            COUNTED.sends += not isinstance(args[1], FakeCuda)
             args[0].on_cpu.copy_(_lowered(args[1]))
             return args[0]
         if func is Tensor.__getitem__ and isinstance(args[0], FakeCuda):
@@ -175,6 +179,7 @@ class _Functions(TorchFunctionMode):
             if generator is not None and generator.device.type == "cpu":
                 raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
             del kwargs["device"]
+            COUNTED.sends += func in (torch.tensor, torch.as_tensor, Tensor.new_tensor)
             made = func(*args, **kwargs)
             return tree_map(lambda x: _moved(x) if isinstance(x, Tensor) else x, made)
         return func(*args, **kwargs)
@@ -194,6 +199,13 @@ def _moved(x: Tensor) -> Tensor:
     return on_device(x.detach().clone())
 
 
+def _note_index(index: Any) -> None:
+    """An index that is not on the device is sent there; one of truth values is counted there, and read."""
+    for one in index if isinstance(index, tuple) else (index,):
+        COUNTED.sends += isinstance(one, list) or (isinstance(one, Tensor) and not isinstance(one, FakeCuda))
+        COUNTED.reads += isinstance(one, FakeCuda) and one.dtype == torch.bool
+
+
 def _to(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``x.to(...)``, of which the part about the device is ours when it says CUDA."""
     like = [a for a in args[1:] if isinstance(a, FakeCuda)]
@@ -201,6 +213,7 @@ def _to(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _moved(args[0]).to(like[0].dtype)
     if not any(map(_is_cuda, (*args[1:], kwargs.get("device")))):
         return func(*args, **kwargs)
+    COUNTED.sends += not isinstance(args[0], FakeCuda)
     rest = [a for a in args[1:] if not _is_cuda(a) and a is not None]
     kwargs.pop("device", None)
     cast = any(isinstance(r, torch.dtype) for r in rest) or "dtype" in kwargs
@@ -214,11 +227,14 @@ def _lowered(x: Any) -> Any:
 
 def _item(x: FakeCuda, index: Any) -> Tensor:
     """``x[index]``, for which PyTorch asks for the real device."""
+    _note_index(index)
     return FakeCuda(x.on_cpu[_lowered(index)])
 
 
 def _set_item(x: FakeCuda, index: Any, value: Any) -> None:
     """``x[index] = value``: a plain copy, between devices too, unless the index holds tensors."""
+    _note_index(index)
+    COUNTED.sends += isinstance(value, Tensor) and not isinstance(value, FakeCuda) and value.dim() > 0
     if any(isinstance(i, (Tensor, list)) for i in (index if isinstance(index, tuple) else (index,))):
         _check("index_put_", (x, [], value), {})
     x.on_cpu[_lowered(index)] = _lowered(value)
@@ -237,19 +253,28 @@ class Device:
 
     Attributes:
         synchronised: calls of ``torch.cuda.synchronize``.
+        reads: transfers to the host, each of which waits for the device.
+        sends: transfers from the host.
     """
 
     synchronised: int = 0
+    reads: int = 0
+    sends: int = 0
 
     def synchronize(self, device: Any = None) -> None:
         """Nothing to wait for."""
         self.synchronised += 1
 
 
+COUNTED = Device()
+"""That of the block which runs."""
+
+
 @contextmanager
 def fake_cuda() -> Iterator[Device]:
     """Nested, ``cuda`` is there, with one device; gradients are off."""
-    device = Device()
+    global COUNTED
+    device = COUNTED = Device()
     swap = torch.__future__.get_swap_module_params_on_conversion()
     with (
         mock.patch.object(torch.cuda, "is_available", lambda: True),
@@ -272,8 +297,9 @@ def fake_cuda() -> Iterator[Device]:
 @contextmanager
 def fake_mps() -> Iterator[Device]:
     """Nested, ``mps`` is there, the same stand-in under another name; CUDA is not."""
-    global KIND
+    global KIND, COUNTED
     device, KIND = Device(), "mps"
+    COUNTED = device
     swap = torch.__future__.get_swap_module_params_on_conversion()
     with (
         mock.patch.object(torch.backends.mps, "is_available", lambda: True),
