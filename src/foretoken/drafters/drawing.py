@@ -133,8 +133,12 @@ def _positive(distribution: Tensor, drawn: Tensor) -> Tensor:
     """Replace draws that rounding put on a token of zero probability by the last possible token."""
     if bool((distribution[drawn] > 0).all()):
         return drawn
-    last = distribution.nonzero()[-1, 0]
-    return torch.where(distribution[drawn] > 0, drawn, last)
+    return torch.where(distribution[drawn] > 0, drawn, last_possible(distribution))
+
+
+def last_possible(distribution: Tensor) -> int:
+    """The last token of positive probability of a distribution [V]."""
+    return int(distribution.nonzero()[-1, 0])
 
 
 def draw_without_replacement(distribution: Tensor, count: int, context: Context) -> list[int]:
