@@ -15,15 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.cache import TreeCache
+from foretoken.models.cache import Moves, TreeCache
 
 CHUNK = 256
 """Slots by which it grows, and the least that a step looks at: every size is a graph of its own."""
 PATH = 16
 """Nodes of an accepted path that a fixed step moves; of a longer one the rest of the library takes care at once."""
-
-Moves = dict[int, list[tuple[int, int]]]
-"""By row: from which slot to which, all at once."""
 
 
 class FixedCache(TreeCache):
@@ -38,31 +35,10 @@ class FixedCache(TreeCache):
 
     def __init__(self, num_layers: int, max_slots: int) -> None:
         self._stacks: list[Tensor | None] = [None, None]
-        self._moves: Moves = {}
         self._places: tuple[Tensor, Tensor] | None = None  # rows [b, 1] and slots [b, n] of a fixed step
         self.generation = 0
         super().__init__(num_layers, max_slots + 1)
         self.num_slots = CHUNK
-
-    @property
-    def keys(self) -> list[Tensor | None]:
-        """Keys by layer, with every committed path in its place."""
-        self.flush()
-        return self._keys
-
-    @keys.setter
-    def keys(self, buffers: list[Tensor | None]) -> None:
-        self._keys = buffers
-
-    @property
-    def values(self) -> list[Tensor | None]:
-        """Values by layer, with every committed path in its place."""
-        self.flush()
-        return self._values
-
-    @values.setter
-    def values(self, buffers: list[Tensor | None]) -> None:
-        self._values = buffers
 
     @property
     def is_initialized(self) -> bool:
@@ -138,20 +114,15 @@ class FixedCache(TreeCache):
 
     # -- ordinary forwards -------------------------------------------------------------------------------------------
 
-    def plan(self, low: int, high: int, starts: Sequence[int], count: int, used: int) -> None:
-        """As in :class:`TreeCache`; what waits to be moved is moved first."""
-        self.flush()
-        super().plan(low, high, starts, count, used)
-
     def keep(self, row: int, start: int, path: Sequence[int]) -> None:
         """Note which scratch slots ``start + path[i]`` of a row belong to ``start + i``: the next step moves them."""
         moves = [(start + node, start + i) for i, node in enumerate(path) if node != i]
         if row in self._moves or len(moves) > PATH:
             self.flush()
-        if len(moves) > PATH:
-            super().keep(row, start, path)
-        elif moves:
+        if moves:
             self._moves[row] = moves
+        if len(moves) > PATH:
+            self.flush()
 
     @torch.inference_mode()
     def flush(self) -> None:
@@ -166,7 +137,7 @@ class FixedCache(TreeCache):
     def clear(self) -> None:
         """Drop all buffers, and what waits to be moved in them."""
         self.generation += 1
-        self._stacks, self._moves = [None, None], {}
+        self._stacks = [None, None]
         super().clear()
         self.num_slots = CHUNK
 
