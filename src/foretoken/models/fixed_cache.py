@@ -31,6 +31,7 @@ class FixedCache(TreeCache):
 
     Attributes:
         generation: grows when a buffer moves to other memory: graphs that were captured before are void.
+        ceiling: slots beyond which its rows are not doubled, but made as long as they must be.
     """
 
     def __init__(self, num_layers: int, max_slots: int) -> None:
@@ -39,6 +40,7 @@ class FixedCache(TreeCache):
         self.generation = 0
         super().__init__(num_layers, max_slots + 1)
         self.num_slots = CHUNK
+        self.ceiling = self.max_slots
 
     @property
     def is_initialized(self) -> bool:
@@ -65,8 +67,36 @@ class FixedCache(TreeCache):
         rows = 1 << (max(num_rows, self.num_rows) - 1).bit_length()
         slots = self.num_slots
         if num_slots + 1 > slots:
-            slots = _whole_chunks(max(num_slots + 1, min(2 * slots, self.max_slots)))
+            slots = _whole_chunks(max(num_slots + 1, min(2 * slots, self.ceiling)))
         self._rebuild(rows, slots)
+
+    @staticmethod
+    def rectangle(texts: Sequence[int]) -> tuple[int, int]:
+        """Rows and slots that texts of so many slots take together: every row is as long as the longest of them."""
+        return (1 << (len(texts) - 1).bit_length(), _whole_chunks(max(texts) + 1)) if texts else (0, 0)
+
+    def fit(self, texts: Sequence[int], most: int) -> bool:
+        """Whether texts that come to need so many slots fit into ``most`` slots of all rows; then it stays below that.
+
+        What earlier texts have left behind is given back where there would be no room otherwise.
+
+        Args:
+            texts: slots of each text that is open, and of one more.
+            most: slots of all rows together.
+        """
+        open_texts = [text.num_slots for text in self.texts]
+        rows, slots = self.rectangle([*texts, *[1] * (len(open_texts) + 1 - len(texts))])
+        slots = max(slots, _whole_chunks(max(open_texts, default=0) + 1))
+        if rows * slots > most:
+            return False
+        if max(rows, self.num_rows) * max(slots, self.num_slots) > most:
+            if self.texts:
+                self.flush()
+                self._rebuild(rows, slots)
+            else:
+                self.clear()
+        self.ceiling = slots
+        return True
 
     def _rebuild(self, rows: int, slots: int) -> None:
         """Move everything to buffers of another size, or, where memory is full, nothing.
@@ -198,3 +228,9 @@ def _resized(stack: Tensor, rows: int, slots: int) -> Tensor:
 
 def _whole_chunks(slots: int) -> int:
     return -(-slots // CHUNK) * CHUNK
+
+
+def rectangle_of(model: Any) -> FixedCache | None:
+    """The cache of a model that runs graphs, where every text takes the room of the longest; ``None`` for others."""
+    cache = getattr(model, "cache", None)
+    return cache if isinstance(cache, FixedCache) else None

@@ -96,6 +96,7 @@ def capture(llm: Llm, texts: int) -> None:
     nodes = 1
     if drafter is not None:
         nodes += drafter.max_nodes if drafter.traits.draws_trees else drafter.max_depth
+    texts = llm.engine.budget.most_texts(texts)
     count = graphs.capture_ladder(texts, nodes, max(nodes, 1 + BESIDE), llm.engine.taps)
     if not graphs.stopped:
         log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - began)
