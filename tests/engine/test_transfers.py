@@ -148,7 +148,7 @@ class Damaged(HuggingFaceModel):
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
         rows = super().forward(feeds, taps)
         for feed, row in zip(feeds, rows, strict=True):
-            if feed.sequence.tokens[0] == 20:
+            if feed.sequence.tokens[:1] == [20]:
                 row.logits.fill_(torch.nan)
         return rows
 

@@ -105,10 +105,10 @@ class FixedCache(TreeCache):
         """
         stores = (self._keys, self._values)
         stacks = [None if old is None else _resized(old, rows, slots) for old in self._stacks]
-        buffers = [
+        buffers: list[list[Tensor | None]] = [
             [None if old is None else _resized(old[None], rows, slots)[0] for old in store]
             if stack is None
-            else list(stack.unbind(0))
+            else [*stack.unbind(0)]
             for stack, store in zip(stacks, stores, strict=True)
         ]
         self.generation += 1

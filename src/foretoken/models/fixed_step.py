@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foretoken.models.cache import Moves
 from foretoken.models.call import Call
-from foretoken.models.fixed_cache import PATH, FixedCache, Moves
+from foretoken.models.fixed_cache import PATH, FixedCache
 from foretoken.models.masks import LayerMask, RowPlan, ancestor_matrix, unseen
 
 if TYPE_CHECKING:
