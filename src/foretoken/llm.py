@@ -218,9 +218,10 @@ class Llm:
         return self.target.exactness
 
     def describe(self) -> dict[str, Any]:
-        """How the target runs: ``{"forward", "weights", "exactness", "exactness_why", "threads", "refused"}``, where
-        ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and not taken; and as
-        ``"drafts"`` what the drafter, or each of a group, drafts with (``{"drafter", "weights", "vocabulary"}``)."""
+        """How the target runs: ``{"forward", "weights", "exactness", "exactness_why", "threads", "refused",
+        "graphs_off"}``, where ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and
+        not taken, and ``graphs_off`` says why no CUDA graphs run (empty where they do); and as ``"drafts"`` what the
+        drafter, or each of a group, drafts with (``{"drafter", "weights", "vocabulary"}``)."""
         return {**self.target.describe(), "drafts": [] if self.drafter is None else self.drafter.describe()}
 
     def _run(self, requests: Sequence[Request]) -> list[Output]:

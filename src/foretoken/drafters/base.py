@@ -200,8 +200,8 @@ class BuildContext(ABC):
             name: of the drafter that asks, for messages.
             path: a folder or hub id; ``None`` is the built-in draft model, for the built-in target.
             packed: whether weights may be rearranged for speed; otherwise they stay where they can be trained.
-            quantize: ``"int8"``, ``"int4"``, one of them with ``-a8`` for activations of 8 bits, ``"none"``, or ``"auto"``:
-                what is fastest on the CPU, if they may be rearranged.
+            quantize: ``"int8"``, ``"int4"``, one of them with ``-a8`` for activations of 8 bits, ``"none"``, or
+                ``"auto"``: what is fastest on the CPU, if they may be rearranged.
 
         Raises:
             ValueError: no path and no built-in draft for this target, another tokenizer, or another ``quantize``.

@@ -21,6 +21,7 @@ from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_byte
 from foretoken.drafters.drawing import best, distribution_of, draw_each, draw_iid, draw_without_replacement, ranked
 from foretoken.drafters.dynamic import MOST_NODES, DynamicTree, is_dynamic
 from foretoken.drafters.growing import Growing, asks_for_confidence, check_growth, ends_path, follow, readable, widened
+from foretoken.drafters.levels import choose_together
 from foretoken.drafters.narrowed import described, light_head, projected, reduced_head
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
@@ -217,9 +218,12 @@ class ModelDrafter(Drafter):
         """Draw the next token of all chains whose requests sample alike by one call; logits [1, V] for each.
 
         One by one that takes longer to call than to run, and a draft model's round is short.  (An argmax is one call:
-        several at once were no faster.)
+        several at once were no faster.)  On a device all children of a level are chosen together.
         """
         if not self._draws_as_usual or (logits and is_large(logits[0])):
+            return
+        if logits and logits[0].device.type != "cpu":
+            choose_together(trees, logits, self._width, self.draw == "iid")
             return
         alike: dict[tuple[Hashable, bool], list[int]] = {}
         for index, (tree, row) in enumerate(zip(trees, logits, strict=True)):
@@ -233,12 +237,12 @@ class ModelDrafter(Drafter):
                 if races:
                     drawn = fixed_tokens(makers, rows, [[tree.length(tree.frontier[0])] for tree in chosen])
                     for tree, tokens in zip(chosen, drawn, strict=True):
-                        tree.ready = (None, tokens)
+                        tree.ready[tree.frontier[0]] = (None, tokens)
                     continue
                 distributions = makers[0].distributions(torch.cat(rows), None)
                 each = draw_each(distributions, [tree.context for tree in chosen])
                 for tree, distribution, token in zip(chosen, distributions, each, strict=True):
-                    tree.ready = (distribution, [token])
+                    tree.ready[tree.frontier[0]] = (distribution, [token])
 
     @property
     def _draws_as_usual(self) -> bool:
@@ -310,8 +314,9 @@ class ModelDrafter(Drafter):
         return Feed(tree.sequence, self._readable([tree.tokens[node] for node in tree.frontier]), scratch_parents)
 
     def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
-        if tree.ready is not None:
-            (distribution, chosen), tree.ready = tree.ready, None
+        if parent in tree.ready:
+            distribution, chosen = tree.ready.pop(parent)
+            chosen = chosen[:width]
         else:
             distribution, chosen = self._candidates(tree, logits, parent, width)
         if tree.draws and distribution is not None:

@@ -232,7 +232,8 @@ class LanguageModel(ABC):
         return None
 
     def describe(self) -> dict[str, Any]:
-        """How the model runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``."""
+        """How it runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``,
+        ``graphs_off``."""
         return {
             "forward": self.forward_name,
             "weights": " ".join(filter(None, (self.stored_as, str(getattr(self, "dtype", "")).removeprefix("torch.")))),
@@ -240,6 +241,7 @@ class LanguageModel(ABC):
             "exactness_why": self.exactness_why,
             "threads": torch.get_num_threads(),
             "refused": [asdict(refusal) for refusal in self.refused],
+            "graphs_off": getattr(self, "graphs_off", f"{type(self).__name__} runs no fixed shapes"),
         }
 
     def follow(self) -> None:

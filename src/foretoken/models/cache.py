@@ -35,6 +35,10 @@ class Planned:
     used: int
 
 
+Moves = dict[int, list[tuple[int, int]]]
+"""By row: from which slot to which, all at once."""
+
+
 class TreeCache(Cache):
     """A Transformers cache over preallocated buffers; ``plan`` says where the next forward writes.
 
@@ -50,8 +54,9 @@ class TreeCache(Cache):
         super().__init__(layers=[])
         self.num_layers = num_layers
         self.max_slots = max_slots
-        self.keys: list[Tensor | None] = [None] * num_layers
-        self.values: list[Tensor | None] = [None] * num_layers
+        self._moves: Moves = {}
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
         self.texts: list[Any] = []
         self.num_rows = 1
         self.num_slots = CHUNK
@@ -61,6 +66,18 @@ class TreeCache(Cache):
         self._used = 0
         self._rows = self._slots = torch.empty(0, dtype=torch.long)
         self._rows_from = 0
+
+    @property
+    def keys(self) -> list[Tensor | None]:
+        """Keys by layer, with every committed path in its place."""
+        self.flush()
+        return self._keys
+
+    @property
+    def values(self) -> list[Tensor | None]:
+        """Values by layer, with every committed path in its place."""
+        self.flush()
+        return self._values
 
     @torch.inference_mode()
     def reserve(self, num_rows: int, num_slots: int) -> None:
@@ -98,8 +115,9 @@ class TreeCache(Cache):
     def plan(self, low: int, high: int, starts: Sequence[int], count: int, used: int) -> None:
         """The next forward covers rows ``low:high`` and writes ``count`` slots of each from ``starts`` on.
 
-        ``used`` is how many slots attention sees.
+        ``used`` is how many slots attention sees.  What waits to be moved is moved first.
         """
+        self.flush()
         self.reserve(high, max(used, max(starts) + count))
         self._low, self._high, self._used = low, high, used
         self._starts = list(starts)
@@ -170,22 +188,44 @@ class TreeCache(Cache):
     @property
     def slot_bytes(self) -> int:
         """What one slot of one row takes in all layers; 0 before anything was stored."""
-        stored = [buffer for store in (self.keys, self.values) for buffer in store if buffer is not None]
-        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in stored)
+        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in self._buffers())
 
     @torch.inference_mode()
     def keep(self, row: int, start: int, path: Sequence[int]) -> None:
-        """Move the scratch slots ``start + path[i]`` of a row to ``start + i``."""
+        """Move the scratch slots ``start + path[i]`` of a row to ``start + i``.
+
+        On a device they are moved when somebody looks, all texts' together: where they go is sent there once.
+        """
         first = next((i for i, node in enumerate(path) if node != i), None)
         if first is None:
             return
-        for store in (self.keys, self.values):
-            for buffer in store:
-                if buffer is not None:
-                    source = torch.tensor(path[first:], device=buffer.device) + start
-                    # index_select copies before the write, so overlapping moves are safe.
-                    moved = buffer[row].index_select(1, source)
-                    buffer[row, :, start + first : start + len(path)] = moved
+        if row in self._moves:
+            self.flush()
+        buffers = self._buffers()
+        if any(buffer.device.type != "cpu" for buffer in buffers):
+            self._moves[row] = [(start + node, start + i) for i, node in enumerate(path) if node != i]
+            return
+        for buffer in buffers:
+            # index_select copies before the write, so overlapping moves are safe.
+            moved = buffer[row].index_select(1, torch.tensor(path[first:]) + start)
+            buffer[row, :, start + first : start + len(path)] = moved
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Move what waits to be moved, or, where memory is full, nothing."""
+        if not self._moves:
+            return
+        buffers = self._buffers()
+        moves = torch.tensor([(row, *pair) for row, pairs in self._moves.items() for pair in pairs])
+        places = {device: moves.to(device).T for device in {buffer.device for buffer in buffers}}
+        read = []
+        for buffer in buffers:
+            rows, source, _ = places[buffer.device]
+            read.append(buffer[rows, :, source])
+        for buffer, moved in zip(buffers, read, strict=True):
+            rows, _, target = places[buffer.device]
+            buffer[rows, :, target] = moved
+        self._moves.clear()
 
     @torch.inference_mode()
     def move_row(self, source: int, target: int, slots: int) -> None:
@@ -206,7 +246,8 @@ class TreeCache(Cache):
 
     def clear(self) -> None:
         """Drop all buffers: the next forward makes new ones, in its own dtype."""
-        self.keys, self.values = [None] * self.num_layers, [None] * self.num_layers
+        self._moves = {}
+        self._keys, self._values = [None] * self.num_layers, [None] * self.num_layers
         self.num_rows, self.num_slots = 1, CHUNK
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -224,7 +265,7 @@ class TreeCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether anything was stored."""
-        return self.keys[0] is not None
+        return self._keys[0] is not None
 
     @property
     def is_compileable(self) -> bool:
@@ -240,8 +281,12 @@ class TreeCache(Cache):
         return self.num_layers
 
     def num_bytes(self) -> int:
-        """Memory held by the buffers."""
-        return sum(b.numel() * b.element_size() for s in (self.keys, self.values) for b in s if b is not None)
+        """Memory held by the buffers; asked for by other threads, too."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
+
+    def _buffers(self) -> list[Tensor]:
+        """All buffers as they are, whatever waits to be moved."""
+        return [buffer for store in (self._keys, self._values) for buffer in store if buffer is not None]
 
 
 def _whole_chunks(slots: int) -> int:

@@ -125,7 +125,7 @@ def fingerprint(model: nn.Module) -> str | None:
         if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta:  # spread over processes, or elsewhere
             return None
         flat = weight.detach().flatten()
-        some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].double().cpu()
+        some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].cpu().double()
         digest.update(f"{name} {weight.dtype} {weight.device} {tuple(weight.shape)}".encode() + some.numpy().tobytes())
     config: Any = getattr(model, "config", None)
     digest.update(b"" if config is None else str(config.to_json_string(use_diff=False)).encode())

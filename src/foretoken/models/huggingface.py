@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.alone import alone
-from foretoken.models.attention import EXACT, FOLDED
+from foretoken.models.attention import attention_for
 from foretoken.models.bands import Bands, in_bands, picked
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState, Snapshot
 from foretoken.models.cache import TreeCache
@@ -105,7 +105,7 @@ class HuggingFaceModel(LanguageModel):
         self.dtype: torch.dtype = model.dtype
         self.exact = exact
         self.layer_masks = layer_masks(model)
-        self._attention = EXACT if exact == "bitwise" else FOLDED
+        self._attention = attention_for(exact, self.device)
         self._configs = attention_configs(model)
         self.cache_argument = cache_argument(model)
         self._single_mask = set(self.layer_masks) == {""}
@@ -148,12 +148,13 @@ class HuggingFaceModel(LanguageModel):
         self.device, self.dtype = device_of(self.model), self.model.dtype
         if self._in_place and not has_hooks(self.model):  # hooks are called where packed layers have taken the place
             unpack_linears(self.model)
-        if self.graphs is not None:
-            self.graphs, self.graphs_off = None, "the model was changed after it was loaded"
+        graphs, self.graphs = self.graphs, None
         self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
         self._configs = attention_configs(self.model)
         self._watch = None  # the checks open texts of their own
         self._choose_forward()
+        if graphs is not None:
+            graphs.stop("the model was changed after it was loaded")
         self._watch = Watch(self.model)
 
     @property

@@ -20,6 +20,7 @@ from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import SCRATCH_ROOM
+from foretoken.models.masks import unseen
 from foretoken.models.native_mtp import Keep, NativeModule
 from foretoken.models.parts import TargetParts
 
@@ -146,4 +147,4 @@ class StackedModel(FeatureModel):
             mask = torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=self.dtype, device=self.device)
         void = torch.arange(used, device=self.device) < index
         late = call.positions[:, None, :, None] >= index
-        return mask.masked_fill(void & late, torch.finfo(self.dtype).min)
+        return mask.masked_fill(void & late, unseen(self.dtype))
