@@ -17,9 +17,10 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.costs import TargetCost
 from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.drafters.draft_vocabulary import chosen_ids
 from foretoken.drafters.drawing import distribution_of, draw_iid, log_beliefs, ranked
 from foretoken.drafters.dynamic import MOST_NODES
-from foretoken.drafters.features import frequent_ids, load_net
+from foretoken.drafters.features import load_net
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.drafters.nets.block_model import BlockModel
@@ -144,17 +145,17 @@ class BlockDrafter(FeatureReader, Drafter):
         self.traits = Traits(Kind.IID if draw == "iid" else Kind.POINT, width > 1, frozenset(sorts))
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, *, vocab: int = 0, **options: Any) -> Self:
-        """From a spec ``NAME[:FOLDER]``; ``vocab`` is how many tokens can be guessed, as trained by default.
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
+        """From a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default.
 
         Raises:
-            ValueError: no folder, one trained for another target, or damaged files.
+            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
         """
         net, parts = load_net(context, cls.name, path, cls.net_config, cls.net_class)
         stored = read_stored(context.folder(cls.name, path), cls.name)[0]["measured"].get("frequent", ())
         if vocab and net.vocabulary is not None:
             raise ValueError(f"this {cls.name} has a draft vocabulary of its own: leave vocab out")
-        ids = frequent_ids(stored, vocab, parts.vocab_size) if net.vocabulary is None else None
+        ids = chosen_ids(vocab, context, parts.vocab_size, stored) if net.vocabulary is None else None
         model = block_model(net, parts, context.target, ids)
         if "nodes" in options:
             return cls(model, **options)

@@ -101,8 +101,7 @@ class HuggingFaceModel(LanguageModel):
         self.rotary = ChangingRotary.of(model)
         self.context_length, self.context_why = context_of(model, context_length_of(self.config), self.rotary)
         self.eos_token_ids = eos_ids(model)
-        self.device: torch.device = device_of(model)
-        self.dtype: torch.dtype = model.dtype
+        self.device, self.dtype = device_of(model), model.dtype
         self.exact = exact
         self.layer_masks = layer_masks(model)
         self._attention = attention_for(exact, self.device)
@@ -555,8 +554,7 @@ class HuggingFaceModel(LanguageModel):
     def _run_all(self, calls: Sequence[Call]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
         """One run for all where the forward takes several caches at once, else one each."""
         if len(calls) > 1 and hasattr(self._lean, "run_all") and not calls[0].plan.weights:
-            found: list[tuple[list[Tensor], dict[str, Tensor]]] = self._lean.run_all(calls)
-            return found
+            return list(self._lean.run_all(calls))
         return [self._run(call) for call in calls]
 
     def _run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -141,7 +141,8 @@ class NativeForward(LeanForward):
 
     def _linear(self, product: Any) -> Linear:
         if isinstance(product, NativeProduct):
-            found, held = product.linear(), product
+            held: Any = product
+            found = product.linear()
         elif isinstance(product, Projection) and isinstance(product.layout, NativeLayout) and not product.block:
             held = product.layout.packed
             found = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, held.data_ptr())

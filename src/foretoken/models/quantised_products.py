@@ -154,7 +154,7 @@ def side_by_side(linears: Sequence[Any]) -> QuantisedProduct | None:
     products = [linear.product for linear in linears]
     shared = products[0].whole if isinstance(products[0], Share) else None
     if shared is not None and all(isinstance(product, Share) and product.whole is shared for product in products):
-        return shared  # type: ignore[no-any-return]
+        return shared
     whole: QuantisedProduct | None = type(products[0]).fused(products)
     start = 0
     if whole is not None:
@@ -380,8 +380,8 @@ class NativeInt4ByteProduct(NativeInt4Product):
 
     def linear(self) -> Linear:
         """With scales and zeros of groups."""
-        how = {"form": linear.PAIRS, "zeros": True, "middle": integers.MIDDLE4}
-        return bytes_linear(self.shape, 4, self.group, self.packed, self.scales, **how)
+        form, middle = linear.PAIRS, integers.MIDDLE4
+        return bytes_linear(self.shape, 4, self.group, self.packed, self.scales, form=form, zeros=True, middle=middle)
 
 
 @contextmanager

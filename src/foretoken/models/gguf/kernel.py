@@ -52,8 +52,8 @@ class GroupedProduct(NativeProduct):
         form = linear.HALVES if self.steps is None else linear.STEPS
         # Values in 8 bits are signed, without their middle already.
         middle = integers.MIDDLE8 if self.bits == 8 else self.middle
-        how = {"form": form, "steps": self.steps, "zeros": self.scales.shape[2] == 2, "middle": middle}
-        return bytes_linear(self.shape, self.bits, self.group, self.packed, self.scales, **how)
+        weight = self.shape, self.bits, self.group, self.packed, self.scales
+        return bytes_linear(*weight, form=form, steps=self.steps, zeros=self.scales.shape[2] == 2, middle=middle)
 
     def dense(self) -> Tensor:
         """[out, in] float32, exactly."""
