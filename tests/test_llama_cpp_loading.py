@@ -270,12 +270,12 @@ def test_lacking_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_options_without_sense(target: Path, options: dict[str, Any], words: str) -> None:
-    one_line(target, words, **options)
+    one_line(target, words, backend="llama.cpp", **options)
 
 
 def test_usual_options_pass(target: Path) -> None:
-    assert isinstance(load_model(str(target), device="auto"), LlamaCppModel)
-    assert isinstance(load_model(target, device="cpu", dtype=None), LlamaCppModel)
+    assert isinstance(load_model(str(target), device="auto", backend="llama.cpp"), LlamaCppModel)
+    assert isinstance(load_model(target, device="cpu", dtype=None, backend="llama.cpp"), LlamaCppModel)
 
 
 def test_other_vocabulary(model: LlamaCppModel, plain: Llm, folder: Path, draft: Path) -> None:

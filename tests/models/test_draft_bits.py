@@ -117,9 +117,8 @@ def test_models_that_are_trained_or_small_are_left_alone(
 def test_another_kind_is_refused(spec: str, tmp_path: Path) -> None:
     path = saved(tmp_path)
     tokenizer: Any = object()
-    with pytest.raises(
-        ValueError, match="quantize must be one of auto, none, int8, int4 for a draft model, not 'int3'"
-    ):
+    words = "quantize must be one of auto, none, int8, int4, int8-a8, int4-a8 for a draft model, not 'int3'"
+    with pytest.raises(ValueError, match=words):
         build_drafter(f"{spec}:{path},quantize=int3", load_model(path), target_source="x", tokenizer=tokenizer)
 
 

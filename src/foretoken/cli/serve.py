@@ -31,6 +31,7 @@ def serve_command(
     quantize: Annotated[
         str | None, Given(help="int8 or int4 weights (int8-a8, int4-a8: 8-bit activations too), on the cpu.")
     ] = None,
+    backend: Annotated[str | None, Given(help="What runs a GGUF file: auto, native or llama.cpp [auto].")] = None,
     exact: Annotated[
         str | None,
         Given(help="bitwise: equal texts whatever is drafted and served beside, or no start [distribution]."),

@@ -62,6 +62,7 @@ def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
             llama-cpp-python, which is not installed.
     """
     from foretoken.models.gguf.file import GgufError, UncoveredError
+    from foretoken.models.refusals import refusal
 
     if backend == "llama.cpp":
         return _load_llama_cpp(path, options)
@@ -69,6 +70,7 @@ def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
         return _read_network(path, options)
     except UncoveredError as error:
         if backend == "auto" and has_llama_cpp():
+            refusal("GGUF reader", str(error), "llama.cpp runs it, without heads, layer skipping and the bitwise promise")
             return _load_llama_cpp(path, options)
         raise LoadError(f"{error}: {remedy(backend)}") from None
     except GgufError as error:

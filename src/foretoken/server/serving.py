@@ -45,6 +45,7 @@ def load_llm(settings: Settings) -> Llm:
         device=settings.device,
         profile=settings.profile or None,
         quantize=settings.quantize or None,
+        backend=settings.backend,
         exact=settings.exact,
         known=True,
         tensor_parallel=settings.tensor_parallel,

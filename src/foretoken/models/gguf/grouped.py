@@ -58,11 +58,10 @@ class GroupedWeight:
                 part = getattr(parts, name)
                 if part is not None:
                     numbers.setdefault(name, []).append(part.reshape(len(values[rows]), -1))
-        scale, zero, steps, zero_steps = (
-            torch.cat(numbers[name]) if name in numbers else None for name in ("scale", "zero", "steps", "zero_steps")
+        zero, steps, zero_steps = (
+            torch.cat(numbers[name]) if name in numbers else None for name in ("zero", "steps", "zero_steps")
         )
-        assert scale is not None  # every type has scales
-        return cls(values, scale, zero, steps, zero_steps, how.group, how.bits, how.middle)
+        return cls(values, torch.cat(numbers["scale"]), zero, steps, zero_steps, how.group, how.bits, how.middle)
 
     @property
     def shape(self) -> tuple[int, int]:

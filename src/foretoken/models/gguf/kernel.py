@@ -80,9 +80,12 @@ class GroupedProduct(NativeProduct):
         else:
             values = integers.values4(packed, out).to(torch.int8) - self.middle
         scale, zero = _apart(self.scales[blocks])
-        steps, zero_steps = (None, None) if self.steps is None else _apart(self.steps[blocks])
+        steps: Tensor | None = None
+        zero_steps: Tensor | None = None
+        if self.steps is not None:
+            steps, zero_steps = _apart(self.steps[blocks])
         zeros = None if zero is None else factors(zero, zero_steps)
-        return numbers(values.unflatten(1, (-1, self.group)), factors(_present(scale), steps), zeros)
+        return numbers(values.unflatten(1, (-1, self.group)), factors(scale, steps), zeros)
 
     def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """As for all products, some rows of the matrix at a time."""
@@ -110,9 +113,8 @@ class GroupedProduct(NativeProduct):
             whole.bias = torch.cat([torch.zeros(p.shape[0]) if p.bias is None else p.bias for p in own])
         whole.packed = torch.cat([product.packed for product in own])
         whole.scales = torch.cat([product.scales for product in own])
-        whole.steps = None
-        if first.steps is not None:
-            whole.steps = torch.cat([_present(product.steps) for product in own])
+        steps = [product.steps for product in own if product.steps is not None]
+        whole.steps = torch.cat(steps) if steps else None
         return whole
 
     @property
@@ -147,12 +149,7 @@ def _side_by_side(scale: Tensor, zero: Tensor | None) -> Tensor:
     return both.unflatten(0, (-1, integers.WIDTH)).permute(0, 2, 3, 1).contiguous()
 
 
-def _apart(both: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _apart(both: Tensor) -> tuple[Tensor, Tensor | None]:
     """Scales and zeros [out, k] that :func:`_side_by_side` was given."""
     kinds = both.permute(2, 0, 3, 1).flatten(1, 2)
     return kinds[0], kinds[1] if len(kinds) > 1 else None
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
