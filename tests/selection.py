@@ -8,6 +8,7 @@ cell stays while it is the first with one of its keys (the first of each drafter
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -258,3 +259,18 @@ def slow(items: Iterable[pytest.Item], table: dict[str, Sequence[Key]] = SLOW) -
         if seen.issuperset(keys):
             yield item
         seen.update(keys)
+
+
+def in_other_parts(items: Iterable[pytest.Item], part: str) -> set[pytest.Item]:
+    """The slow ones of marked tests that belong to other parts than ``I/N``: by a hash of their names, so that N runs
+    with I from 1 to N have run each of them once.
+
+    Raises:
+        pytest.UsageError: ``part`` is not such a pair.
+    """
+    numbers = re.fullmatch(r"(\d+)/(\d+)", part)
+    if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        raise pytest.UsageError(f"--slow-part takes I/N with I from 1 to N, such as 1/2, not {part!r}")
+    mine, parts = int(numbers[1]) - 1, int(numbers[2])
+    slow_ones = (item for item in items if item.get_closest_marker("slow") is not None)
+    return {item for item in slow_ones if zlib.crc32(item.nodeid.encode()) % parts != mine}
