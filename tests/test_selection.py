@@ -150,7 +150,7 @@ def test_parts_of_the_slow_tests_are_all_of_them_once() -> None:
     slow_ones = [one for one in items if one.get_closest_marker("slow") is not None]
     assert [sum(one in part for part in parts) for one in slow_ones] == [1] * len(slow_ones)
     assert all(one in part for part in parts for one in items if one not in slow_ones)
-    assert all(10 <= len([one for one in part if one in slow_ones]) for part in parts)
+    assert all(len([one for one in part if one in slow_ones]) >= 10 for part in parts)
 
 
 @pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b", ""])
