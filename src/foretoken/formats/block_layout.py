@@ -1,25 +1,19 @@
-"""Block drafters as others keep them: what kind a folder holds, tensors by our names, the shape from ``config.json``.
+"""Block drafters as others keep them: tensors by our names, the shape from ``config.json``.
 
 A folder says ``model_type: "qwen3"`` and holds neither embedding nor projection, so that its tensors tell what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.formats.base import Target, check_sizes, number
+from foretoken.io.drafter_folders import our_name
 
-PREFIXES = {
-    "model.": "",
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-    "midlayer.": "layers.0.",
-}
-"""How names begin elsewhere -> ours."""
 QUANTISED = ("weight_packed", "weight_scale", "qweight", "scales")
 """Last parts of names of tensors in quantised checkpoints."""
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -29,26 +23,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu"),
 }
 """Keys, and the values of them that our layer follows."""
-
-
-def kind_of(names: Collection[str]) -> str | None:
-    """Which block drafter tensors of these names make: ``dflash``, ``dflash2`` or ``dspark``; ``None``: none."""
-    ours = {our_name(name) for name in names}
-    if not {"fc.weight", "hidden_norm.weight"} <= ours:
-        return None
-    parts = {name.split(".")[0] for name in ours}
-    if "candidate_selector" in parts or any(".attention_conv." in name for name in ours):
-        return "dflash2"
-    return "dspark" if parts & {"markov_head", "confidence_head"} else "dflash"
-
-
-def our_name(name: str) -> str:
-    """A tensor's name without what others put before it."""
-    name = name.removeprefix("model.")
-    for theirs, ours in PREFIXES.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
 
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from foretoken.formats.block_layout import (
     check_scales,
     in_halves,
     is_interleaved,
-    kind_of,
     nested,
     shape_of,
 )
@@ -24,6 +23,7 @@ from foretoken.formats.eagle3_plain import vocabulary
 from foretoken.formats.eagle3_speculators import KEY, VERSION
 from foretoken.formats.folders import Found
 from foretoken.formats.llama_layer import layer_keys
+from foretoken.io.drafter_folders import block_kind
 
 
 class DflashPlain(NetFormat):
@@ -36,7 +36,7 @@ class DflashPlain(NetFormat):
 
     def recognises(self, found: Found) -> bool:
         """By its tensors."""
-        return kind_of(found.names) == self.method and KEY not in found.config
+        return block_kind(found.names) == self.method and KEY not in found.config
 
     def extras(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Arguments of the network's configuration beyond those of a block."""

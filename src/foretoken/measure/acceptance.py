@@ -193,6 +193,6 @@ def _too_little(new: NewDrafter, own: Acceptance, expected: float, better: str) 
     layers = ["layer ids of another numbering"] if method in DEPTHS else []
     causes = ["another target than it was trained for", *layers, *masks, "a figure for trees or for text of one kind"]
     return (
-        f"{new.source} gives {own.tokens_a_round:.2f} tokens a round on ordinary text, as a chain, and {expected:g} are "
-        f"expected, of which {ENOUGH:.0%} would do: {better or 'likely causes are ' + ', '.join(causes)}"
+        f"{new.source} gives {own.tokens_a_round:.2f} tokens a round on ordinary text, as a chain, and {expected:g} "
+        f"are expected, of which {ENOUGH:.0%} would do: {better or 'likely causes are ' + ', '.join(causes)}"
     )
