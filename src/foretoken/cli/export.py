@@ -80,8 +80,8 @@ def import_command(
         from foretoken.formats import import_drafter
         from foretoken.measure.acceptance import AcceptanceCheck
 
-        looked_at = AcceptanceCheck(expect) if check or expect is not None else None
-        report = import_drafter(Path(source), out, chosen, method, force, looked_at)
+        trial = AcceptanceCheck(expect) if check or expect is not None else None
+        report = import_drafter(Path(source), out, chosen, method, force, trial)
     _show(report, as_json, f"{report['method']} from the format {report['format']}")
     if not as_json:
         if "acceptance" in report:

@@ -11,6 +11,7 @@ from foretoken.formats.base import Format, Target
 from foretoken.formats.catalogue import LAYOUTS, Layout, find_layout, layouts_of, methods
 from foretoken.formats.engines import ready_line
 from foretoken.formats.folders import Found, new_folder
+from foretoken.formats.values import class_of
 from foretoken.io.drafter_folders import drafter_kind
 from foretoken.loading import BUILTIN, build_drafter
 from foretoken.models.base import LanguageModel
@@ -136,8 +137,7 @@ def _recognise(found: Found, method: str) -> tuple[Layout, Format]:
         raise ValueError(f"{found.path} is no drafter, and its subfolder {inner.name} holds a drafter: import {inner}")
     if (found.path / "config.json").exists():
         found.check_whole()
-    kind = found.config.get("speculators_model_type") or found.config.get("architectures") or "no config.json"
-    kind = kind[0] if isinstance(kind, list) else kind
+    kind = found.config.get("speculators_model_type") or class_of(found.config) or "no config.json"
     wanted = ", ".join(methods()) if method == "auto" else method
     raise ValueError(f"{found.path} ({kind}) is in no layout that can be imported as {wanted}: see docs/formats.md")
 

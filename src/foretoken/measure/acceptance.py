@@ -149,20 +149,21 @@ def stated(folder: Path) -> float | None:
 
 def _measured(new: NewDrafter, folder: Path, prompts: Sequence[Sequence[int]]) -> Acceptance:
     spec = new.spec.format(folder)
-    options = CHAINS.get(spec.split(":")[0], "")
+    options = CHAINS.get(new.spec.split(":")[0], "")
     drafter = build_drafter(
         f"{spec},{options}" if options else spec, new.model, target_source=new.target, tokenizer=new.tokenizer
     )
     if isinstance(drafter, HeadsDrafter):
         drafter = drafter.reshaped([(0,) * depth for depth in range(1, len(drafter.heads.blocks) + 1)])
-    assert drafter is not None, spec  # no layout holds nothing
+    if drafter is None:
+        raise ValueError(f"{spec} drafts nothing")
     return measure_acceptance(new.model, drafter, prompts)
 
 
 def _better_layers(new: NewDrafter, own: Acceptance, prompts: Sequence[Sequence[int]]) -> str:
     """Which layers beside the drafter's own give clearly more, in words; empty: none do, or it names none."""
     tried = {by: _shifted(new, by, prompts) for by in (-1, 1)}
-    measured = {by: found.tokens_a_round for by, found in tried.items() if found is not None}
+    measured = {by: other.tokens_a_round for by, other in tried.items() if other is not None}
     best = max(measured, key=measured.__getitem__, default=0)
     if not best or measured[best] < CLEARLY_MORE * own.tokens_a_round:
         return ""
@@ -175,14 +176,14 @@ def _better_layers(new: NewDrafter, own: Acceptance, prompts: Sequence[Sequence[
 def _shifted(new: NewDrafter, by: int, prompts: Sequence[Sequence[int]]) -> Acceptance | None:
     """What the drafter would give if every layer that it reads were the one ``by`` behind; ``None``: there is none."""
     file = new.folder / CONFIG
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    key = DEPTHS.get(found.get("method", ""))
-    depths = [] if key is None else [int(part) + by for part in found["config"][key].split(",")]
-    if not depths or min(depths) < 0 or max(depths) > found["target"]["num_layers"]:
+    told = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    key = DEPTHS.get(told.get("method", ""))
+    depths = [] if key is None else [int(part) + by for part in told["config"][key].split(",")]
+    if not depths or min(depths) < 0 or max(depths) > told["target"]["num_layers"]:
         return None
-    found["config"][key] = ",".join(map(str, depths))
+    told["config"][key] = ",".join(map(str, depths))
     with tempfile.TemporaryDirectory() as place:
-        (Path(place) / CONFIG).write_text(json.dumps(found), encoding="utf-8")
+        (Path(place) / CONFIG).write_text(json.dumps(told), encoding="utf-8")
         (Path(place) / WEIGHTS).symlink_to((new.folder / WEIGHTS).resolve())
         return _measured(new, Path(place), prompts)
 
