@@ -27,7 +27,6 @@ from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.features import FeatureModel
-from foretoken.models.masks import LayerMask
 from foretoken.models.parts import TargetParts
 from foretoken.models.window import USUAL, Window
 from foretoken.trees.base import Candidates, Growth
@@ -102,8 +101,7 @@ class FeatureDrafter(FeatureReader, Drafter):
             if value < 1:
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
         super().__init__(model)
-        if model.layer_masks[""] == LayerMask():
-            model.window = Window(window, sink)
+        model.window = Window(window, sink)
         self.width, self.draw = width, draw
         self.growth = growth_of(grow)
         self.costs: TargetCost | None = None

@@ -97,8 +97,9 @@ class FeatureModel(HuggingFaceModel):
         return [logits[start:end] for start, end in spans], {"state": places.padded(output)}
 
     def _cut(self, call: Call) -> Cut | None:
-        """What is read by a call, which the cache then hands out; ``None``: everything."""
-        call.cache.reads = self.window.cut(call.cache.planned.starts)
+        """What is read by a call, which the cache then hands out; ``None``: everything, or by a mask of its own."""
+        trained = any(mask.kind != "full" for mask in self.layer_masks.values())
+        call.cache.reads = None if trained else self.window.cut(call.cache.planned.starts)
         return call.cache.reads
 
     def _run_module(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
