@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hub_folders import hub_folder
 from safetensors.torch import save_file
-from test_block_layouts import hub_folder
 from test_mtp_speculators import save_trained
 from tiny_nets import SIZE, save_net
 

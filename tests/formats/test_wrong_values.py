@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_folders import hub_folder
 from test_bad_checkpoints import refused
-from test_block_layouts import hub_folder
 from tiny_nets import save_net
 
 from foretoken.formats import export_drafter

@@ -252,7 +252,7 @@ def _check_fetched(path: str) -> None:
     Raises:
         LoadError: it is; says how it is used.
     """
-    folder = None if Path(path).is_dir() else hub_ids.cached_folder(path)
+    folder = path if Path(path).is_dir() else hub_ids.cached_folder(path)
     if folder is not None:
         check_no_drafter(Path(folder))
 
