@@ -128,7 +128,7 @@ def _target_of(folder: Path) -> str:
 def _object(file: Path) -> dict[str, Any]:
     """A JSON object; empty where there is none, or a damaged one."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        held = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return held if isinstance(held, dict) else {}

@@ -17,10 +17,10 @@ def header_of(shard: Path) -> dict[str, Any]:
 
 def tensor_names(folder: Path) -> frozenset[str]:
     """Names of all tensors in a folder's safetensors files; those of a damaged file are left out."""
-    found: set[str] = set()
+    names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         try:
-            found.update(header_of(file))
+            names.update(header_of(file))
         except (OSError, ValueError, AttributeError, MemoryError, OverflowError):
             continue  # who reads the file says what is wrong with it
-    return frozenset(found)
+    return frozenset(names)
