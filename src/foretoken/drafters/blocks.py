@@ -30,6 +30,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.parts import TargetParts
+from foretoken.models.window import USUAL, Window
 from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.lattice import Place, lattice
 
@@ -112,6 +113,8 @@ class BlockDrafter(FeatureReader, Drafter):
         width: candidates of every place; 1: a chain.
         draw: ``"iid"``: requests that sample get a drawn chain, those with noise the tree of what comes first in the
             race; ``"greedy"``: both get the tree of the likeliest tokens, as greedy requests always do.
+        window: places of the text that layers without a reach of their own look back; 0: all.
+        sink: first places of the text that they look at as well.
 
     Attributes:
         costs: what a call of the target costs by its nodes; with it a tree keeps as many of its nodes as pay, by the
@@ -125,7 +128,16 @@ class BlockDrafter(FeatureReader, Drafter):
     net_config: ClassVar[type[BlockConfig]] = BlockConfig
     net_class: ClassVar[type[BlockNet]] = BlockNet
 
-    def __init__(self, model: BlockModel, nodes: int = 16, depth: int = 0, width: int = 8, draw: str = "iid") -> None:
+    def __init__(
+        self,
+        model: BlockModel,
+        nodes: int = 16,
+        depth: int = 0,
+        width: int = 8,
+        draw: str = "iid",
+        window: int = USUAL,
+        sink: int = 0,
+    ) -> None:
         if draw not in ("greedy", "iid"):
             raise ValueError(f"{self.name} needs draw=greedy or draw=iid, not {draw!r}")
         for key, value in (("nodes", nodes), ("width", width)):
@@ -136,6 +148,7 @@ class BlockDrafter(FeatureReader, Drafter):
         if not 0 <= depth <= most:
             raise ValueError(f"{self.name} needs depth from 1 to {most}, which its block guesses, or 0, not {depth}")
         super().__init__(model, wanted=0)
+        model.window = Window(window, sink)
         self.taps = tuple(dict.fromkeys(self.net.config.tap_names))
         self.width, self.draw = width, draw
         self.costs: TargetCost | None = None

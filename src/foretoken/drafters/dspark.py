@@ -15,6 +15,7 @@ from foretoken.drafters.blocks import Guesses, Row
 from foretoken.drafters.nets.block_model import BlockModel
 from foretoken.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.drafters.pairs import PairDrafter, PairGuesses
+from foretoken.models.window import USUAL
 
 
 class SparkGuesses(PairGuesses):
@@ -50,6 +51,8 @@ class DsparkDrafter(PairDrafter):
         draw: as for every block drafter.
         stop: nothing is drafted at a place that is reached, and right, with a lower chance than this, by the confidence
             head; 0 asks it nothing.
+        window: as for every block drafter.
+        sink: as for every block drafter.
 
     Raises:
         ValueError: an option outside its range, or a stop without a confidence head.
@@ -67,8 +70,10 @@ class DsparkDrafter(PairDrafter):
         width: int = 8,
         draw: str = "iid",
         stop: float = 0.0,
+        window: int = USUAL,
+        sink: int = 0,
     ) -> None:
-        super().__init__(model, nodes, depth, width, draw)
+        super().__init__(model, nodes, depth, width, draw, window, sink)
         if not 0 <= stop < 1:
             raise ValueError(f"dspark needs stop from 0 to below 1, not {stop}")
         if stop and not self.net.config.confidence:  # type: ignore[attr-defined]

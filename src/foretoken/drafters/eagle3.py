@@ -19,6 +19,7 @@ from foretoken.models.base import LanguageModel
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.features import FeatureModel
 from foretoken.models.parts import TargetParts
+from foretoken.models.window import USUAL
 
 
 class Eagle3Drafter(FeatureDrafter):
@@ -37,8 +38,10 @@ class Eagle3Drafter(FeatureDrafter):
         width: int = 4,
         grow: str = "eagle2",
         draw: str = "iid",
+        window: int = USUAL,
+        sink: int = 0,
     ) -> None:
-        super().__init__(model, nodes, depth, width, grow, draw)
+        super().__init__(model, nodes, depth, width, grow, draw, window, sink)
         self.net: Eagle3Net = model.model
         self.taps = tuple(dict.fromkeys(self.net.config.taps))
 

@@ -28,6 +28,7 @@ from foretoken.models.call_costs import quick_costs
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.features import FeatureModel
 from foretoken.models.parts import TargetParts
+from foretoken.models.window import USUAL, Window
 from foretoken.trees.base import Candidates, Growth
 from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.eagle2 import Eagle2
@@ -71,6 +72,8 @@ class FeatureDrafter(FeatureReader, Drafter):
             ``cost_aware,node_cost=0.01,step_cost=0.1``.
         draw: ``"iid"``: requests that sample get a drawn chain, those with noise the tree of what comes first in the
             race; ``"greedy"``: both get the tree of the likeliest tokens, as greedy requests always do.
+        window: places of the text that the network looks back, if it was trained without a window; 0: all.
+        sink: first places of the text that it looks at as well.
 
     Attributes:
         growth: that tree; one made by hand (``CostAware(cost=...)`` with measured costs) may be put in its place.
@@ -89,6 +92,8 @@ class FeatureDrafter(FeatureReader, Drafter):
         width: int = 4,
         grow: str = "eagle2",
         draw: str = "iid",
+        window: int = USUAL,
+        sink: int = 0,
     ) -> None:
         if draw not in ("greedy", "iid"):
             raise ValueError(f"{self.name} needs draw=greedy or draw=iid, not {draw!r}")
@@ -96,6 +101,7 @@ class FeatureDrafter(FeatureReader, Drafter):
             if value < 1:
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
         super().__init__(model)
+        model.window = Window(window, sink)
         self.width, self.draw = width, draw
         self.growth = growth_of(grow)
         self.costs: TargetCost | None = None

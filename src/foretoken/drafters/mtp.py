@@ -18,6 +18,7 @@ from foretoken.models.features import FeatureModel
 from foretoken.models.native_mtp import native_module
 from foretoken.models.parts import TargetParts
 from foretoken.models.stacked import StackedModel, StackedModules
+from foretoken.models.window import USUAL
 
 
 class MtpDrafter(FeatureDrafter):
@@ -37,10 +38,12 @@ class MtpDrafter(FeatureDrafter):
         width: int = 1,
         grow: str = "eagle2",
         draw: str = "iid",
+        window: int = USUAL,
+        sink: int = 0,
     ) -> None:
         if width > 1 and isinstance(model, StackedModel):
             raise ValueError(f"the target has {model.count} prediction modules, which draft a chain: leave width out")
-        super().__init__(model, nodes, depth, width, grow, draw)
+        super().__init__(model, nodes, depth, width, grow, draw, window, sink)
 
     @classmethod
     def free_for(cls, context: BuildContext) -> bool:

@@ -1,25 +1,22 @@
-"""Block drafters as others keep them: what kind a folder holds, tensors by our names, the shape from ``config.json``.
+"""Block drafters as others keep them: tensors by our names, the shape from ``config.json``.
 
 A folder says ``model_type: "qwen3"`` and holds neither embedding nor projection, so that its tensors tell what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.formats.base import Target, check_sizes, number
+from foretoken.formats.base import Target, check_sizes
+from foretoken.formats.values import MOST, class_of, flag, listed, number, positive, whole
+from foretoken.io.drafter_folders import our_name
 
-PREFIXES = {
-    "model.": "",
-    "encoder.fc.": "fc.",
-    "encoder.output_norm_enc.": "hidden_norm.",
-    "midlayer.": "layers.0.",
-}
-"""How names begin elsewhere -> ours."""
+MOST_LAYERS = 256
+"""More than any published drafter has."""
 QUANTISED = ("weight_packed", "weight_scale", "qweight", "scales")
 """Last parts of names of tensors in quantised checkpoints."""
 REFUSED: dict[str, tuple[Any, ...]] = {
@@ -29,26 +26,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu"),
 }
 """Keys, and the values of them that our layer follows."""
-
-
-def kind_of(names: Collection[str]) -> str | None:
-    """Which block drafter tensors of these names make: ``dflash``, ``dflash2`` or ``dspark``; ``None``: none."""
-    ours = {our_name(name) for name in names}
-    if not {"fc.weight", "hidden_norm.weight"} <= ours:
-        return None
-    parts = {name.split(".")[0] for name in ours}
-    if "candidate_selector" in parts or any(".attention_conv." in name for name in ours):
-        return "dflash2"
-    return "dspark" if parts & {"markov_head", "confidence_head"} else "dflash"
-
-
-def our_name(name: str) -> str:
-    """A tensor's name without what others put before it."""
-    name = name.removeprefix("model.")
-    for theirs, ours in PREFIXES.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
 
 
 def nested(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,9 +89,8 @@ def in_halves(tensors: Mapping[str, Tensor], dim: int) -> dict[str, Tensor]:
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
     """Whether rotary embeddings turn neighbours (GPT-J) instead of halves; LFM2's drafters do without saying so."""
-    told = config.get("rope_interleave", config.get("rope_interleaved"))
-    architectures = config.get("architectures") or [""]
-    return bool(told) if told is not None else str(architectures[0]).startswith("Lfm2")
+    told = flag(config, "rope_interleave", "rope_interleaved")
+    return class_of(config).startswith("Lfm2") if told is None else told
 
 
 def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Target) -> dict[str, Any]:
@@ -132,24 +108,24 @@ def shape_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: T
     for key, followed in REFUSED.items():
         if config.get(key) not in followed:
             raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")
-    heads, size = int(number(config, "num_attention_heads")), int(number(config, "hidden_size"))
-    layers = int(number(config, "num_hidden_layers"))
+    heads, size = whole(config, "num_attention_heads"), whole(config, "hidden_size")
+    layers = whole(config, "num_hidden_layers", most=MOST_LAYERS)
     return {
         "hidden_size": size,
         "heads": heads,
-        "kv_heads": int(number(config, "num_key_value_heads", default=heads)),
-        "head_dim": int(number(config, "head_dim", default=size // heads)),
-        "ffn": int(number(config, "intermediate_size")),
+        "kv_heads": whole(config, "num_key_value_heads", default=heads),
+        "head_dim": whole(config, "head_dim", default=size // heads),
+        "ffn": whole(config, "intermediate_size"),
         "rope_theta": _theta(config),
-        "eps": float(number(config, "rms_norm_eps", default=1e-6)),
+        "eps": positive(config, "rms_norm_eps", default=1e-6),
         "vocab_size": target.parts.vocab_size,
         "layers": layers,
         "taps": ",".join(map(str, taps_of(config, tensors, target))),
-        "block": int(number(config, "block_size")),
+        "block": whole(config, "block_size", least=-MOST),
         "mask_token": _mask_token(config, "mask_embedding" in tensors, target),
         "own_mask": "mask_embedding" in tensors,
         "sinks": any(name.endswith(".attention_sink_bias") for name in tensors),
-        "input_scale": float(number(config, "input_embedding_scale", default=1.0)),
+        "input_scale": positive(config, "input_embedding_scale", default=1.0),
         **_attention(config, layers),
     }
 
@@ -159,7 +135,7 @@ def _theta(config: Mapping[str, Any]) -> float:
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
     if kind != "default":
         raise ValueError(f"the checkpoint's rotary embedding is of the type {kind!r}, and our layer has 'default'")
-    return float(number({**rope, **config}, "rope_theta", default=10000.0))
+    return positive({**rope, **config}, "rope_theta", default=10000.0)
 
 
 def _mask_token(config: Mapping[str, Any], own: bool, target: Target) -> int:
@@ -182,22 +158,22 @@ def _mask_token(config: Mapping[str, Any], own: bool, target: Target) -> int:
 
 def _attention(config: Mapping[str, Any], layers: int) -> dict[str, str]:
     """``reach`` and ``causal``: a sliding layer is causal unless the checkpoint says otherwise."""
-    kinds = config.get("layer_types") or ["full_attention"] * layers
-    if config.get("use_swa"):
+    kinds = listed(config, "layer_types") or ["full_attention"] * layers
+    if flag(config, "use_swa"):
         kinds = ["sliding_attention"] * layers
-    if len(kinds) != layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+    if len(kinds) != layers or any(kind not in ("full_attention", "sliding_attention") for kind in kinds):
         raise ValueError(f"layer_types in config.json must name {layers} layers as full_attention or sliding_attention")
     sliding = [kind == "sliding_attention" for kind in kinds]
-    window = int(number(config, "swa_window_size", "sliding_window", default=0))
+    window = whole(config, "swa_window_size", "sliding_window", default=0, least=0) if any(sliding) else 0
     if any(sliding) and window < 1:
         raise ValueError("config.json has sliding layers and no sliding_window: the checkpoint is incomplete")
     # Transformers counts the window as the distance to the farthest token, everybody else the token itself, too.
     reach = window if str(config.get("model_type", "")).endswith("_assistant") else window - 1
-    told = next((config[k] for k in ("is_causal", "causal", "causal_head") if config.get(k) is not None), None)
+    told = flag(config, "is_causal", "causal", "causal_head")
     if config.get("dflash_draft_attention") is not None:
         told = config["dflash_draft_attention"] == "causal"
-    free = config.get("sliding_window_non_causal") or str(config.get("model_type", "")).endswith("_assistant")
-    causal = [bool(told) if told is not None else slides and not free for slides in sliding]
+    free = flag(config, "sliding_window_non_causal") or str(config.get("model_type", "")).endswith("_assistant")
+    causal = [slides and not free if told is None else told for slides in sliding]
     return {
         "reach": _joined([max(1, reach) if slides else 0 for slides in sliding]),
         "causal": _joined([int(value) for value in causal]),
@@ -222,9 +198,9 @@ def taps_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor], target: Ta
     if width % size:
         raise ValueError(f"fc.weight reads {width} numbers, which is no multiple of the target's hidden size {size}")
     fused = width // size
-    depths = config.get("aux_hidden_state_layer_ids")
+    depths = listed(config, "aux_hidden_state_layer_ids")
     if depths is None:
-        ids = config.get("target_layer_ids")
+        ids = listed(config, "target_layer_ids")
         depths = default_taps(count, fused) if ids is None else [i + 1 if type(i) is int else i for i in ids]
         last, words = count - 1, f"target_layer_ids must be from 0 to {count - 2}"
     else:

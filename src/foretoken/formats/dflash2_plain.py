@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from foretoken.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
-from foretoken.formats.base import number
 from foretoken.formats.dflash_plain import DflashPlain, DflashSpeculators
+from foretoken.formats.values import whole
 
 CODEBOOK = "candidate_selector.predecessor_codebook"
 
@@ -33,10 +33,10 @@ class Dflash2Plain(DflashPlain):
                 raise ValueError(f"the checkpoint lacks the tensor {name}: it is incomplete")
         return {
             **super().extras(config, tensors),
-            "conv": int(number(config, "conv_kernel_size", default=kernel.shape[1] if kernel is not None else 2)),
-            "group": int(number(config, "conv_group_size", default=16)),
-            "rank": int(number(config, "selector_rank", default=tensors[CODEBOOK].shape[-1])),
-            "top": int(number(config, "selector_top_k", default=16)),
+            "conv": whole(config, "conv_kernel_size", default=kernel.shape[1] if kernel is not None else 2),
+            "group": whole(config, "conv_group_size", default=16),
+            "rank": whole(config, "selector_rank", default=tensors[CODEBOOK].shape[-1]),
+            "top": whole(config, "selector_top_k", default=16),
         }
 
     def inner_keys(self, shape: Any) -> dict[str, Any]:

@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 import torch
 
 from foretoken.drafters.nets.block import BlockConfig, BlockNet
-from foretoken.formats.base import Checkpoint, NetFormat, Target, Trained, number, renamed
+from foretoken.formats.base import Checkpoint, NetFormat, Target, Trained, renamed
 from foretoken.formats.block_layout import (
     by_our_names,
     check_scales,
     in_halves,
     is_interleaved,
-    kind_of,
     nested,
     shape_of,
 )
@@ -24,6 +23,8 @@ from foretoken.formats.eagle3_plain import vocabulary
 from foretoken.formats.eagle3_speculators import KEY, VERSION
 from foretoken.formats.folders import Found
 from foretoken.formats.llama_layer import layer_keys
+from foretoken.formats.values import flag, whole
+from foretoken.io.drafter_folders import block_kind
 
 
 class DflashPlain(NetFormat):
@@ -36,11 +37,11 @@ class DflashPlain(NetFormat):
 
     def recognises(self, found: Found) -> bool:
         """By its tensors."""
-        return kind_of(found.names) == self.method and KEY not in found.config
+        return block_kind(found.names) == self.method and KEY not in found.config
 
     def extras(self, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Arguments of the network's configuration beyond those of a block."""
-        return {"from_anchor": bool(config.get("sample_from_anchor", False))}
+        return {"from_anchor": bool(flag(config, "sample_from_anchor"))}
 
     def read(self, found: Checkpoint, target: Target) -> Trained:
         """A rename; a projection that is the target's own is shared."""
@@ -55,7 +56,7 @@ class DflashPlain(NetFormat):
         embedding = tensors.pop("embed_tokens.weight", None)
         if embedding is not None and not target.is_embedding(embedding):
             raise ValueError("embed_tokens.weight is not the target's embedding: give the --target it was trained for")
-        maps = vocabulary(tensors, int(number(config, "draft_vocab_size", default=0)), target)
+        maps = vocabulary(tensors, whole(config, "draft_vocab_size", default=0, least=0), target)
         tensors = {name: value for name, value in tensors.items() if name not in maps}
         ids = maps["d2t"] + torch.arange(len(maps["d2t"]))
         reduced = len(ids) < target.parts.vocab_size

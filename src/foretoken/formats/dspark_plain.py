@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from foretoken.drafters.nets.dspark import DsparkConfig, DsparkNet
-from foretoken.formats.base import number
 from foretoken.formats.dflash_plain import DflashPlain, DflashSpeculators
+from foretoken.formats.values import flag, whole
 
 W1 = "markov_head.markov_w1.weight"
 TOP = 64
@@ -36,14 +36,14 @@ class DsparkPlain(DflashPlain):
         told = config.get("markov_head_type") or head
         if told != head:
             raise ValueError(f"config.json says markov_head_type {told!r}, and the tensors are those of {head!r}")
-        rank = int(number(config, "markov_rank", default=tensors[W1].shape[-1]))
+        rank = whole(config, "markov_rank", default=tensors[W1].shape[-1])
         reader, confidence = tensors.get("confidence_head.proj.weight"), ""
         if reader is not None:
-            confidence = "both" if reader.shape[-1] == rank + int(number(config, "hidden_size")) else "state"
+            confidence = "both" if reader.shape[-1] == rank + whole(config, "hidden_size") else "state"
         return {
-            "from_anchor": bool(config.get("sample_from_anchor", True)),
+            "from_anchor": flag(config, "sample_from_anchor") is not False,
             "rank": rank,
-            "top": int(number(config, "markov_candidates", default=TOP)),
+            "top": whole(config, "markov_candidates", default=TOP),
             "head": head,
             "confidence": confidence,
         }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from foretoken.io import hub_ids
+from foretoken.io.drafter_folders import not_a_model
+from foretoken.io.headers import header_of as header_of
 
 BUILTIN = "builtin"
 ZOO = Path(__file__).parent.parent / "zoo"
@@ -129,10 +130,11 @@ def check_folder(folder: Path) -> None:
     """Look at a local checkpoint before Transformers does.
 
     Raises:
-        LoadError: no config, only pickled weights, missing or half-written safetensors files.
+        LoadError: a drafter, no config, only pickled weights, missing or half-written safetensors files.
     """
     if not folder.is_dir():
         raise LoadError(f"{folder} is not a folder with a model (config.json and *.safetensors)")
+    check_no_drafter(folder)
     if not (folder / "config.json").exists():
         raise LoadError(f"{folder} has no config.json: point to a Hugging Face model folder")
     shards = sorted(folder.glob("*.safetensors"))
@@ -151,6 +153,17 @@ def check_folder(folder: Path) -> None:
         _check_shard(shard)
 
 
+def check_no_drafter(folder: Path) -> None:
+    """Look whether a folder that is to be a model holds a drafter.
+
+    Raises:
+        LoadError: it does; says how it is used.
+    """
+    said = not_a_model(folder)
+    if said is not None:
+        raise LoadError(said)
+
+
 def shards_of(folder: Path) -> list[Path]:
     """The safetensors files that a folder's weights are read from: those of the index, the one file, else all."""
     index = folder / "model.safetensors.index.json"
@@ -158,14 +171,6 @@ def shards_of(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(_indexed_shards(index))]
     whole = folder / "model.safetensors"
     return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
-
-
-def header_of(shard: Path) -> dict[str, Any]:
-    """What a safetensors file says of its tensors (``dtype``, ``shape``, ``data_offsets``), by their names."""
-    with shard.open("rb") as file:
-        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    header.pop("__metadata__", None)
-    return header
 
 
 def _indexed_shards(index: Path) -> set[str]:

@@ -14,7 +14,7 @@ from foretoken.drafters.base import BuildContext, Drafter, Verify
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.nested import works_nested
-from foretoken.drafters.nets.store import IMPORTED
+from foretoken.io.drafter_folders import IMPORTED
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model
 from foretoken.loading.native_heads import has_head, read_head

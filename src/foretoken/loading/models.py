@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from foretoken.io import hub_ids
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import (
     LoadError,
     cause_of,
     check_folder,
+    check_no_drafter,
     file_of,
     is_adapter,
     local_folder,
@@ -222,6 +224,7 @@ def _from_pretrained(
             **({} if split is None else {"distributed_config": split}),
         )
     except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
+        _check_fetched(path)
         raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
     finally:
         hf_logging.set_verbosity(before)
@@ -236,10 +239,22 @@ def _from_pretrained(
         )
     missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
     if missing:
+        _check_fetched(path)
         raise LoadError(
             f"{place} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
         )
     return moved(model, device, path)
+
+
+def _check_fetched(path: str) -> None:
+    """Look whether a hub id is a drafter's, once its files are here.
+
+    Raises:
+        LoadError: it is; says how it is used.
+    """
+    folder = path if Path(path).is_dir() else hub_ids.cached_folder(path)
+    if folder is not None:
+        check_no_drafter(Path(folder))
 
 
 def _check_decoder_alone(path: str) -> None:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from foretoken.models.window import Cut
+
 CHUNK = 64
 """Slots by which the cache grows at least, so that growing is rare and little is left empty."""
 
@@ -48,6 +50,7 @@ class TreeCache(Cache):
 
     Attributes:
         texts: the sequences whose rows these are, in order (:mod:`foretoken.models.bands`).
+        reads: the slots that the planned forward reads; ``None``: all.
     """
 
     def __init__(self, num_layers: int, max_slots: int) -> None:
@@ -64,6 +67,7 @@ class TreeCache(Cache):
         self._starts: list[int] = [0]
         self._uniform = True
         self._used = 0
+        self.reads: Cut | None = None
         self._rows = self._slots = torch.empty(0, dtype=torch.long)
         self._rows_from = 0
 
@@ -119,7 +123,7 @@ class TreeCache(Cache):
         """
         self.flush()
         self.reserve(high, max(used, max(starts) + count))
-        self._low, self._high, self._used = low, high, used
+        self._low, self._high, self._used, self.reads = low, high, used, None
         self._starts = list(starts)
         self._uniform = len(set(self._starts)) == 1
         if not self._uniform:
@@ -159,7 +163,8 @@ class TreeCache(Cache):
             if self._rows.device != new.device:
                 self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
             buffer[self._rows, :, self._slots] = new.transpose(1, 2).to(buffer.dtype)
-        return view[:, :, : self._used].to(new.dtype)  # a copy only for who computes in another dtype than wrote
+        seen = view[:, :, : self._used] if self.reads is None else self.reads.slots(view[:, :, : self._used])
+        return seen.to(new.dtype)  # a copy only for who computes in another dtype than wrote
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
         """The buffer of a layer, made for tensors ``like`` [..., H, n, D] when there is none."""

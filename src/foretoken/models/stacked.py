@@ -114,6 +114,7 @@ class StackedModel(FeatureModel):
         given: Any = call.states
         inputs = given.unflatten(-1, (self.count, -1))  # [b, width, M, D]
         outputs: list[Tensor] = []
+        cut = self._cut(call)
         for index, module in enumerate(self.model.steps):
             if index < min(step, self.count - 1):
                 outputs.append(inputs[:, :, index])  # its step is over
@@ -123,8 +124,9 @@ class StackedModel(FeatureModel):
                 features = inputs[:, :, index - 1]
             elif index and not step:  # within a feed the place before is the row before
                 features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
-            keep = self._keep(call.cache, index)
-            outputs.append(module(embeddings, features, call.positions, self._mask(call, index), keep))
+            keep, mask = self._keep(call.cache, index), self._mask(call, index)
+            mask = mask if cut is None else cut.mask(mask)
+            outputs.append(module(embeddings, features, call.positions, mask, keep))
         output = torch.cat(outputs, -1)
         kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
         logits = (

@@ -28,6 +28,9 @@ class BlockModel(FeatureModel):
         parts: the target's embedding and vocabulary projection.
         target: the model that is drafted for.
         project: logits [m, V_d] of states [m, D].
+
+    Attributes:
+        window: what layers read of long texts that have no reach of their own.
     """
 
     model: BlockNet
@@ -69,6 +72,7 @@ class BlockModel(FeatureModel):
 
     def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """No logits; the states [b, width, D] of blocks."""
+        cut = self._cut(call)
         nothing = [torch.empty(0, self.vocab_size, device=self.device) for _ in call.wanted]
         if call.states is not None:
             for layer in range(self.num_layers):
@@ -78,9 +82,11 @@ class BlockModel(FeatureModel):
         config = self.model.config
         kinds = list(zip(config.reaches, config.causals, strict=True))
         made = {kind: block_mask(call.positions[:, 0], rows, used, *kind) for kind in set(kinds)}
+        masks = [made[kind] if kind[0] or cut is None else cut.mask(made[kind]) for kind in kinds]
 
         def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            call.cache.reads = None if config.reaches[layer] else cut
             return call.cache.update(key, value, layer)
 
         embedded = self.model.embedded(call.ids, self.parts.embed.weight)
-        return nothing, {"state": self.model(embedded, call.positions, [made[kind] for kind in kinds], keep)}
+        return nothing, {"state": self.model(embedded, call.positions, masks, keep)}
