@@ -96,8 +96,8 @@ const simulate = (page) => {
   const number = (value, digits = 2) => value.toFixed(digits);
   const percent = (value) => `${Math.round(100 * value)} %`;
 
-  curves.forEach((curve, i) => field("curve").add(new Option(`${curve.model}: ${curve.how}; ${curve.machine}`, i)));
-  field("curve").add(new Option("flat: any number of tokens costs what one costs (the papers)", "flat"));
+  curves.forEach((curve, i) => field("curve").add(new Option(`${curve.model}: ${curve.how}`, i)));
+  field("curve").add(new Option("flat, as in the papers", "flat"));
   field("curve").add(new Option("my own, from foretoken doctor", "own"));
 
   // What the form says, or a sentence about what is wrong with it.
@@ -156,7 +156,7 @@ const simulate = (page) => {
 
   // Speed-up against draft length: the chosen and the best length are marked.
   const draw = (given, k, best, batch) => {
-    const picture = byId("sim-chart"), [width, height, left, bottom] = [560, 250, 44, 34];
+    const picture = byId("sim-chart"), [width, height, left, bottom] = [Math.max(280, picture.clientWidth), 250, 44, 34];
     const speeds = Array.from({ length: LONGEST + 1 }, (_, i) => formulas.chainSpeedup(given, i, batch));
     const top = Math.max(1.5, Math.ceil(2 * Math.max(...speeds)) / 2);
     const x = (i) => left + (i * (width - left - 14)) / LONGEST, y = (s) => height - bottom - (s * (height - bottom - 14)) / top;
@@ -176,6 +176,7 @@ const simulate = (page) => {
     parts.push(part("polyline", { points: speeds.map((s, i) => `${x(i)},${y(s)}`).join(" "), class: "sim-line" }));
     parts.push(part("circle", { cx: x(best), cy: y(speeds[best]), r: 8, class: "sim-ring" }));
     parts.push(part("circle", { cx: x(k), cy: y(speeds[k]), r: 4.5, class: "sim-dot" }));
+    picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
     picture.replaceChildren(...parts);
     picture.setAttribute("aria-label", `speed-up by draft length: ${speeds.map((s) => number(s)).join(", ")}`);
   };
@@ -183,6 +184,7 @@ const simulate = (page) => {
   const update = () => {
     for (const name of ["alpha", "c", "overhead", "k"]) byId(`sim-${name}-now`).textContent = field(name).value;
     byId("sim-own").hidden = field("curve").value !== "own";
+    byId("sim-machine").textContent = curves[field("curve").value]?.machine ?? "";
     let wrong = "";
     try {
       answer(read());
@@ -193,6 +195,7 @@ const simulate = (page) => {
     byId("sim-results").classList.toggle("sim-stale", wrong !== "");
   };
   form.addEventListener("input", update);
+  page.defaultView.addEventListener("resize", update);
   form.addEventListener("submit", (event) => event.preventDefault());
   update();
 };

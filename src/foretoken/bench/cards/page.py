@@ -18,10 +18,10 @@ MATRIX = ("amx_fp16", "amx_bf16", "avx512_fp16", "avx512_bf16", "avx512f", "avx2
 """Instructions from the most to the least telling; the first that a CPU has names its kind."""
 FILTERS = ("cpu", "model", "method")
 COLUMNS = {
-    "model": "model", "method": "method", "drafter": "drafter", "cpu": "CPU", "threads": "threads",
-    "setting": "setting", "plain": "plain, tokens/s", "speed": "tokens/s", "speedup": "speed-up", "interval": "95 %",
-    "length": "tokens a round", "first": "first token, ms", "equal": "same text", "versions": "foretoken / torch",
-    "written": "date", "card": "card",
+    "model": "model", "method": "method", "speedup": "speed-up", "interval": "95 %", "speed": "tokens/s",
+    "plain": "plain, tokens/s", "equal": "same text", "length": "tokens a round", "first": "prefill or first token, ms",
+    "setting": "setting", "cpu": "CPU", "threads": "threads", "drafter": "drafter",
+    "versions": "foretoken / torch", "written": "date", "card": "card",
 }  # fmt: skip
 NUMBERS = ("threads", "plain", "speed", "speedup", "length", "first")
 
@@ -133,7 +133,7 @@ def equality(counts: Mapping[str, int] | None) -> str:
     total = counts["identical"] + counts["ties"] + counts["differences"]
     words = [f"{counts['identical']} of {total}"]
     if counts["ties"]:
-        words.append(f"{counts['ties']} numerical ties")
+        words.append(f"{counts['ties']} numerical tie{'s' * (counts['ties'] != 1)}")
     if counts["differences"]:
         words.append(f"{counts['differences']} DIFFER")
     return ", ".join(words)
