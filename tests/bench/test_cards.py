@@ -28,7 +28,8 @@ def figure(method: str = "ngram", speedup: float = 1.5, **more: Any) -> dict[str
 def card(cpu: str = "A <CPU>", model: str = "tiny", *figures: dict[str, Any]) -> Card:
     return Card(
         "2026-11-26",
-        {"name": model, "kind": "gguf", "fingerprint": "sha256:0", "dtype": "q4_1", "quantize": None, "inflate": None,
+        {"name": model, "kind": "gguf", "fingerprint": "sha256:0", "weights": "4 bits", "forward": "native",
+         "exactness": "bitwise", "quantize": None, "inflate": None,
          "backend": "auto"},
         {"cpu": cpu, "cores": 2, "threads": 2, "matrix": ["avx2", "avx512f", "avx512_bf16"], "gpus": [],
          "kernels": "compiled", "load": 0.1},
@@ -179,6 +180,7 @@ def test_the_figures_are_those_of_the_run() -> None:
 
     arms = {"plain": 10.0, "ngram@constant,k=2": 15.0, "llama.cpp": 20.0}
     summary = {
+        "runs_as": {"forward": "native", "weights": "4 bits", "exactness": "bitwise"},
         "machine": {
             "hardware": {"cpu": "c", "cores": 1, "cpu_flags": [], "gpus": [], "kernels": "no compiler"},
             "threads": {"torch_threads": 1, "load": None}, "versions": {}, "dtype": "float32",
@@ -199,4 +201,5 @@ def test_the_figures_are_those_of_the_run() -> None:
     assert (ours["plain_tokens_per_s"], ours["tokens_per_s"], ours["speedup_ci95"]) == (10.0, 15.0, [1.0, 2.123])
     assert ours["equality"] == {"identical": 7, "ties": 2, "differences": 0} and theirs["equality"] is None
     assert (ours["prefill_s"], ours["ttft_s"], theirs["prefill_s"], theirs["ttft_s"]) == (0.25, None, None, 0.25)
+    assert card_of(BenchResult([], summary), about).model["forward"] == "native"
     assert theirs["method"] == "llama.cpp" and about.model["kind"] == "built-in"

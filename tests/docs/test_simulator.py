@@ -7,13 +7,13 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import made_parts
 import pytest
+from page_browser import Tab, browser, executable
 
 from foretoken.costs import TargetCost
 from foretoken.theory.assumptions import Assumptions, Measured
@@ -21,8 +21,6 @@ from foretoken.theory.planner import Plan, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs" / "assets" / "simulator.js"
-sys.path.append(str(ROOT / "tests" / "server"))
-from page_browser import Tab, browser, executable  # noqa: E402
 
 needs_engine = pytest.mark.skipif(
     shutil.which("node") is None and executable() is None, reason="neither node nor chromium here"

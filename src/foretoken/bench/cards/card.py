@@ -21,7 +21,9 @@ FIELDS: dict[str, dict[str, Any]] = {
         "name": str,
         "kind": str,
         "fingerprint": str,
-        "dtype": str,
+        "weights": str,
+        "forward": str,
+        "exactness": str,
         "quantize": TEXT,
         "inflate": TEXT,
         "backend": TEXT,
@@ -58,8 +60,9 @@ class Card:
     Attributes:
         written: date, UTC.
         model: ``name`` and ``kind`` (``gguf``, ``transformers`` or ``built-in``) of its files, their ``fingerprint``
-            (SHA-256 over the checksums of its files), ``dtype``, and how it was loaded: ``quantize`` (``null``: as
-            stored), ``inflate`` (``null``: as it is) and ``backend`` (of a GGUF file).
+            (SHA-256 over the checksums of its files); how it was loaded: ``quantize`` (``null``: as stored),
+            ``inflate`` (``null``: as it is) and ``backend`` (of a GGUF file); and how it ran: ``weights``, ``forward``
+            and ``exactness``, as ``llm.describe()`` tells them.
         machine: ``cpu``, ``cores``, ``threads``, ``matrix`` (its vector and matrix instructions), ``gpus``, ``kernels``
             and ``load`` over one minute before the run.
         versions: of foretoken, Python, PyTorch and Transformers.

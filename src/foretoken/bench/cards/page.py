@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -48,7 +49,7 @@ def write_page(folder: Path, out: Path) -> tuple[int, int, list[str]]:
     if not cards:
         raise ValueError("; ".join(faults))
     try:
-        write_text(out, render(cards, faults))
+        write_text(out, render(cards, [line.removeprefix(f"{folder}{os.sep}") for line in faults]))
     except OSError as error:
         raise ValueError(f"the page cannot be written to {out}: {error.strerror}") from None
     return len(cards), sum(len(card.figures) for _, card in cards), faults
@@ -57,8 +58,7 @@ def write_page(folder: Path, out: Path) -> tuple[int, int, list[str]]:
 def render(cards: Sequence[tuple[str, Card]], faults: Sequence[str] = ()) -> str:
     """The page of cards by name; ``faults`` are the lines about files that were left out."""
     rows = sorted((row for name, card in cards for row in rows_of(name, card)), key=lambda row: -row.speedup)
-    notes = [tag("p", "left out: ", Path(line.split(" ")[0]).name, line[len(line.split(" ")[0]) :], class_="note")
-             for line in faults]  # fmt: skip
+    notes = [tag("p", f"left out: {line}", class_="note") for line in faults]
     body = join(
         tag("h1", "Speculative decoding, measured"),
         tag("p", f"{len(cards)} cards, {len(rows)} measurements. Each compares a method with plain decoding of the "
@@ -95,7 +95,7 @@ def rows_of(name: str, card: Card) -> list[Row]:
     """The rows of a card."""
     model, machine = card.model, card.machine
     cpu = ", ".join([f"{machine['cpu']} ({matrix_name(machine['matrix'])})", *machine["gpus"]])
-    weights = f"{model['kind']}, {model['quantize'] or model['dtype']}"
+    weights = f"{model['kind']}, {model['quantize'] or model['weights']}, {model['forward']} forward"
     if model["inflate"] is not None:
         weights += f", inflated to {model['inflate']}"
     if model["backend"] == "llama.cpp":

@@ -97,7 +97,7 @@ def card_of(result: BenchResult, about: Origin) -> Card:
     keys = ("max_new_tokens", "ignore_eos", "repeat", "seed", "filters", "allow_lossy")
     return Card(
         written=datetime.now(UTC).date().isoformat(),
-        model={**about.model, "dtype": machine["dtype"]},
+        model={**about.model, **summary["runs_as"]},
         machine={
             "cpu": hardware["cpu"],
             "cores": hardware["cores"],
