@@ -1,0 +1,129 @@
+"""``foretoken demo``: one answer of a small chat model, plain and speculative, and what was compared."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.explain import stream_coloured
+from foretoken.cli.generate import DEFAULT_PROMPT, compared, print_speeds
+from foretoken.cli.models import fetched
+from foretoken.cli.options import Common, Json
+from foretoken.cli.output import has_colour, json_only, print_json, screen, status_line
+from foretoken.cli.turns import prompt_for
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foretoken.bench.compare import Comparison
+    from foretoken.llm import Llm
+
+NAME = "smollm2"
+PROMPT = "TODO"
+KIND = "TODO"
+"""What kind of text the prompt asks for: the ratio is one of such texts."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """What is shown.
+
+    Attributes:
+        target: the model.
+        title: what it is.
+        drafter: what guesses.
+        prompt: what it is asked.
+        kind: what kind of text that is, for whoever reads the ratio.
+        dtype: of its weights.
+    """
+
+    target: str
+    title: str
+    drafter: str
+    prompt: str
+    kind: str
+    dtype: str = "auto"
+
+
+BUILTIN = Show(
+    "builtin", "the built-in model, 16M parameters", "auto", DEFAULT_PROMPT, "prose to go on with", "float32"
+)
+REPEAT, NEW_TOKENS = 3, 128
+
+
+def demo_command(
+    fetch: Annotated[bool, typer.Option("--fetch", help=f"Fetch {NAME} first, if it is not here.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show one answer, plain and speculative: the same words, the speed of both, and what was compared.
+
+    The model is smollm2 where it has been fetched, or can be with --fetch, and else the built-in one.
+    """
+    with json_only(as_json):
+        show = _chosen(fetch)
+        llm = _loaded(show)
+        prompt = prompt_for(llm, show.prompt, None, False, show.target)
+        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0}
+        if not as_json:
+            _print_answers(screen(), show, llm, prompt, options)
+        result = compared(llm, prompt, options, REPEAT)
+        if not as_json:
+            _print_result(screen(), show, result)
+    if as_json:
+        print_json({"model": show.target, "drafter": _drafter(llm), "prompt": show.prompt, **result.public()})
+
+
+def _chosen(fetch: bool) -> Show:
+    """The real model; the built-in one, with the reason on stderr, where that is not here and cannot be had."""
+    from foretoken.io.checkpoints import located
+    from foretoken.io.named_models import MODELS
+
+    model = MODELS[NAME]
+    try:
+        if fetch:
+            fetched(NAME)
+        file = located(model)
+    except (ValueError, OSError) as error:
+        print(f"showing the built-in model: {' '.join(str(error).split())}", file=sys.stderr)
+        return BUILTIN
+    return Show(str(file), model.title, model.drafter, PROMPT, KIND)
+
+
+def _loaded(show: Show) -> Llm:
+    with status_line() as say:
+        say(f"loading {show.title}; the first time, its fast paths are checked and timed on this machine")
+        return Common(target=show.target, drafter=show.drafter, dtype=show.dtype).load(own_sampling=True)
+
+
+def _drafter(llm: Llm) -> str:
+    return "none" if llm.drafter is None else llm.drafter.spec
+
+
+def _print_answers(console: Console, show: Show, llm: Llm, prompt: str | list[int], options: dict[str, Any]) -> None:
+    """Both answers, as they are written."""
+    import torch
+
+    threads = torch.get_num_threads()
+    exact = {"bitwise": "exact to the last bit here"}.get(llm.exactness, "exact up to rounding here")
+    console.print(f"{show.title}; cpu, {threads} thread{'s' * (threads > 1)}, {exact}", soft_wrap=True)
+    console.print(f"> {show.prompt}", style="dim", soft_wrap=True)
+    console.rule("plain", align="left")
+    stream_coloured(console, llm.plain, prompt, options)
+    green = "; accepted guesses are green" if has_colour(console) else ""
+    console.rule(f"speculative, drafter {_drafter(llm)}{green}", align="left")
+    stream_coloured(console, llm, prompt, options)
+    console.rule(align="left")
+
+
+def _print_result(console: Console, show: Show, result: Comparison) -> None:
+    """The figures, and what they are figures of."""
+    print_speeds(console, result)
+    console.print(
+        f"Compared: the same model, kernels and prompt ({show.kind}), greedy; plain decoding writes one token a pass, and "
+        f"speculative decoding checks guesses together. In turns, medians of {REPEAT}, prompt reading left out.",
+        style="dim",
+        soft_wrap=True,
+    )
