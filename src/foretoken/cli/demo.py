@@ -122,8 +122,8 @@ def _print_result(console: Console, show: Show, result: Comparison) -> None:
     """The figures, and what they are figures of."""
     print_speeds(console, result)
     console.print(
-        f"Compared: the same model, kernels and prompt ({show.kind}), greedy; plain decoding writes one token a pass, and "
-        f"speculative decoding checks guesses together. In turns, medians of {REPEAT}, prompt reading left out.",
+        f"Compared: the same model, kernels and prompt ({show.kind}), greedy. Plain decoding writes one token a pass; "
+        f"speculative decoding checks several guesses in one. In turns, medians of {REPEAT}; the prompt is read before.",
         style="dim",
         soft_wrap=True,
     )
