@@ -123,7 +123,7 @@ def _print_result(console: Console, show: Show, result: Comparison) -> None:
     print_speeds(console, result)
     console.print(
         f"Compared: the same model, kernels and prompt ({show.kind}), greedy. Plain decoding writes one token a pass; "
-        f"speculative decoding checks several guesses in one. In turns, medians of {REPEAT}; the prompt is read before.",
+        f"speculative decoding checks several guesses in one. Medians of {REPEAT} runs in turns, without the prompt.",
         style="dim",
         soft_wrap=True,
     )
