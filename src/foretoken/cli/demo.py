@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,9 +23,14 @@ if TYPE_CHECKING:
     from foretoken.llm import Llm
 
 NAME = "smollm2"
-PROMPT = "TODO"
-KIND = "TODO"
+PROMPT = """How many hearts does an octopus have, and what do they do? Answer in the words of this text:
+
+The octopus has three hearts. Two of them pump blood to the gills, and the third pumps it to the rest of the body. \
+When an octopus swims, the third heart stops beating. That is why octopuses prefer to crawl."""
+KIND = "an answer in the words of a text, which copied guesses suit"
 """What kind of text the prompt asks for: the ratio is one of such texts."""
+OTHER = "Why is the sky blue?"
+"""A question whose answer has nothing to copy: the ratio of the first alone would promise too much."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class Show:
         drafter: what guesses.
         prompt: what it is asked.
         kind: what kind of text that is, for whoever reads the ratio.
+        other: a prompt that is measured as well, and not shown; empty for none.
         dtype: of its weights.
     """
 
@@ -45,13 +52,14 @@ class Show:
     drafter: str
     prompt: str
     kind: str
+    other: str = ""
     dtype: str = "auto"
 
 
 BUILTIN = Show(
-    "builtin", "the built-in model, 16M parameters", "auto", DEFAULT_PROMPT, "prose to go on with", "float32"
+    "builtin", "the built-in model, 16M parameters", "auto", DEFAULT_PROMPT, "prose to go on with", dtype="float32"
 )
-REPEAT, NEW_TOKENS = 3, 128
+REPEAT, NEW_TOKENS = 3, 64
 
 
 def demo_command(
@@ -65,15 +73,17 @@ def demo_command(
     with json_only(as_json):
         show = _chosen(fetch)
         llm = _loaded(show)
-        prompt = prompt_for(llm, show.prompt, None, False, show.target)
         options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0}
+        prompts = [prompt_for(llm, text, None, False, show.target) for text in (show.prompt, show.other) if text]
         if not as_json:
-            _print_answers(screen(), show, llm, prompt, options)
-        result = compared(llm, prompt, options, REPEAT)
+            _print_answers(screen(), show, llm, prompts[0], options)
+        first, *others = [compared(llm, prompt, options, REPEAT) for prompt in prompts]
         if not as_json:
-            _print_result(screen(), show, result)
+            _print_result(screen(), show, first, others)
     if as_json:
-        print_json({"model": show.target, "drafter": _drafter(llm), "prompt": show.prompt, **result.public()})
+        found = [{"prompt": show.other, "speedup": other.speedup, "identical": other.identical} for other in others]
+        named = {"model": show.target, "drafter": _drafter(llm), "prompt": show.prompt}
+        print_json({**named, **first.public(), "others": found})
 
 
 def _chosen(fetch: bool) -> Show:
@@ -89,7 +99,7 @@ def _chosen(fetch: bool) -> Show:
     except (ValueError, OSError) as error:
         print(f"showing the built-in model: {' '.join(str(error).split())}", file=sys.stderr)
         return BUILTIN
-    return Show(str(file), model.title, model.drafter, PROMPT, KIND)
+    return Show(str(file), model.title, model.drafter, PROMPT, KIND, OTHER)
 
 
 def _loaded(show: Show) -> Llm:
@@ -118,9 +128,13 @@ def _print_answers(console: Console, show: Show, llm: Llm, prompt: str | list[in
     console.rule(align="left")
 
 
-def _print_result(console: Console, show: Show, result: Comparison) -> None:
+def _print_result(console: Console, show: Show, result: Comparison, others: Sequence[Comparison]) -> None:
     """The figures, and what they are figures of."""
     print_speeds(console, result)
+    for other in others:
+        same = "the same words" if other.identical else "other words, please report it"
+        said = f'"{show.other}", whose answer has nothing to copy: {other.speedup:.2f}x, {same}'
+        console.print(said, style="bold", soft_wrap=True)
     console.print(
         f"Compared: the same model, kernels and prompt ({show.kind}), greedy. Plain decoding writes one token a pass; "
         f"speculative decoding checks several guesses in one. Medians of {REPEAT} runs in turns, without the prompt.",
