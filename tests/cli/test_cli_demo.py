@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import named_models as tiny
-from conftest import Run
 from foretoken.bench.gguf_export import write_gguf
 from foretoken.cli import demo
 from foretoken.cli.options import Common
@@ -43,7 +42,7 @@ def wheel_of(entry: NamedModel, tmp_path: Path) -> Path:
     return next((tmp_path / "index").glob("*.whl"))
 
 
-def test_both_answers_their_speeds_and_what_was_compared(run: Run, entry: NamedModel, tmp_path: Path) -> None:
+def test_both_answers_their_speeds_and_what_was_compared(run: Any, entry: NamedModel, tmp_path: Path) -> None:
     fetch(entry.name, wheel_of(entry, tmp_path))
     result = run("demo")
     assert (result.code, result.err) == (0, ""), result.err
@@ -58,7 +57,7 @@ def test_both_answers_their_speeds_and_what_was_compared(run: Run, entry: NamedM
 
 
 def test_accepted_guesses_are_coloured(
-    run: Run, entry: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, entry: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch(entry.name, wheel_of(entry, tmp_path))
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -67,7 +66,7 @@ def test_accepted_guesses_are_coloured(
     assert "accepted guesses are green" in page and "\x1b[32m" in page.partition("accepted guesses")[2]
 
 
-def test_the_demo_as_json(run: Run, entry: NamedModel, tmp_path: Path) -> None:
+def test_the_demo_as_json(run: Any, entry: NamedModel, tmp_path: Path) -> None:
     fetch(entry.name, wheel_of(entry, tmp_path))
     found = run("demo", "--fetch", "--json").json
     assert (found["model"], found["drafter"], found["identical"]) == (str(entry.path), DRAFTER, True)
@@ -84,7 +83,7 @@ def test_the_demo_as_json(run: Run, entry: NamedModel, tmp_path: Path) -> None:
     ],
 )
 def test_the_built_in_model_stands_in_and_the_reason_is_said(
-    run: Run, entry: NamedModel, options: list[str], why: str
+    run: Any, entry: NamedModel, options: list[str], why: str
 ) -> None:
     result = run("demo", *options, "--json")
     (line,) = [line for line in result.err.splitlines() if "built-in" in line]
@@ -93,6 +92,6 @@ def test_the_built_in_model_stands_in_and_the_reason_is_said(
 
 
 @pytest.mark.usefixtures("entry")
-def test_without_fetch_nothing_is_downloaded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fetch_nothing_is_downloaded(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
     assert run("demo", "--json").code == 0

