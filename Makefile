@@ -34,8 +34,8 @@ $(STAMP): $(READY)
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	@touch $(STAMP)
 
-demo: $(READY) ## the built-in model, plain and speculative, side by side
-	@$(BIN)/foretoken generate --compare --explain --dtype float32 --max-new-tokens 128
+demo: $(READY) ## a chat model (fetched once, 93 MB; else the built-in one), plain beside speculative
+	@$(BIN)/foretoken demo --fetch
 
 test: $(STAMP) ## the tests that every change needs: minutes, and every kind of cell at least once
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"

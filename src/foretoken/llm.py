@@ -268,9 +268,10 @@ def load(
 
     Args:
         target: ``"builtin"``, ``"builtin:early_exit"`` (trained for early exits), ``"builtin:hybrid"`` (with recurrent
-            layers and an MTP head of its own), the path of a model, of a low-rank update of one or of a GGUF file, a
-            hub id, a ``PreTrainedModel`` (also offloaded by accelerate, compiled or in a ``DataParallel``; it is put
-            into eval mode and stays so) or a :class:`LanguageModel`.
+            layers and an MTP head of its own), a name such as ``"smollm2"`` (``foretoken models`` lists and fetches
+            them), the path of a model, of a low-rank update of one or of a GGUF file, a hub id, a ``PreTrainedModel``
+            (also offloaded by accelerate, compiled or in a ``DataParallel``; it is put into eval mode and stays so) or
+            a :class:`LanguageModel`.
         drafter: a spec string (``"ngram,n=3,k=8"``, ``"model:./draft,k=5"``), a drafter, a draft model (a
             ``PreTrainedModel``, the target's own too, or a :class:`LanguageModel`), a list of them (an ensemble),
             ``None`` for plain decoding, or ``"auto"``.

@@ -155,6 +155,21 @@ def test_results_are_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch, 
         HuggingFaceModel(model)
 
 
+def test_all_results_of_a_model_with_a_slow_check_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A later check would be judged by a network that the first path, which is remembered, has laid out."""
+    monkeypatch.setattr(checks_module, "cache_folder", lambda: tmp_path)
+    clock = iter([0.0, 5.0])  # the first check takes five seconds, the others none
+    monkeypatch.setattr(checks_module, "perf_counter", lambda: next(clock, 5.0))
+    checks_module._KNOWN.clear()
+    HuggingFaceModel(deep("llama"), in_place=True)
+    kept = json.loads(checks_file().read_text())
+    assert any(" bits " in name for name in kept) and len(kept) >= 2
+    checks_module._KNOWN.clear()
+    monkeypatch.setattr(Judge, "of", None)  # nothing is judged again
+    HuggingFaceModel(deep("llama"), in_place=True)
+    assert json.loads(checks_file().read_text()) == kept
+
+
 def test_fingerprints_tell_networks_apart() -> None:
     model = deep("llama")
     first = fingerprint(model)

@@ -16,6 +16,7 @@ import torch
 
 from foretoken.bench.arms import ArmContext, ArmRun
 from foretoken.bench.gguf_export import write_gguf
+from foretoken.loading import resolve
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.llama_cpp_model import LlamaCppModel
 
@@ -149,7 +150,7 @@ class DraftArm(LlamaCppArm):
 
         if self.draft and is_gguf(self.draft):
             count = self.threads or torch.get_num_threads()
-            model = open_file(self.draft, context.target.context_length, count)
+            model = open_file(resolve(self.draft), context.target.context_length, count)
         else:
             model = open_llama(load_draft(self.draft, context, self.dtype), self.threads)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -89,11 +89,39 @@ def stream_explained(
     Raises:
         ValueError: what :meth:`Llm.stream` refuses; nothing is printed then.
     """
-    pieces = llm.stream(prompt, **{**options, "explain": True})
+
+    def begin() -> None:
+        console.print(legend(colour=True), end="", soft_wrap=True)
+        if sys.stdout.isatty():
+            console.print(echo, style="dim", end="", soft_wrap=True)
+
+    output = stream_coloured(console, llm, prompt, {**options, "explain": True}, begin)
+    _print_trees(console, output, llm.tokenizer, colour=True)
+    return output
+
+
+def stream_coloured(
+    console: Console,
+    llm: Llm,
+    prompt: str | Sequence[int],
+    options: Mapping[str, Any],
+    begin: Callable[[], None] = lambda: None,
+) -> Output:
+    """Generate, and print the text while it is written, coloured where the console shows colours; give the output.
+
+    Args:
+        console: where it goes.
+        llm: what generates; it needs a tokenizer.
+        prompt: text or token ids.
+        options: of the request.
+        begin: called before the text, once the request has been accepted.
+
+    Raises:
+        ValueError: what :meth:`Llm.stream` refuses; nothing is printed then.
+    """
+    pieces = llm.stream(prompt, **options)
     first = next(pieces)
-    console.print(legend(colour=True), end="", soft_wrap=True)
-    if sys.stdout.isatty():
-        console.print(echo, style="dim", end="", soft_wrap=True)
+    begin()
     colours, found = _Colours(llm.tokenizer), [first]
     try:
         console.print(colours.push(first), end="", soft_wrap=True)
@@ -102,9 +130,7 @@ def stream_explained(
             console.print(colours.push(piece), end="", soft_wrap=True)
     finally:  # an interrupted line is ended too
         console.print()
-    output = _joined(found)
-    _print_trees(console, output, llm.tokenizer, colour=True)
-    return output
+    return _joined(found)
 
 
 class _Colours:

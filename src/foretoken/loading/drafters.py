@@ -15,6 +15,7 @@ from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.nested import works_nested
 from foretoken.io.drafter_folders import IMPORTED
+from foretoken.io.named_models import named_model
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model
 from foretoken.loading.native_heads import has_head, read_head
@@ -161,8 +162,9 @@ def build_drafter(
 
 
 def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
-    """What ``drafter="auto"`` means: for the built-in target its draft model and n-grams; for any other what is free
-    (:meth:`~foretoken.drafters.base.Drafter.free_for`).  Of several the controller picks one, or none.
+    """What ``drafter="auto"`` means: for the built-in target its draft model and n-grams; for a named model what its
+    entry says; for any other what is free (:meth:`~foretoken.drafters.base.Drafter.free_for`).  Of several the
+    controller picks one, or none.
 
     Plain decoding (``None``) for a target whose state cannot be rolled back.
     """
@@ -170,6 +172,9 @@ def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
         return None
     if _has_draft(target_source):
         return DEFAULT_GROUP
+    named = named_model(target_source)
+    if named is not None and named.drafter != "auto":
+        return named.drafter
     free = free_drafters(target, target_source)
     return f"router,drafters=({'|'.join(free)})" if len(free) > 1 else next(iter(free), None)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from foretoken.loading.checkpoints import LoadError
+from foretoken.loading.checkpoints import LoadError, resolve
 from foretoken.loading.checkpoints import is_gguf as is_gguf
 
 BACKENDS = ("auto", "native", "llama.cpp")
@@ -53,7 +53,7 @@ def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
     """The model of a GGUF file: a ``PreTrainedModel`` that is read by us, or a :class:`LanguageModel` of llama.cpp.
 
     Args:
-        path: the file.
+        path: the file, or a model's name.
         backend: one of :data:`BACKENDS`.
         options: what the caller was asked for: ``dtype``, ``device``, ``exact``, ``inflate``, ``pack``, ``quantize``.
 
@@ -64,6 +64,7 @@ def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
     from foretoken.models.gguf.file import GgufError, UncoveredError
     from foretoken.models.refusals import refusal
 
+    path = resolve(path)
     if backend == "llama.cpp":
         return _load_llama_cpp(path, options)
     try:
@@ -128,6 +129,7 @@ def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
     from foretoken.models.gguf.file import GgufError, UncoveredError, read_gguf
     from foretoken.models.gguf.tokenizer import build_tokenizer
 
+    path = resolve(path)
     try:
         if backend != "llama.cpp":
             return build_tokenizer(read_gguf(path, header_only=True))
