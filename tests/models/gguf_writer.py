@@ -118,6 +118,7 @@ def header_of(model: Any) -> dict[str, Any]:
     name = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config.model_type]]
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     below: dict[str, Any] = {
+        keys.LLM.VOCAB_SIZE: config.vocab_size,
         keys.LLM.CONTEXT_LENGTH: config.max_position_embeddings,
         keys.LLM.EMBEDDING_LENGTH: config.hidden_size,
         keys.LLM.BLOCK_COUNT: config.num_hidden_layers,
@@ -198,7 +199,8 @@ def _parts(key: str, weight: Tensor, names: Any) -> Iterator[tuple[str, Tensor]]
     """Names and tensors that a parameter becomes; experts are stacked in both layouts."""
     module, _, leaf = key.rpartition(".")
     if leaf in ("weight", "bias"):
-        yield f"{names.get_name(module)}.{leaf}", weight
+        name = names.get_name(module) or names.get_name(f"{module}.layer")  # as Granite's routers were called
+        yield f"{name}.{leaf}", weight
         return
     block = key.split(".")[2]
     if leaf == "down_proj":
