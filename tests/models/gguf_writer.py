@@ -74,7 +74,7 @@ def random_bytes(kind: str, out: int, width: int, seed: int = 0, size: float = 0
 
 def stored(numbers: Tensor, kind: str) -> Stored:
     """A tensor in a type that the ``gguf`` package can write."""
-    wide = numbers.detach().float().contiguous().numpy()
+    wide = numbers.detach().float().numpy().copy()
     if kind == "F32":
         return Stored(wide, Quant.F32)
     return Stored(gguf.quantize(wide, Quant[kind]), Quant[kind])

@@ -159,8 +159,8 @@ def test_logits_are_llama_cpps(tmp_path: Path, name: str) -> None:
     for text in texts():
         wanted = rows(theirs, text)
         assert wanted.shape == (len(text), VOCAB)
-        # Their tables of exponentials and GELU are in float16.
-        assert (rows(read, text) - wanted).abs().max() < 2e-2 * wanted.abs().max()
+        rounding = 1e-3 if "gemma" in name else ROUNDING  # their table of GELU is in float16
+        assert (rows(read, text) - wanted).abs().max() < rounding * wanted.abs().max()
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])

@@ -200,8 +200,21 @@ def config_of(file: GgufFile, architecture: Architecture) -> Any:
         GgufError: a value is missing or cannot be.
         UncoveredError: a file that the architecture's model in Transformers does not run.
     """
+    try:
+        return _config(file, architecture)
+    except GgufError:
+        raise
+    except Exception as error:  # values of any type, which fail in many ways
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:120]
+        raise GgufError(
+            f"the header of {file.path} makes no {architecture.model_type} model ({cause}): convert the model again"
+        ) from error
+
+
+def _config(file: GgufFile, architecture: Architecture) -> Any:
     from transformers import AutoConfig
 
+    _check_blocks(file)
     width = head_dim(file)
     values: Options = {
         "vocab_size": _vocabulary(file),
@@ -225,6 +238,13 @@ def config_of(file: GgufFile, architecture: Architecture) -> Any:
     if rotated != width and "partial_rotary_factor" not in values["rope_parameters"]:
         raise UncoveredError(f"{file.path} rotates {rotated} of {width} dimensions of a head, which is not read here")
     return AutoConfig.for_model(architecture.model_type, **values)
+
+
+def _check_blocks(file: GgufFile) -> None:
+    """Compare the number of layers with the tensors, before anything is built."""
+    count = int(file.need("block_count"))
+    if count < 1 or not any(name.startswith(f"blk.{count - 1}.") for name in file.tensors):
+        raise GgufError(f"{file.path} lacks tensors of layer {count} of {count}: it is incomplete, copy it again")
 
 
 def head_dim(file: GgufFile) -> int:

@@ -108,10 +108,11 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
     if header_only:
         return GgufFile(path, metadata, {})
     tensors = reader.tensors(metadata)
-    for number in range(2, int(metadata.get("split.count", 1)) + 1):
+    parts = reader.whole(metadata, "split.count", 1)
+    for number in range(2, parts + 1):
         name = PART.fullmatch(path.name)
         if name is None or int(name[2]) != 1:
-            raise GgufError(f"{path} is one of {metadata['split.count']} parts: give the first, ...-00001-of-....gguf")
+            raise GgufError(f"{path} is one of {parts} parts: give the first, ...-00001-of-....gguf")
         part = _Reader(path.with_name(f"{name[1]}{number:05}{name[3]}"))
         tensors.update(part.tensors(part.metadata()))
     return GgufFile(path, metadata, tensors)
@@ -150,13 +151,20 @@ class _Reader:
     def tensors(self, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
         """What stands behind the values."""
         entries = [self._entry() for _ in range(self.num_tensors)]
-        alignment = int(metadata.get("general.alignment", ALIGNMENT)) or ALIGNMENT
+        alignment = self.whole(metadata, "general.alignment", ALIGNMENT) or ALIGNMENT
         start = self.place + -self.place % alignment
         found: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in entries:
             if name in found:
                 raise self._damaged(f"two tensors are called {name}")
             found[name] = self._tensor(name, shape, kind, start + offset)
+        return found
+
+    def whole(self, metadata: Mapping[str, Any], key: str, usual: int) -> int:
+        """A whole number of the header."""
+        found = metadata.get(key, usual)
+        if not isinstance(found, int) or found < 0:
+            raise self._damaged(f"{key} is {str(found)[:20]!r}")
         return found
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -179,7 +187,9 @@ class _Reader:
             count *= side
         if place + count > len(self.bytes):
             raise self._cut_off(place + count)
-        data = torch.frombuffer(self.bytes, dtype=torch.uint8, count=count, offset=place) if count else torch.empty(0)
+        data = torch.empty(0, dtype=torch.uint8)
+        if count:
+            data = torch.frombuffer(self.bytes, dtype=torch.uint8, count=count, offset=place)
         return GgufTensor(name, kind, shape, data.view(in_bytes))
 
     def _value(self, kind: int) -> Any:
