@@ -26,13 +26,17 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 """``struct`` formats of the types of values; 8 is a string and 9 an array."""
 STRING, ARRAY = 8, 9
 MOST_DIMENSIONS = 4
+LONGEST_NAME = 64
 ALIGNMENT = 32
 PART = re.compile(r"(.*-)(\d{5})(-of-\d{5}\.gguf)")
 """How the files of a model in several parts are called."""
 
 
 class GgufError(ValueError):
-    """A GGUF file cannot be used; the message says what to do."""
+    """A GGUF file cannot be used; the message says what to do, in one line whatever the file's names hold."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(letter if letter.isprintable() else "?" for letter in message))
 
 
 class UncoveredError(GgufError):
@@ -169,6 +173,8 @@ class _Reader:
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, dimensions = self._string(), self._number("I")
+        if len(name) > LONGEST_NAME:
+            raise self._damaged(f"the name of a tensor has {len(name)} letters")
         if dimensions > MOST_DIMENSIONS:
             raise self._damaged(f"{name} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]

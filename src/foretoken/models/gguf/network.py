@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.finite import REMEDY
-from foretoken.models.gguf.architectures import EXPERTS, Architecture, architecture_of, config_of
+from foretoken.models.gguf.architectures import EXPERTS, Architecture, architecture_of, config_of, header_faults
 from foretoken.models.gguf.file import GgufError, GgufFile, GgufTensor, UncoveredError
 from foretoken.models.gguf.grouped import numbers_of, weight_of
 from foretoken.models.gguf.kernel import product_of
@@ -49,7 +49,7 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
     for tensor in file.tensors.values():
         if tensor.kind not in KINDS and tensor.kind not in PLAIN:
             raise UncoveredError(f"{tensor.name} in {file.path} is stored as {tensor.kind}, which is not read here")
-    with torch.device("meta"):
+    with header_faults(file), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     fill = _Filling(file, architecture, model, dtype)
     fill.check()
