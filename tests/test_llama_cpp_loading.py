@@ -226,7 +226,7 @@ def test_end_of_generation_tokens(model: LlamaCppModel) -> None:
 
 def one_line(source: Any, words: str, **options: Any) -> None:
     with pytest.raises(LoadError, match=words) as error:
-        load_model(source, **options)
+        load_model(source, backend="llama.cpp", **options)
     assert "\n" not in str(error.value)
 
 
@@ -274,8 +274,8 @@ def test_options_without_sense(target: Path, options: dict[str, Any], words: str
 
 
 def test_usual_options_pass(target: Path) -> None:
-    assert isinstance(load_model(str(target), device="auto"), LlamaCppModel)
-    assert isinstance(load_model(target, device="cpu", dtype=None), LlamaCppModel)
+    assert isinstance(load_model(str(target), device="auto", backend="llama.cpp"), LlamaCppModel)
+    assert isinstance(load_model(target, device="cpu", dtype=None, backend="llama.cpp"), LlamaCppModel)
 
 
 def test_other_vocabulary(model: LlamaCppModel, plain: Llm, folder: Path, draft: Path) -> None:
