@@ -14,8 +14,6 @@ import pytest
 import torch
 from checkpoints import new_model
 from gguf import GGMLQuantizationType as Quant
-from gguf_writer import Stored, header_of, random_bytes, write_model
-from toys import engine, outputs
 
 import foretoken as ft
 from foretoken.cli.main import main
@@ -23,6 +21,8 @@ from foretoken.engine.request import Request
 from foretoken.loading import LoadError, load_model, load_tokenizer
 from foretoken.loading import gguf as loading
 from foretoken.models.gguf.network import _Filling
+from gguf_writer import Stored, header_of, random_bytes, write_model
+from toys import engine, outputs
 
 SIZES = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
 DOWN = "blk.1.ffn_down.weight"
@@ -191,9 +191,7 @@ def test_an_unknown_architecture(tmp_path: Path, model: Any, monkeypatch: pytest
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize("kind", ["IQ2_XXS", "IQ4_XS", "TQ1_0", "Q8_K", "F64"])
-def test_types_that_are_not_read(
-    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_types_that_are_not_read(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     def change(header: Header, tensors: Tensors) -> None:
         block, size = gguf.GGML_QUANT_SIZES[Quant[kind]]
         tensors[DOWN] = Stored(np.zeros((64, 256 // block * size), np.uint8), Quant[kind])
@@ -230,7 +228,9 @@ def test_numbers_that_are_none(tmp_path: Path, model: Any, kind: str, value: flo
         raw[7, :2] = np.array([value], np.float16).view(np.uint8)
         tensors[name] = Stored(raw, Quant[kind])
 
-    refused(changed(tmp_path, model, change), f"{name} in .* holds NaN or inf: copy the file again, or take another one")
+    refused(
+        changed(tmp_path, model, change), f"{name} in .* holds NaN or inf: copy the file again, or take another one"
+    )
 
 
 def test_a_draft_models_plain_numbers_are_looked_at(tmp_path: Path, model: Any) -> None:
@@ -312,9 +312,7 @@ def test_a_file_without_a_vocabulary_takes_ids(good: Path) -> None:
 
 def test_a_context_longer_than_memory(tmp_path: Path, model: Any) -> None:
     """What a header promises costs nothing; a text that does not fit is refused, and the next one runs."""
-    target = load_model(
-        changed(tmp_path, model, with_value("llama.context_length", 2**31 - 1)), backend="native"
-    )
+    target = load_model(changed(tmp_path, model, with_value("llama.context_length", 2**31 - 1)), backend="native")
     assert target.context_length == 2**31 - 1
     server = engine(target, kv_memory=2**20)
     with pytest.raises(ValueError, match="kv_memory is 1048576: shorten the prompt or ask for fewer tokens"):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCAB, new_model, plain_logits, prompt_of
-from gguf_writer import Stored, write_model
 from torch import Tensor
 
 import foretoken as ft
@@ -18,6 +17,7 @@ from foretoken.loading.gguf import has_llama_cpp
 from foretoken.models.base import Feed
 from foretoken.models.gguf.architectures import ARCHITECTURES
 from foretoken.models.huggingface import HuggingFaceModel
+from gguf_writer import Stored, write_model
 
 ROUNDING = 1e-5
 """Of float32, as a fraction of the largest logit."""

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
-from gguf_writer import SCALES, random_bytes
 from torch import Tensor
 
 from foretoken.models.gguf.grouped import GroupedWeight, PlainWeight, dequantised, weight_of
@@ -16,6 +15,7 @@ from foretoken.models.gguf.kernel import GroupedProduct, product_of
 from foretoken.models.gguf.products import StoredEmbedding, WidenedProduct
 from foretoken.models.gguf.types import KINDS, PLAIN
 from foretoken.models.native import integers8, why_not
+from gguf_writer import SCALES, random_bytes
 
 HALF_STEP = 2.0**-8
 """Of a bfloat16 number."""
