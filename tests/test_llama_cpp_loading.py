@@ -226,7 +226,7 @@ def test_end_of_generation_tokens(model: LlamaCppModel) -> None:
 
 def one_line(source: Any, words: str, **options: Any) -> None:
     with pytest.raises(LoadError, match=words) as error:
-        load_model(source, **options)
+        load_model(source, backend="llama.cpp", **options)
     assert "\n" not in str(error.value)
 
 

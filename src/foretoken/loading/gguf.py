@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from foretoken.loading.checkpoints import LoadError, resolve
+from foretoken.loading.checkpoints import LoadError, cause_of, resolve
 from foretoken.loading.checkpoints import is_gguf as is_gguf
 
 BACKENDS = ("auto", "native", "llama.cpp")
@@ -71,7 +71,7 @@ def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
         return _read_network(path, options)
     except UncoveredError as error:
         if backend == "auto" and has_llama_cpp():
-            refusal("GGUF reader", str(error), "llama.cpp runs it, without heads, layer skipping and the bitwise promise")
+            refusal("GGUF reader", str(error), "llama.cpp runs it, without heads and the bitwise promise")
             return _load_llama_cpp(path, options)
         raise LoadError(f"{error}: {remedy(backend)}") from None
     except GgufError as error:
@@ -138,6 +138,11 @@ def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
             raise LoadError(f"{error}: pass tokenizer=FOLDER, or {remedy(backend)}") from None
     except GgufError as error:
         raise LoadError(str(error)) from None
+    except Exception as error:  # a damaged vocabulary fails in many ways, some of them with error classes of their own
+        cause = cause_of(error)
+        raise LoadError(
+            f"{path} holds a vocabulary that cannot be read ({cause}): convert the model again, or pass tokenizer=FOLDER"
+        ) from error
     return _llama_cpp_tokenizer(path)
 
 

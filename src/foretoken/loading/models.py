@@ -94,7 +94,7 @@ def load_model(
     quantize = None if auto else quantize
     if is_gguf(source):
         how = {"dtype": dtype, "device": device, "exact": exact, "inflate": inflate, "pack": pack, "quantize": quantize}
-        return _load_file(source, backend, lean, how)
+        return _load_file(source, role, backend, lean, how)
     if quantize is not None:
         check_kind(quantize)
     ours = pack is True or (pack == "auto" and exact != "approximate")
@@ -119,12 +119,14 @@ def load_model(
     return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(source))
 
 
-def _load_file(file: str | Path, backend: str, lean: bool, how: dict[str, Any]) -> LanguageModel:
+def _load_file(file: str | Path, role: str, backend: str, lean: bool, how: dict[str, Any]) -> LanguageModel:
     """The model of a GGUF file."""
     pack, exact = how["pack"], str(how["exact"])
     loaded = load_gguf(file, backend, **{**how, "dtype": parse_dtype(how["dtype"])})
     if isinstance(loaded, LanguageModel):
         return loaded
+    if role == "draft":
+        _check_finite(loaded, file, role)
     in_place = pack is True or (pack == "auto" and exact != "approximate")
     return wrap(loaded, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(file))
 

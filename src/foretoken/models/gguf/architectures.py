@@ -6,7 +6,9 @@ converters change in weights is undone in :mod:`foretoken.models.gguf.network`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,7 +127,7 @@ def _gemma3(file: GgufFile) -> Options:
         "final_logit_softcapping": file.get("final_logit_softcapping"),
         "rope_parameters": {
             "full_attention": rope_of(file, 1_000_000.0),
-            "sliding_attention": {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base_swa", 10000.0))},
+            "sliding_attention": {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base_swa", 10000.0)},
         },
     }
 
@@ -200,8 +202,28 @@ def config_of(file: GgufFile, architecture: Architecture) -> Any:
         GgufError: a value is missing or cannot be.
         UncoveredError: a file that the architecture's model in Transformers does not run.
     """
+    with header_faults(file):
+        return _config(file, architecture)
+
+
+@contextmanager
+def header_faults(file: GgufFile) -> Iterator[None]:
+    """Values of a header may be of any type and size, which Transformers tells in many ways."""
+    try:
+        yield
+    except GgufError:
+        raise
+    except Exception as error:
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:120]
+        raise GgufError(
+            f"the header of {file.path} makes no {file.architecture} model ({cause}): convert the model again"
+        ) from error
+
+
+def _config(file: GgufFile, architecture: Architecture) -> Any:
     from transformers import AutoConfig
 
+    _check_blocks(file)
     width = head_dim(file)
     values: Options = {
         "vocab_size": _vocabulary(file),
@@ -212,7 +234,7 @@ def config_of(file: GgufFile, architecture: Architecture) -> Any:
         "num_key_value_heads": _one(file, "attention.head_count_kv", file.get("attention.head_count")),
         "head_dim": width,
         "max_position_embeddings": file.need("context_length"),
-        "rms_norm_eps": file.need("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": _positive(file, "attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "pad_token_id": None,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
@@ -225,6 +247,13 @@ def config_of(file: GgufFile, architecture: Architecture) -> Any:
     if rotated != width and "partial_rotary_factor" not in values["rope_parameters"]:
         raise UncoveredError(f"{file.path} rotates {rotated} of {width} dimensions of a head, which is not read here")
     return AutoConfig.for_model(architecture.model_type, **values)
+
+
+def _check_blocks(file: GgufFile) -> None:
+    """Compare the number of layers with the tensors, before anything is built."""
+    count = int(file.need("block_count"))
+    if count < 1 or not any(name.startswith(f"blk.{count - 1}.") for name in file.tensors):
+        raise GgufError(f"{file.path} lacks tensors of layer {count} of {count}: it is incomplete, copy it again")
 
 
 def head_dim(file: GgufFile) -> int:
@@ -245,7 +274,7 @@ def rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opti
     Raises:
         UncoveredError: a scaling of another kind.
     """
-    found: Options = {"rope_type": "default", "rope_theta": float(file.get("rope.freq_base", base))}
+    found: Options = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", base)}
     if partial != 1.0:
         found["partial_rotary_factor"] = partial
     if "rope_factors_long.weight" in file.tensors:
@@ -253,13 +282,20 @@ def rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Opti
             found[f"{name}_factor"] = numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
         original = int(file.need("rope.scaling.original_context_length"))
         return {**found, "rope_type": "longrope", "original_max_position_embeddings": original}
-    kind, factor = file.get("rope.scaling.type", "none"), float(file.get("rope.scaling.factor", 1.0))
+    kind, factor = file.get("rope.scaling.type", "none"), _positive(file, "rope.scaling.factor", 1.0)
     if kind in ("linear", "yarn") and factor != 1.0:
         found.update(rope_type=kind, factor=factor)
     elif kind not in ("none", "linear", "yarn"):
         raise UncoveredError(f"{file.path} scales rotary positions by {kind!r}, which is not read here")
     if found["rope_type"] == "yarn":
         found["original_max_position_embeddings"] = int(file.need("rope.scaling.original_context_length"))
+    return found
+
+
+def _positive(file: GgufFile, key: str, usual: float | None = None) -> float:
+    found = float(file.need(key) if usual is None else file.get(key, usual))
+    if not 0 < found < math.inf:
+        raise GgufError(f"{file.path} has {file.architecture}.{key} {found}: convert the model again")
     return found
 
 

@@ -26,13 +26,17 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 """``struct`` formats of the types of values; 8 is a string and 9 an array."""
 STRING, ARRAY = 8, 9
 MOST_DIMENSIONS = 4
+LONGEST_NAME = 64
 ALIGNMENT = 32
 PART = re.compile(r"(.*-)(\d{5})(-of-\d{5}\.gguf)")
 """How the files of a model in several parts are called."""
 
 
 class GgufError(ValueError):
-    """A GGUF file cannot be used; the message says what to do."""
+    """A GGUF file cannot be used; the message says what to do, in one line whatever the file's names hold."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(letter if letter.isprintable() else "?" for letter in message))
 
 
 class UncoveredError(GgufError):
@@ -108,10 +112,11 @@ def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
     if header_only:
         return GgufFile(path, metadata, {})
     tensors = reader.tensors(metadata)
-    for number in range(2, int(metadata.get("split.count", 1)) + 1):
+    parts = reader.whole(metadata, "split.count", 1)
+    for number in range(2, parts + 1):
         name = PART.fullmatch(path.name)
         if name is None or int(name[2]) != 1:
-            raise GgufError(f"{path} is one of {metadata['split.count']} parts: give the first, ...-00001-of-....gguf")
+            raise GgufError(f"{path} is one of {parts} parts: give the first, ...-00001-of-....gguf")
         part = _Reader(path.with_name(f"{name[1]}{number:05}{name[3]}"))
         tensors.update(part.tensors(part.metadata()))
     return GgufFile(path, metadata, tensors)
@@ -150,7 +155,7 @@ class _Reader:
     def tensors(self, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
         """What stands behind the values."""
         entries = [self._entry() for _ in range(self.num_tensors)]
-        alignment = int(metadata.get("general.alignment", ALIGNMENT)) or ALIGNMENT
+        alignment = self.whole(metadata, "general.alignment", ALIGNMENT) or ALIGNMENT
         start = self.place + -self.place % alignment
         found: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in entries:
@@ -159,8 +164,17 @@ class _Reader:
             found[name] = self._tensor(name, shape, kind, start + offset)
         return found
 
+    def whole(self, metadata: Mapping[str, Any], key: str, usual: int) -> int:
+        """A whole number of the header."""
+        found = metadata.get(key, usual)
+        if not isinstance(found, int) or found < 0:
+            raise self._damaged(f"{key} is {str(found)[:20]!r}")
+        return found
+
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, dimensions = self._string(), self._number("I")
+        if len(name) > LONGEST_NAME:
+            raise self._damaged(f"the name of a tensor has {len(name)} letters")
         if dimensions > MOST_DIMENSIONS:
             raise self._damaged(f"{name} has {dimensions} dimensions")
         shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
@@ -179,7 +193,9 @@ class _Reader:
             count *= side
         if place + count > len(self.bytes):
             raise self._cut_off(place + count)
-        data = torch.frombuffer(self.bytes, dtype=torch.uint8, count=count, offset=place) if count else torch.empty(0)
+        data = torch.empty(0, dtype=torch.uint8)
+        if count:
+            data = torch.frombuffer(self.bytes, dtype=torch.uint8, count=count, offset=place)
         return GgufTensor(name, kind, shape, data.view(in_bytes))
 
     def _value(self, kind: int) -> Any:

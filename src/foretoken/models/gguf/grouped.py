@@ -74,6 +74,11 @@ class GroupedWeight:
         parts = (self.values, self.scale, self.zero, self.steps, self.zero_steps)
         return sum(part.nbytes for part in parts if part is not None)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are: integers always are, so that scales and zeros decide."""
+        return all(bool(part.isfinite().all()) for part in (self.scale, self.zero) if part is not None)
+
     def integers(self, rows: slice = slice(None)) -> Tensor:
         """Values [n, in / group, group] of some rows without the middle, int8."""
         groups = self.values[rows].unflatten(1, (self.shape[1] // self.group, -1))
@@ -121,6 +126,11 @@ class PlainWeight:
     def nbytes(self) -> int:
         """Memory of the numbers."""
         return self.numbers.nbytes
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are."""
+        return bool(self.numbers.isfinite().all())
 
     def dequantised(self, rows: slice = slice(None)) -> Tensor:
         """Numbers [n, in] float32 of some rows."""

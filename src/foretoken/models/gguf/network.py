@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.models.gguf.architectures import EXPERTS, Architecture, architecture_of, config_of
+from foretoken.models.finite import REMEDY
+from foretoken.models.gguf.architectures import EXPERTS, Architecture, architecture_of, config_of, header_faults
 from foretoken.models.gguf.file import GgufError, GgufFile, GgufTensor, UncoveredError
 from foretoken.models.gguf.grouped import numbers_of, weight_of
 from foretoken.models.gguf.kernel import product_of
@@ -48,7 +49,7 @@ def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
     for tensor in file.tensors.values():
         if tensor.kind not in KINDS and tensor.kind not in PLAIN:
             raise UncoveredError(f"{tensor.name} in {file.path} is stored as {tensor.kind}, which is not read here")
-    with torch.device("meta"):
+    with header_faults(file), torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     fill = _Filling(file, architecture, model, dtype)
     fill.check()
@@ -149,6 +150,7 @@ class _Filling:
             else:
                 numbers = torch.cat([numbers_of(tensor) for tensor in tensors], 1) if len(tensors) > 1 else None
                 numbers = numbers_of(tensors[0]) if numbers is None else numbers
+                self._check_finite(tensors[0].name, bool(numbers.isfinite().all()))
                 if owner.endswith("norm"):
                     numbers = numbers.float() - self.architecture.norm_offset
                 setattr(module, leaf, _parameter(numbers.to(self.dtype)))
@@ -178,7 +180,17 @@ class _Filling:
             module.weight = _parameter(data.contiguous().view(self.dtype))
             module.bias = None if bias is None else _parameter(bias)
             return module
-        return QuantisedLinear(product_of(weight_of(data, tensor.kind), bias, self.dtype), self.dtype)
+        return self._multiplied(tensor, data, bias)
+
+    def _multiplied(self, tensor: GgufTensor, data: Tensor, bias: Tensor | None) -> QuantisedLinear:
+        """A layer with the file's numbers, of a tensor's rows [out, bytes]."""
+        weight = weight_of(data, tensor.kind)
+        self._check_finite(tensor.name, weight.is_finite)
+        return QuantisedLinear(product_of(weight, bias, self.dtype), self.dtype)
+
+    def _check_finite(self, name: str, is_finite: bool) -> None:
+        if not is_finite:
+            raise GgufError(f"{name} in {self.file.path} holds NaN or inf: {REMEDY}")
 
     def _ordered(self, name: str, rows: Tensor) -> Tensor:
         """Rows of queries and keys in halves of a head, as Transformers rotates them; others as they are."""
@@ -192,8 +204,7 @@ class _Filling:
         """The vocabulary projection multiplies by the embedding."""
         tensor, embedding = self.file.tensors[EMBEDDING], self.model.model.embed_tokens
         if isinstance(embedding, StoredEmbedding):
-            head = QuantisedLinear(product_of(weight_of(tensor.data, tensor.kind), None, self.dtype), self.dtype)
-            self.model.lm_head = head
+            self.model.lm_head = self._multiplied(tensor, tensor.data, None)
         else:
             self.model.lm_head.weight = embedding.weight
 

@@ -29,6 +29,8 @@ GPT4O = (
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 DIGIT = r"\p{N}"
+UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9]{3}")
+"""What llama.cpp does where a header names no way, or one that its converter did not know."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Splitting:
 
 
 PRE: dict[str, Splitting] = {
-    **dict.fromkeys(("default", "gpt-2", "olmo", "mpt", "phi-2", "jais"), Splitting((GPT2,))),
+    "default": Splitting(UNNAMED),
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "phi-2", "jais"), Splitting((GPT2,))),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Splitting((LLAMA3,), whole=True, bos=True)),
     **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting((LLAMA3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), Splitting((QWEN2,))),
@@ -55,9 +58,11 @@ PRE: dict[str, Splitting] = {
     "tekken": Splitting((TEKKEN,), whole=True, bos=True),
     **dict.fromkeys(("gpt-4o", "llama4"), Splitting((GPT4O,))),
 }
-"""By ``tokenizer.ggml.pre``.  ``default`` stands for what an old converter did not know; llama.cpp then splits as GPT-2
-does, and so do we."""
+"""By ``tokenizer.ggml.pre``.  ``tekken``, ``gpt-4o`` and ``llama4`` are the models' own patterns: llama.cpp has no
+classes of capital letters and marks beyond ASCII, and splits a few words of such letters elsewhere."""
 SPACE = "\u2581"
+KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+"""Phi-3's special tokens that take no spaces."""
 ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
 """Control tokens that end a text or a turn wherever a vocabulary has them, as llama.cpp takes them."""
 
@@ -89,7 +94,7 @@ def build_tokenizer(file: GgufFile) -> Any | None:
         raise UncoveredError(f"{file.path} has a vocabulary of the kind {model!r}, which is not read here")
     names, kinds = _tokens(file)
     backend, adds_bos = _bytes(file, names, kinds) if model == "gpt2" else _pieces(file, names, kinds)
-    _add_special(backend, names, kinds)
+    _add_special(backend, file, names, kinds)
     special = {name: _named(file, key, names) for name, key in SPECIAL.items()}
     _add_ends(backend, file, names, special, adds_bos)
     tokenizer = PreTrainedTokenizerFast(
@@ -206,14 +211,28 @@ def _known(pairs: Sequence[tuple[str, ...]], vocabulary: Mapping[str, int]) -> l
     ]
 
 
-def _add_special(backend: Any, names: Sequence[str], kinds: Sequence[int]) -> None:
+def _add_special(backend: Any, file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> None:
     """Tokens that are found in a text before it is split."""
     from tokenizers import AddedToken
 
-    special = [name for name, kind in zip(names, kinds, strict=True) if kind in (Token.CONTROL, Token.UNKNOWN)]
-    backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special])
-    own = [name for name, kind in zip(names, kinds, strict=True) if kind == Token.USER]
-    backend.add_tokens([AddedToken(name, normalized=False, special=False) for name in own])
+    strips = _takes_spaces(file)
+    special, own = [], []
+    for name, kind in zip(names, kinds, strict=True):
+        rstrip = strips and name not in KEEP_SPACES
+        if kind in (Token.CONTROL, Token.UNKNOWN):
+            special.append(AddedToken(name, normalized=False, special=True, rstrip=rstrip))
+        elif kind == Token.USER:
+            own.append(AddedToken(name, normalized=False, special=False, rstrip=rstrip))
+    backend.add_special_tokens(special)
+    backend.add_tokens(own)
+
+
+def _takes_spaces(file: GgufFile) -> bool:
+    """Whether special tokens take the spaces behind them, as Phi-3's do: the header does not tell, but names the
+    model."""
+    name = str(file.metadata.get("general.name", "")).lower()
+    phi = file.architecture == "phi3" and file.metadata.get("tokenizer.ggml.model") == "llama"
+    return phi or "phi-3" in name or "phi3" in name
 
 
 def _add_ends(
