@@ -26,10 +26,12 @@ from typing import Any
 
 import torch
 from common import environment
+from quantized import instructions
 
 import foretoken as ft
 from foretoken.bench.arms import ArmContext
 from foretoken.bench.llama_cpp_arms import DraftArm, LlamaCppArm, PromptLookupArm
+from foretoken.measure.machine import hardware
 
 CHAT = (
     "Why is the sky blue? Explain it to a child.",
@@ -81,7 +83,14 @@ def main() -> None:
             arms[spec] = ft.load(plain.target, drafter=spec, tokenizer=plain.tokenizer, prefix_cache=False)
     half = args.conversations // 2
     prompts = [_ids(plain.tokenizer, text) for text in (*CHAT[:half], *CODE[:half])]
-    report: dict[str, Any] = {"environment": environment(), "model": plain.describe(), "prompts": len(prompts)}
+    report: dict[str, Any] = {
+        "machine": f"{hardware()['cpu']}, {instructions()}",
+        "environment": environment(),
+        "source": Path(args.folder).name,
+        "model": plain.describe(),
+        "prompts": len(prompts),
+        "new_tokens": args.new_tokens,
+    }
     print(json.dumps(report["model"]))
     if "equality" in args.parts:
         report["equality"] = equality(arms, prompts, args.new_tokens)
