@@ -282,7 +282,7 @@ def test_a_model_in_parts(tmp_path: Path, model: Any, good: Path) -> None:
 
 
 def test_backends(good: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"backend must be one of auto, native, llama.cpp, not 'exllama'"):
+    with pytest.raises(ValueError, match=r"backend must be one of auto, native, llama\.cpp, not 'exllama'"):
         ft.load(good, backend="exllama")
     with pytest.raises(ValueError, match="backend=native is for GGUF files, and builtin is none: leave backend out"):
         ft.load("builtin", backend="native")

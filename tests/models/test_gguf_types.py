@@ -90,7 +90,17 @@ def test_the_kernel_holds_the_files_numbers(kind: str) -> None:
     raw, wanted = sample(kind)
     product = GroupedProduct(GroupedWeight.of(raw, kind), None)
     assert same_bits(product.dense(), wanted)
-    assert same_bits(product.some(slice(3, 66, 7)), wanted[3:66:7])
+    for rows in (slice(3, 66, 7), slice(5, 9), slice(31, 65), slice(0, 70, 33), slice(69, None), slice(4, 4)):
+        assert same_bits(product.some(rows), wanted[rows])
+
+
+@needs_it
+def test_rows_of_a_tall_matrix_come_in_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.models.gguf.kernel.AT_ONCE", 64 * WIDTH)
+    raw, wanted = sample("Q6_K", 300)
+    product = GroupedProduct(GroupedWeight.of(raw, "Q6_K"), None)
+    for rows in (slice(None), slice(30, 290), slice(7, None, 40), slice(0, 300, 150)):
+        assert same_bits(product.some(rows), wanted[rows])
 
 
 @needs_it

@@ -139,9 +139,9 @@ def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
     except GgufError as error:
         raise LoadError(str(error)) from None
     except Exception as error:  # a damaged vocabulary fails in many ways, some of them with error classes of their own
-        cause = cause_of(error)
         raise LoadError(
-            f"{path} holds a vocabulary that cannot be read ({cause}): convert it again, or pass tokenizer=FOLDER"
+            f"{path} holds a vocabulary that cannot be read ({cause_of(error)}): convert the model again, or pass "
+            "tokenizer=FOLDER"
         ) from error
     return _llama_cpp_tokenizer(path)
 

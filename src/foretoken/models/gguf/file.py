@@ -25,6 +25,7 @@ VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """``struct`` formats of the types of values; 8 is a string and 9 an array."""
 STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
 MOST_DIMENSIONS = 4
 LONGEST_NAME = 64
 ALIGNMENT = 32
@@ -209,9 +210,23 @@ class _Reader:
         if inner in SCALARS:
             size = struct.calcsize(f"<{SCALARS[inner]}")
             return list(struct.unpack(f"<{count}{SCALARS[inner]}", self._taken(count * size)))
-        if inner not in (STRING, ARRAY):
+        if inner != STRING:  # arrays of arrays are allowed, but no key has them
             raise self._damaged(f"values of an array are of type {inner}")
-        return [self._value(inner) for _ in range(count)]
+        return self._strings(count)
+
+    def _strings(self, count: int) -> list[str]:
+        """Of a vocabulary, so that nothing but the strings themselves is made for each."""
+        found, place, size = [], self.place, len(self.bytes)
+        for _ in range(count):
+            start = place + LENGTH.size
+            if start > size:
+                raise self._cut_off(start)
+            place = start + LENGTH.unpack_from(self.bytes, start - LENGTH.size)[0]
+            if place > size:
+                raise self._cut_off(place)
+            found.append(self.bytes[start:place].decode(errors="replace"))
+        self.place = place
+        return found
 
     def _string(self) -> str:
         return self._taken(self._number("Q")).decode(errors="replace")

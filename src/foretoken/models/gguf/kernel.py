@@ -61,14 +61,17 @@ class GroupedProduct(NativeProduct):
 
     def some(self, rows: slice) -> Tensor:
         """Some rows [n, in] of it."""
-        places = torch.arange(self.shape[0])[rows]
+        places = range(self.shape[0])[rows]
         found = torch.empty(len(places), self.shape[1])
-        blocks = max(1, AT_ONCE // (integers.WIDTH * self.shape[1]))
-        for first in range(0, len(self.packed), blocks):
-            start, stop = first * integers.WIDTH, (first + blocks) * integers.WIDTH
-            inside = (places >= start) & (places < stop)
-            if bool(inside.any()):
-                found[inside] = self._blocks(slice(first, first + blocks))[places[inside] - start]
+        together = max(1, AT_ONCE // (integers.WIDTH * self.shape[1])) * integers.WIDTH
+        first = 0
+        while first < len(places):  # rows of the blocks that begin with that of the next place
+            start = places[first] - places[first] % integers.WIDTH
+            count = len(range(places[first], min(start + together, places.stop), places.step))
+            last = places[first + count - 1]
+            blocks = self._blocks(slice(start // integers.WIDTH, last // integers.WIDTH + 1))
+            found[first : first + count] = blocks[places[first] - start : last - start + 1 : places.step]
+            first += count
         return found
 
     def _blocks(self, blocks: slice) -> Tensor:
