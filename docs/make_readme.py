@@ -7,8 +7,8 @@
 
 The picture and the demo show ``smollm2`` where it has been fetched (``foretoken models``), else the built-in model.
 A part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``; the README decides which it has.  The figures
-of runs are kept in ``docs/figures/speeds.json`` and ``docs/figures/real_models.json``, so that the tables can be written
-again without the runs.
+of runs are kept in ``docs/figures/speeds.json`` and ``docs/figures/real_models.json``, so that the tables can be
+written again without the runs.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ def test_lacking_tensors(tmp_path: Path) -> None:
     ],
 )
 def test_options_without_sense(target: Path, options: dict[str, Any], words: str) -> None:
-    one_line(target, words, backend="llama.cpp", **options)
+    one_line(target, words, **options)
 
 
 def test_usual_options_pass(target: Path) -> None:

@@ -93,7 +93,9 @@ def test_what_is_refused_is_said_once_with_its_reason_and_its_cost(
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantised_kernels_are_judged_by_the_numbers_they_stand_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_kernels_are_judged_by_the_numbers_they_stand_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def quantised() -> Any:
         model = deep("llama", hidden_size=64, intermediate_size=128)
         quantise_linears(model, kind)
@@ -106,7 +108,7 @@ def test_quantised_kernels_are_judged_by_the_numbers_they_stand_for(kind: str, m
     monkeypatch.setattr(type(layer.product), "product", lambda self, x: 1.1 * kernel(self, x))
     monkeypatch.setattr(type(layer.product), "dense", lambda self: kernel(self, torch.eye(self.shape[1])).float().t())
     checks_module._KNOWN.clear()
-    monkeypatch.setattr(checks_module, "checks_file", lambda: Path("/no/such/file"))  # where a slow machine keeps them
+    monkeypatch.setattr(checks_module, "checks_file", lambda: tmp_path / "other")  # where a slow machine keeps them
     (refused,) = HuggingFaceModel(model, lean=False).refused
     assert refused.path == "quantised kernels"
 
