@@ -9,6 +9,8 @@ STAMP  := $(VENV)/.installed
 CODE   := src tests benchmarks examples docs/*.py
 # A CPU build of torch is enough and small; set TORCH to another requirement (or to a local file) for a GPU.
 TORCH  ?= torch==2.13.0
+# Which of how many parts of the slow tests `make test-slow` runs: PART=1/2 and PART=2/2 have run each of them once.
+PART   ?= 1/1
 
 .PHONY: help setup demo test test-slow test-all gguf check format docs reference readme plots first-hour wheels hooks clean
 .DEFAULT_GOAL := help
@@ -32,14 +34,14 @@ $(STAMP): $(READY)
 	$(BIN)/pip install --quiet --editable ".[dev]"
 	@touch $(STAMP)
 
-demo: $(READY) ## the built-in model, plain and speculative, side by side
-	@$(BIN)/foretoken generate --compare --explain --dtype float32 --max-new-tokens 128
+demo: $(READY) ## a chat model (fetched once, 93 MB; else the built-in one), plain beside speculative
+	@$(BIN)/foretoken demo --fetch
 
 test: $(STAMP) ## the tests that every change needs: minutes, and every kind of cell at least once
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 test-slow: $(STAMP) ## the other tests: all cells of the matrices, training, other families
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --slow-part $(PART)
 
 test-all: test test-slow ## the whole test suite
 

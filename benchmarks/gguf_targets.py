@@ -37,7 +37,7 @@ from foretoken.bench.serving import Shared
 from foretoken.llm import Llm
 from foretoken.loading import load_model, load_tokenizer
 from foretoken.measure.prompts import BenchPrompt
-from foretoken.models.gguf import GgufModel
+from foretoken.models.llama_cpp_model import LlamaCppModel
 
 ARMS = (
     "ngram",
@@ -89,7 +89,7 @@ def _network(model: Any) -> Any:
 def first_part(file: Path, draft: Path, prompts: dict[str, list[BenchPrompt]], options: argparse.Namespace) -> None:
     """Every arm of a file in one process."""
     shared = Shared(
-        GgufModel(file),
+        LlamaCppModel(file),
         target_source=str(file),
         tokenizer=load_tokenizer(file),
         controller="constant",
@@ -107,7 +107,7 @@ def first_part(file: Path, draft: Path, prompts: dict[str, list[BenchPrompt]], o
 
 def second_part(file: Path, draft: Path, prompts: dict[str, list[BenchPrompt]], options: argparse.Namespace) -> None:
     """Ours and llama.cpp's program in turns, tokens per second of decoding, medians over prompts."""
-    target, tokenizer = GgufModel(file), load_tokenizer(file)
+    target, tokenizer = LlamaCppModel(file), load_tokenizer(file)
     specs = [None, "ngram", f"model:{draft},k=4", f"model:{draft},k=6"]
     ours = {
         str(spec).replace(str(draft), "DRAFT"): ft.load(target, spec, controller="constant", tokenizer=tokenizer)

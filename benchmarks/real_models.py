@@ -3,11 +3,14 @@
 Twelve conversations (six about anything, six about code) in the model's own template.  Speed: all arms take turns on
 every conversation, or with --batch 4 on four at a time; a figure is the median over them of tokens per second, prompt
 included.  Transformers' arms take several times as long: with --transformers-every 3 they take part in every third
-conversation, with 0 (and beside a GGUF file, and in batches) in none.  Equality: text with drafts against plain
+conversation, with 0 (and beside a GGUF file, and in batches) in none.  With --llama FILE (a GGUF
+file of the same weights) llama.cpp takes part: plain, with its prompt lookup, with --llama-draft FILE with a draft
+model.  Equality: text with drafts against plain
 decoding's, token by token, alone and in batches of eight, greedy and with a seed.
 
     python benchmarks/real_models.py FOLDER [--drafters SPEC ...] [--assistant FOLDER] [--new-tokens 128]
                                      [--conversations 12] [--transformers-every 1] [--batch 1]
+                                     [--llama FILE] [--llama-draft FILE]
                                      [--parts equality speed] [--dtype bfloat16] [--out FILE]
 """
 
@@ -23,8 +26,12 @@ from typing import Any
 
 import torch
 from common import environment
+from quantized import instructions
 
 import foretoken as ft
+from foretoken.bench.arms import ArmContext
+from foretoken.bench.llama_cpp_arms import DraftArm, LlamaCppArm, PromptLookupArm
+from foretoken.measure.machine import hardware
 
 CHAT = (
     "Why is the sky blue? Explain it to a child.",
@@ -55,6 +62,8 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--drafters", nargs="+", default=["ngram", "quantized,bits=4,k=4", "auto"])
     parser.add_argument("--assistant")
+    parser.add_argument("--llama")
+    parser.add_argument("--llama-draft")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--transformers-every", type=int, default=1)
@@ -74,7 +83,14 @@ def main() -> None:
             arms[spec] = ft.load(plain.target, drafter=spec, tokenizer=plain.tokenizer, prefix_cache=False)
     half = args.conversations // 2
     prompts = [_ids(plain.tokenizer, text) for text in (*CHAT[:half], *CODE[:half])]
-    report: dict[str, Any] = {"environment": environment(), "model": plain.describe(), "prompts": len(prompts)}
+    report: dict[str, Any] = {
+        "machine": f"{hardware()['cpu']}, {instructions()}",
+        "environment": environment(),
+        "source": Path(args.folder).name,
+        "model": plain.describe(),
+        "prompts": len(prompts),
+        "new_tokens": args.new_tokens,
+    }
     print(json.dumps(report["model"]))
     if "equality" in args.parts:
         report["equality"] = equality(arms, prompts, args.new_tokens)
@@ -127,6 +143,8 @@ def speed(args: Any, arms: dict[str, ft.Llm], prompts: list[list[int]], temperat
     runs: dict[str, Run] = dict(_transformers(args, temperature)) if theirs else {}
     for name, llm in arms.items():
         runs[name] = _ours(llm, temperature)
+    if args.llama and args.batch == 1:
+        runs.update(_llama_cpp(args.llama, args.llama_draft, arms["plain"], temperature))
     rates: dict[str, dict[int, float]] = {name: {} for name in runs}
     groups = [prompts[start : start + args.batch] for start in range(0, len(prompts), args.batch)]
     for run in runs.values():  # not counted
@@ -153,6 +171,26 @@ def _ours(llm: ft.Llm, temperature: float) -> Run:
         return sum(len(out.token_ids) for out in outs), time.perf_counter() - began
 
     return run
+
+
+def _llama_cpp(file: str, draft: str | None, plain: ft.Llm, temperature: float) -> dict[str, Run]:
+    context = ArmContext(plain.target, file, plain.tokenizer, ignore_eos=False)
+    arms: dict[str, LlamaCppArm] = {
+        "llama.cpp plain": LlamaCppArm("plain", context),
+        "llama.cpp prompt lookup": PromptLookupArm("prompt lookup", context),
+    }
+    if draft is not None:
+        arms["llama.cpp draft"] = DraftArm("draft", context, draft=draft, k=4)
+
+    def runner(arm: LlamaCppArm) -> Run:
+        def run(prompts: list[list[int]], new_tokens: int) -> tuple[int, float]:
+            began = time.perf_counter()
+            done = arm.generate(prompts[0], new_tokens, temperature, SEED)
+            return len(done.token_ids), time.perf_counter() - began
+
+        return run
+
+    return {name: runner(arm) for name, arm in arms.items()}
 
 
 def _transformers(args: Any, temperature: float) -> list[tuple[str, Run]]:

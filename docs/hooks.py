@@ -10,6 +10,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent))
+import made_parts
 import reference_pages
 
 
@@ -28,12 +29,15 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made of the code."""
     for place, make in reference_pages.PAGES.items():
         files.append(File.generated(config, place, content=make()))
+    files.append(File.generated(config, made_parts.CARDS_PAGE, content=made_parts.cards_page()))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Put a method's picture behind its heading."""
+    """Put a method's picture behind its heading, and the curves into the simulator."""
     place = Path(page.file.src_uri)
+    if page.file.src_uri == "simulator.md":
+        return made_parts.simulator(markdown)
     if place.parent.name != "methods":
         return markdown
     found = [f for f in files if Path(f.src_uri).match(f"figures/methods/*-{place.stem}.svg")]

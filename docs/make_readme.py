@@ -1,11 +1,14 @@
 """Makes the README's generated parts: pictures, the demo's output, the tables.
 
-    python docs/make_readme.py --runs run-a.jsonl run-b.jsonl   # pictures, demo, and figures of runs of foretoken bench
     python docs/make_readme.py                                  # pictures and demo; figures as they were kept
-    python docs/make_readme.py --only speeds drafters           # some parts
+    python docs/make_readme.py --only real drafters             # some parts
+    python docs/make_readme.py --real a.json b.json             # figures of new runs of benchmarks/real_models.py
+    python docs/make_readme.py --runs run-a.jsonl run-b.jsonl   # figures of new runs of foretoken bench
 
+The picture and the demo show ``smollm2`` where it has been fetched (``foretoken models``), else the built-in model.
 A part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``; the README decides which it has.  The figures
-of runs are kept in ``docs/figures/speeds.json``, so that the table can be written again without the runs.
+of runs are kept in ``docs/figures/speeds.json`` and ``docs/figures/real_models.json``, so that the tables can be
+written again without the runs.
 """
 
 from __future__ import annotations
@@ -20,13 +23,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from foretoken.cli.demo import NAME, PROMPT
+from foretoken.io.named_models import MODELS
+
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures"
 SPEEDS = FIGURES / "speeds.json"
-DEMO = ("generate", "def read_lines(path):", "--drafter", "model,k=4", "--max-new-tokens", "64", "--inflate", "300m",
-        "--compare")  # fmt: skip
-SHOWN = ("show", "def read_lines(path):", "--drafter", "model,tree=3x2x1", "--verifier", "without_replacement",
-         "--temperature", "1", "--seed", "3", "--max-new-tokens", "40")  # fmt: skip
+REAL = FIGURES / "real_models.json"
+BUILTIN = ("show", "def read_lines(path):", "--drafter", "model,tree=3x2x1", "--verifier", "without_replacement",
+           "--temperature", "1", "--seed", "3", "--max-new-tokens", "40")  # fmt: skip
+SHOWN = ("show", NAME, PROMPT, "--drafter", "suffix", "--max-new-tokens", "48")
+REAL_KEYS = ("machine", "environment", "model", "prompts", "new_tokens", "speed")
 COLUMNS = 104
 """Width of the recorded terminal, in letters."""
 ALT = "tokens appear round by round, green where a draft was accepted; then the trees of the first rounds"
@@ -37,22 +44,22 @@ ALT = "tokens appear round by round, green where a draft was accepted; then the 
 
 def picture() -> str:
     """A real round: tree, accepted path, ribbon."""
-    foretoken(*SHOWN, "--out", str(FIGURES / "readme.svg"))
+    shown = SHOWN if MODELS[NAME].is_cached else BUILTIN
+    foretoken(*shown, "--out", str(FIGURES / "readme.svg"))
     return "![A real round: what was guessed, accepted, and why the rest was rejected](docs/figures/readme.svg)"
 
 
 def demo() -> str:
-    """The demo's command with the figures that it printed below the two texts."""
-    printed = "\n".join(foretoken(*DEMO).rstrip().rpartition("─\n")[2].splitlines()[:4])
-    command = " ".join(f'"{word}"' if " " in word else word for word in DEMO)
-    return f"```console\n$ foretoken {command}\n{printed.rstrip()}\n```"
+    """What the demo printed, shortened to the question, the first answer and the figures."""
+    printed = re.sub(r"\n{3,}", "\n\n", foretoken("demo").strip())
+    return f"```console\n$ make demo\n{printed}\n```"
 
 
 def recording() -> str:
     """``--explain`` recorded in a terminal, as an animated picture."""
     import terminal
 
-    arguments = ("generate", *DEMO[1:6], "--explain")
+    arguments = ("generate", *BUILTIN[1:2], "--drafter", "model,k=4", "--max-new-tokens", "64", "--explain")
     words = " ".join(f'"{word}"' if " " in word else word for word in ("foretoken", *arguments))
     command = (sys.executable, "-m", "foretoken", *arguments)
     terminal.recording(command, words, FIGURES / "terminal.svg", COLUMNS, "foretoken generate --explain", os.environ)
@@ -79,12 +86,24 @@ def speeds() -> str:
     return table(json.loads(SPEEDS.read_text(encoding="utf-8")))
 
 
+def real() -> str:
+    """Tokens per second of real models, a column per model and temperature.
+
+    Raises:
+        ValueError: no figures are kept yet.
+    """
+    if not REAL.is_file():
+        raise ValueError("no figures yet: give runs of benchmarks/real_models.py with --real")
+    return real_table(json.loads(REAL.read_text(encoding="utf-8")))
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "picture": picture,
     "demo": demo,
     "recording": recording,
     "drafters": drafters,
     "speeds": speeds,
+    "real": real,
 }
 
 
@@ -184,6 +203,38 @@ def _note(run: Mapping[str, Any]) -> str:
     )
 
 
+def real_table(runs: Sequence[Mapping[str, Any]]) -> str:
+    """A row per way of decoding, a column per model and temperature, and a line of conditions."""
+    columns = [(run, heat) for run in runs for heat in run["speed"]]
+    ways = dict.fromkeys(way for run, heat in columns for way in run["speed"][heat])
+    heads = [f"{run['title']}, {'greedy' if float(heat) == 0 else f'T={float(heat):g}'}" for run, heat in columns]
+    lines = [f"| tokens/s | {' | '.join(heads)} |", f"|---|{'---|' * len(columns)}"]
+    for way in sorted(ways, key=lambda name: (_engine(name) == "foretoken", _engine(name))):
+        rates = [run["speed"][heat].get(way) for run, heat in columns]
+        best = [rate is not None and rate == max(run["speed"][heat].values())
+                for rate, (run, heat) in zip(rates, columns, strict=True)]  # fmt: skip
+        cells = ["" if rate is None else f"{'**' if top else ''}{rate:.0f}{'**' if top else ''}"
+                 for rate, top in zip(rates, best, strict=True)]  # fmt: skip
+        lines.append(f"| {_engine(way)} {_named(way)} | {' | '.join(cells)} |")
+    machines = "; ".join(dict.fromkeys(str(run["machine"]) for run in runs))
+    prompts = " and ".join(
+        dict.fromkeys(f"{run['prompts']} conversations of {run['new_tokens']} tokens" for run in runs)
+    )
+    return "\n".join(
+        [*lines, "", f"{machines}, 2 threads; {prompts}, arms in turns, prompt included, medians; same files."]
+    )
+
+
+def _engine(way: str) -> str:
+    first = way.split()[0]
+    return {"transformers": "Transformers", "llama.cpp": "llama.cpp"}.get(first, "foretoken")
+
+
+def _named(way: str) -> str:
+    words = way.removeprefix("transformers ").removeprefix("llama.cpp ")
+    return words if words != way or way == "plain" else f"`{way}`"
+
+
 # -- the README ------------------------------------------------------------------------------------------------------
 
 
@@ -226,10 +277,15 @@ def main() -> None:
     """Write the README's parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", type=Path, help="files of foretoken bench, one a machine")
+    parser.add_argument("--real", nargs="+", type=Path, help="reports of benchmarks/real_models.py, one a model")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=[], help="make these parts only")
     arguments = parser.parse_args()
     if arguments.runs:
         SPEEDS.write_text(json.dumps(figures_of(arguments.runs), indent=1) + "\n", encoding="utf-8")
+    if arguments.real:
+        reports = [json.loads(file.read_text(encoding="utf-8")) for file in arguments.real]
+        kept = [{"title": r["source"], **{key: r[key] for key in REAL_KEYS}, "commit": commit()} for r in reports]
+        REAL.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     readme = ROOT / "README.md"
     readme.write_text(filled(readme.read_text(encoding="utf-8"), arguments.only, PARTS), encoding="utf-8")
 

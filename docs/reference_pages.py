@@ -24,7 +24,8 @@ ROLES = (
 GROUPS = (
     (
         "Load and generate",
-        ("load", "Llm", "Output", "Piece", "AsyncLlm", "SpecStats", "custom_generate", "CustomGenerate", "methods"),
+        ("load", "Llm", "Output", "Piece", "AsyncLlm", "SpecStats", "custom_generate", "CustomGenerate", "methods",
+         "fetch"),
     ),
     ("Write a method", ("Drafter", "Verifier", "Controller", "TokenTree", "Kind", "Budget", "Context", "Scores",
                         "Verdict", "Rng", "LanguageModel", "TableModel", "CapabilityError")),

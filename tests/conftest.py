@@ -15,11 +15,19 @@ import selection
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--slow-part I/N``: of the slow tests only those of one of N parts."""
+    parser.addoption("--slow-part", default="1/1", metavar="I/N", help="run the I-th of N parts of the slow tests")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Before ``-m`` chooses."""
     for item in selection.slow(items):
         item.add_marker(pytest.mark.slow)
+    elsewhere = selection.in_other_parts(items, config.getoption("slow_part"))
+    config.hook.pytest_deselected(items=[item for item in items if item in elsewhere])
+    items[:] = [item for item in items if item not in elsewhere]
 
 
 @pytest.fixture(autouse=True, scope="session")

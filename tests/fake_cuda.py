@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from foretoken.models import masks
 
 CUDA = torch.device("cuda", 0)
+KIND = "cuda"
+"""What the device is called: :func:`fake_mps` makes another one of it."""
 COPIES = {"copy_", "_copy_from", "_to_copy", "to", "type_as", "copy", "_has_compatible_shallow_copy_type"}
 """Operations whose tensors may be on two devices."""
 INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
@@ -55,7 +57,7 @@ class FakeCuda(Tensor):
             strides=real.stride(),
             storage_offset=real.storage_offset(),
             dtype=real.dtype,
-            device=CUDA,
+            device=torch.device(KIND, 0),
         )
         made.on_cpu = real
         return made
@@ -92,11 +94,11 @@ def _check(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def _is_cuda(x: Any) -> bool:
-    return (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.split(":")[0] == "cuda")
+    return (isinstance(x, torch.device) and x.type == KIND) or (isinstance(x, str) and x.split(":")[0] == KIND)
 
 
 def _target(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any]) -> str:
-    """``cuda`` or ``cpu``: where the results of an operation are."""
+    """The device's kind or ``cpu``: where the results of an operation are."""
     named = [x for x in leaves if isinstance(x, torch.device)]
     if named:
         return named[-1].type
@@ -104,7 +106,7 @@ def _target(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: S
         return args[1].device.type
     if name == "copy_" or name == "_copy_from":
         return str(args[0].device.type)
-    return "cuda" if any(isinstance(x, FakeCuda) for x in leaves) else "cpu"
+    return KIND if any(isinstance(x, FakeCuda) for x in leaves) else "cpu"
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -114,20 +116,22 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
     leaves = tree_flatten((args, kwargs))[0]
     fakes = {id(x.on_cpu): x for x in leaves if isinstance(x, FakeCuda)}
     where = _target(name, args, kwargs, leaves)
-    crosses = name in COPIES and not name.startswith("copy_") and bool(fakes) != (where == "cuda")
+    if fakes:
+        COUNTED.reads += (name in COPIES and where == "cpu") or name in ("_local_scalar_dense", "nonzero")
+    crosses = name in COPIES and not name.startswith("copy_") and bool(fakes) != (where == KIND)
 
     def lowered(x: Any) -> Any:
         if isinstance(x, FakeCuda):
             return x.on_cpu
-        return torch.device("cpu") if isinstance(x, torch.device) and x.type == "cuda" else x
+        return torch.device("cpu") if isinstance(x, torch.device) and x.type == KIND else x
 
     def raised(x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, FakeCuda):
             return x
-        if id(x) in fakes and where == "cuda":  # in place, or into out=
+        if id(x) in fakes and where == KIND:  # in place, or into out=
             return fakes[id(x)]
         real = x.clone() if crosses else x
-        return FakeCuda(real) if where == "cuda" else real
+        return on_device(real) if where == KIND else real
 
     real_args, real_kwargs = tree_map(lowered, (args, kwargs))
     return tree_map(raised, func(*real_args, **real_kwargs))
@@ -156,10 +160,12 @@ class _Functions(TorchFunctionMode):
         if func is Tensor.numpy and isinstance(args[0], FakeCuda):
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
         if func in READS and isinstance(args[0], FakeCuda):
+            COUNTED.reads += func is not Tensor.data_ptr
             return func(args[0].on_cpu)
         if func in (Tensor.detach, Tensor.contiguous) and isinstance(args[0], FakeCuda):
             return FakeCuda(func(args[0].on_cpu, *args[1:], **kwargs))
         if func is Tensor.copy_ and isinstance(args[0], FakeCuda):
+            COUNTED.sends += not isinstance(args[1], FakeCuda)
             args[0].on_cpu.copy_(_lowered(args[1]))
             return args[0]
         if func is Tensor.__getitem__ and isinstance(args[0], FakeCuda):
@@ -173,16 +179,31 @@ class _Functions(TorchFunctionMode):
             if generator is not None and generator.device.type == "cpu":
                 raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
             del kwargs["device"]
+            COUNTED.sends += func in (torch.tensor, torch.as_tensor, Tensor.new_tensor)
             made = func(*args, **kwargs)
             return tree_map(lambda x: _moved(x) if isinstance(x, Tensor) else x, made)
         return func(*args, **kwargs)
+
+
+def on_device(real: Tensor) -> FakeCuda:
+    """What the device has of a tensor: MPS has no numbers of 64 bits."""
+    if KIND == "mps" and real.dtype == torch.float64:
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
+    return FakeCuda(real)
 
 
 def _moved(x: Tensor) -> Tensor:
     """A copy on the device; what is there already stays."""
     if isinstance(x, FakeCuda):
         return x
-    return FakeCuda(x.detach().clone())
+    return on_device(x.detach().clone())
+
+
+def _note_index(index: Any) -> None:
+    """An index that is not on the device is sent there; one of truth values is counted there, and read."""
+    for one in index if isinstance(index, tuple) else (index,):
+        COUNTED.sends += isinstance(one, list) or (isinstance(one, Tensor) and not isinstance(one, FakeCuda))
+        COUNTED.reads += isinstance(one, FakeCuda) and one.dtype == torch.bool
 
 
 def _to(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -192,10 +213,11 @@ def _to(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _moved(args[0]).to(like[0].dtype)
     if not any(map(_is_cuda, (*args[1:], kwargs.get("device")))):
         return func(*args, **kwargs)
+    COUNTED.sends += not isinstance(args[0], FakeCuda)
     rest = [a for a in args[1:] if not _is_cuda(a) and a is not None]
     kwargs.pop("device", None)
-    x = _moved(args[0])
-    return func(x, *rest, **kwargs) if any(isinstance(r, torch.dtype) for r in rest) or "dtype" in kwargs else x
+    cast = any(isinstance(r, torch.dtype) for r in rest) or "dtype" in kwargs
+    return _moved(func(args[0], *rest, **kwargs) if cast else args[0])
 
 
 def _lowered(x: Any) -> Any:
@@ -205,11 +227,14 @@ def _lowered(x: Any) -> Any:
 
 def _item(x: FakeCuda, index: Any) -> Tensor:
     """``x[index]``, for which PyTorch asks for the real device."""
+    _note_index(index)
     return FakeCuda(x.on_cpu[_lowered(index)])
 
 
 def _set_item(x: FakeCuda, index: Any, value: Any) -> None:
     """``x[index] = value``: a plain copy, between devices too, unless the index holds tensors."""
+    _note_index(index)
+    COUNTED.sends += isinstance(value, Tensor) and not isinstance(value, FakeCuda) and value.dim() > 0
     if any(isinstance(i, (Tensor, list)) for i in (index if isinstance(index, tuple) else (index,))):
         _check("index_put_", (x, [], value), {})
     x.on_cpu[_lowered(index)] = _lowered(value)
@@ -228,19 +253,28 @@ class Device:
 
     Attributes:
         synchronised: calls of ``torch.cuda.synchronize``.
+        reads: transfers to the host, each of which waits for the device.
+        sends: transfers from the host.
     """
 
     synchronised: int = 0
+    reads: int = 0
+    sends: int = 0
 
     def synchronize(self, device: Any = None) -> None:
         """Nothing to wait for."""
         self.synchronised += 1
 
 
+COUNTED = Device()
+"""That of the block which runs."""
+
+
 @contextmanager
 def fake_cuda() -> Iterator[Device]:
     """Nested, ``cuda`` is there, with one device; gradients are off."""
-    device = Device()
+    global COUNTED
+    device = COUNTED = Device()
     swap = torch.__future__.get_swap_module_params_on_conversion()
     with (
         mock.patch.object(torch.cuda, "is_available", lambda: True),
@@ -258,3 +292,26 @@ def fake_cuda() -> Iterator[Device]:
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swap)
             masks._step.cache_clear()  # the one cache of tensors that outlives a model
+
+
+@contextmanager
+def fake_mps() -> Iterator[Device]:
+    """Nested, ``mps`` is there, the same stand-in under another name; CUDA is not."""
+    global KIND, COUNTED
+    device, KIND = Device(), "mps"
+    COUNTED = device
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    with (
+        mock.patch.object(torch.backends.mps, "is_available", lambda: True),
+        mock.patch.object(torch.mps, "synchronize", device.synchronize),
+        torch.no_grad(),
+        _Dispatch(),
+        _Functions(),
+    ):
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            yield device
+        finally:
+            KIND = "cuda"
+            torch.__future__.set_swap_module_params_on_conversion(swap)
+            masks._step.cache_clear()

@@ -73,7 +73,7 @@ class Recordings:
             left = program()
         self.recordings.append(made)
 
-        def replay() -> tuple[list[Tensor], dict[str, Tensor]]:
+        def replay() -> tuple[Tensor, dict[str, Tensor]]:
             made.replay()
             return left
 
@@ -110,17 +110,39 @@ class FakeGraph:
         self.recording.replay()
 
 
+class FakeStream:
+    """Stands in for ``torch.cuda.Stream``."""
+
+    current: FakeStream
+
+    def wait_stream(self, other: FakeStream) -> None:
+        """Work is done at once: there is nothing to wait for."""
+
+
 @contextmanager
-def _capture(graph: FakeGraph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+def _stream(stream: FakeStream) -> Iterator[None]:
+    before, FakeStream.current = FakeStream.current, stream
+    yield
+    FakeStream.current = before
+
+
+@contextmanager
+def _capture(graph: FakeGraph, pool: Any, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+    """As in PyTorch, a capture that fails ends with an error of its own, before its stream is put back."""
     assert pool == "pool" and capture_error_mode == "thread_local"
-    with graph.recording, Capturing():
-        yield
+    with _stream(stream):
+        try:
+            with graph.recording, Capturing():
+                yield
+        except RuntimeError:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
 
 
 @contextmanager
 def fake_cuda_graphs() -> Iterator[list[FakeGraph]]:
     """Nested, ``cuda`` is there (:func:`fake_cuda.fake_cuda`) and can capture graphs; yields those that are made."""
     FakeGraph.made = made = []
+    FakeStream.current = FakeStream()
     zeros = torch.zeros
 
     def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
@@ -130,9 +152,10 @@ def fake_cuda_graphs() -> Iterator[list[FakeGraph]]:
         "CUDAGraph": FakeGraph,
         "graph": _capture,
         "graph_pool_handle": lambda: "pool",
-        "Stream": mock.MagicMock,
-        "stream": lambda _: nullcontext(),
-        "current_stream": mock.MagicMock,
+        "Stream": FakeStream,
+        "stream": _stream,
+        "current_stream": lambda: FakeStream.current,
+        "set_stream": lambda stream: setattr(FakeStream, "current", stream),
         "device": lambda _: nullcontext(),
     }
     with ExitStack() as stack:

@@ -8,6 +8,7 @@ cell stays while it is the first with one of its keys (the first of each drafter
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ SLOW: dict[str, Sequence[Key]] = {
     "server/test_scale.py::test_a_unary_call_survives_its_replica": [once],
     "server/test_without_asserts.py": [],
     "test_devices.py::test_drafts_run_where_the_target_runs": [once],
-    "test_gguf_loading.py::test_drafters_change_nothing": [once],
+    "test_llama_cpp_loading.py::test_drafters_change_nothing": [once],
     "test_grammar.py::test_the_output_fits_and_is_plain_decodings": [once],
     "test_hub.py::test_sampled_output_has_the_distribution_of_generate": [once],
     "test_optimized.py": [],
@@ -210,7 +211,7 @@ SLOW: dict[str, Sequence[Key]] = {
     "drafters/test_bpd.py::test_lossy_rules_are_refused_unless_allowed": [once],
     "drafters/test_online.py::test_labels_one_position_off_teach_nothing": [],
     "server/test_page_people.py::test_page_on_the_real_server": [],
-    "test_gguf_loading.py::test_verifiers_sample": [once],
+    "test_llama_cpp_loading.py::test_verifiers_sample": [once],
     "exactness/test_seeds.py::test_in_float32_too": [once],
     "controllers/test_stopping_rules.py::test_rules_keep_the_distribution": [once],
     "test_noise.py::test_the_numbers_are_exponential": [once],
@@ -258,3 +259,18 @@ def slow(items: Iterable[pytest.Item], table: dict[str, Sequence[Key]] = SLOW) -
         if seen.issuperset(keys):
             yield item
         seen.update(keys)
+
+
+def in_other_parts(items: Iterable[pytest.Item], part: str) -> set[pytest.Item]:
+    """The slow ones of marked tests that belong to other parts than ``I/N``: by a hash of their names, so that N runs
+    with I from 1 to N have run each of them once.
+
+    Raises:
+        pytest.UsageError: ``part`` is not such a pair.
+    """
+    numbers = re.fullmatch(r"(\d+)/(\d+)", part)
+    if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        raise pytest.UsageError(f"--slow-part takes I/N with I from 1 to N, such as 1/2, not {part!r}")
+    mine, parts = int(numbers[1]) - 1, int(numbers[2])
+    slow_ones = (item for item in items if item.get_closest_marker("slow") is not None)
+    return {item for item in slow_ones if zlib.crc32(item.nodeid.encode()) % parts != mine}

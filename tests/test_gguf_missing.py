@@ -35,7 +35,7 @@ def test_the_extra_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         LoadError, match=r"needs llama-cpp-python: pip install 'foretoken\[gguf\]' \(or `make gguf`\)"
     ) as error:
-        ft.load(file)
+        ft.load(file, backend="llama.cpp")
     assert "\n" not in str(error.value)
 
 

@@ -16,6 +16,7 @@ from huggingface_hub import constants
 import foretoken as ft
 from foretoken.io import hub_ids
 from foretoken.loading import ZOO, LoadError, load_tokenizer
+from formats.hub_folders import hub_folder
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,15 @@ def test_a_cached_model_loads_without_a_network(tmp_path: Path, monkeypatch: pyt
     assert hub_ids.place_of("org/tiny").startswith(str(tmp_path))
     want = ft.load(drafter=None).generate("def f(", max_new_tokens=8)
     assert ft.load("org/tiny", drafter=None).generate("def f(", max_new_tokens=8).token_ids == want.token_ids
+
+
+@pytest.mark.usefixtures("unreachable")
+def test_a_cached_drafter_is_told_from_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached(tmp_path, "org/tiny-DFlash", hub_folder(tmp_path / "theirs"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(LoadError, match=r"is a drafter \(dflash\) for a model of 4 layers .* import it") as caught:
+        ft.load("org/tiny-DFlash", drafter=None)
+    assert "\n" not in str(caught.value)
 
 
 def test_being_offline_by_choice_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from foretoken.loading.checkpoints import LoadError
 from foretoken.models import quantised_linear
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.quantised import make_product
+from foretoken.models.quantised import make_product, multiplies_bytes
 from foretoken.models.quantised_linear import QuantisedLinear, SideBySide, quantise_linears
 from foretoken.models.quantised_products import Int8Product, IntegerProduct
 from foretoken.models.quantised_weights import Int8Weight
@@ -37,6 +37,10 @@ def saved(tmp_path: Path, name: str = "llama", **changes: Any) -> str:
     return str(folder)
 
 
+SHORT = ["int8-a8", "int4-a8"] if multiplies_bytes() else []
+"""Activations of 8 bits, where this machine multiplies them."""
+
+
 def requests(params: SamplingParams) -> list[Request]:
     return [Request(p, params, 20, seed=i, ignore_eos=True) for i, p in enumerate(PROMPTS)]
 
@@ -48,7 +52,7 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "int4", *SHORT])
 @pytest.mark.parametrize("lean", [True, False])
 def test_every_linear_layer_is_replaced(kind: str, lean: bool, tmp_path: Path) -> None:
     target = load_model(saved(tmp_path, "qwen2"), quantize=kind, lean=lean)
@@ -56,11 +60,12 @@ def test_every_linear_layer_is_replaced(kind: str, lean: bool, tmp_path: Path) -
     made = [m for m in target.model.modules() if isinstance(m, QuantisedLinear)]
     assert len(made) == 3 * 7 + 1 and not any(type(m) is nn.Linear for m in target.model.modules())
     head = target.model.get_output_embeddings()
-    assert [m.product.bits for m in made if m is not head] == [int(kind[3:])] * 21 and head.product.bits == 8
+    assert [m.product.bits for m in made if m is not head] == [int(kind[3])] * 21 and head.product.bits == 8
+    assert {m.product.activations for m in made} == {8 if kind in SHORT else 15}
     full = load_model(saved(tmp_path / "full", "qwen2"))
     assert target.weight_bytes < full.weight_bytes / 2
     error = float((logits(target, PROMPTS[0]) - logits(full, PROMPTS[0])).norm() / logits(full, PROMPTS[0]).norm())
-    assert 1e-4 < error < (0.03 if kind == "int8" else 0.4)
+    assert 1e-4 < error < ({"int8": 0.03, "int8-a8": 0.06}.get(kind, 0.4))
 
 
 def test_the_lean_forward_equals_the_public_one(tmp_path: Path) -> None:
@@ -154,7 +159,7 @@ def test_an_inflated_target_can_be_quantised() -> None:
 
 def test_bitwise_text_does_not_depend_on_speculation(tmp_path: Path) -> None:
     path = saved(tmp_path)
-    for kind in ("int8", "int4"):
+    for kind in ("int8", "int4", *SHORT):
         target = load_model(path, quantize=kind, dtype="bfloat16", exact="bitwise")
         plain = outputs(engine(target), requests(SamplingParams()))
         drafter = build_drafter("recycling,nodes=6", target, target_source="")
@@ -167,7 +172,7 @@ def test_bitwise_text_does_not_depend_on_speculation(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path)
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        (path, {"quantize": "int3"}, "quantize must be one of int8, int4, not 'int3'"),
+        (path, {"quantize": "int3"}, "quantize must be one of int8, int4, int8-a8, int4-a8, not 'int3'"),
         (new_model("llama"), {"quantize": "int8"}, "a model that is handed in is not ours: give its path"),
         (saved(tmp_path, "gpt2"), {"quantize": "int8"}, r"GPT2LMHeadModel has no nn\.Linear that quantize=int8 fits"),
         (saved(tmp_path / "odd", hidden_size=40, intermediate_size=72), {"quantize": "int4"}, "use int8"),
@@ -181,6 +186,9 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantised = load_model(path, quantize="int8")
     with pytest.raises(CapabilityError, match="quantised already"):
         QuantizedDrafter(quantised)
+    monkeypatch.setattr(quantised_linear, "multiplies_bytes", lambda: False)
+    with pytest.raises(CapabilityError, match="no kernel for activations of 8 bits: use quantize=int4"):
+        load_model(path, quantize="int4-a8")
     monkeypatch.setattr(quantised_linear, "available", dict)
     with pytest.raises(CapabilityError, match="this build of PyTorch"):
         load_model(path, quantize="int8")
@@ -215,4 +223,4 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     main(["generate", "def f(", "--quantize", "int8", "--drafter", "ngram", "--max-new-tokens", "4", "--json"])
     assert len(json.loads(capsys.readouterr().out.strip().splitlines()[-1])["token_ids"]) == 4
     assert main(["generate", "x", "--quantize", "int2"]) == 2
-    assert "quantize must be one of int8, int4, not 'int2'" in capsys.readouterr().err
+    assert "quantize must be one of int8, int4, int8-a8, int4-a8, not 'int2'" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +127,33 @@ def test_a_row_may_name_a_file() -> None:
 def test_the_two_halves_are_all_and_ci_runs_both() -> None:
     root = Path(__file__).parents[1]
     steps = (root / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert {"make test", "make test-slow", "make check"} <= set(steps)
+    assert {"make test", "make check"} <= set(steps)
+    assert any(step.startswith("make test-slow PART=") and step.endswith("% 2 + 1))/2") for step in steps)
     make = (root / "Makefile").read_text(encoding="utf-8")
     assert '-m "not slow"' in make and "-m slow" in make and "test-all: test test-slow" in make
+
+
+@dataclass(frozen=True)
+class Named:
+    """As much of a test as parts look at."""
+
+    nodeid: str
+    is_slow: bool
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if self.is_slow else None
+
+
+def test_parts_of_the_slow_tests_are_all_of_them_once() -> None:
+    items: list[Any] = [Named(f"a/test_b.py::test_c[{i}]", i % 3 > 0) for i in range(90)]
+    parts = [[one for one in items if one not in selection.in_other_parts(items, f"{i}/4")] for i in range(1, 5)]
+    slow_ones = [one for one in items if one.get_closest_marker("slow") is not None]
+    assert [sum(one in part for part in parts) for one in slow_ones] == [1] * len(slow_ones)
+    assert all(one in part for part in parts for one in items if one not in slow_ones)
+    assert all(len([one for one in part if one in slow_ones]) >= 10 for part in parts)
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b", ""])
+def test_a_part_that_is_none_is_refused(part: str) -> None:
+    with pytest.raises(pytest.UsageError, match="--slow-part takes I/N"):
+        selection.in_other_parts([], part)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from foretoken.engine.background import AsyncLlm as AsyncLlm
     from foretoken.hub import CustomGenerate as CustomGenerate
     from foretoken.hub import custom_generate as custom_generate
+    from foretoken.io.fetching import fetch as fetch
     from foretoken.llm import Llm as Llm
     from foretoken.llm import Output as Output
     from foretoken.llm import Piece as Piece
@@ -26,6 +27,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {
     "load": "foretoken.llm",
+    "fetch": "foretoken.io.fetching",
     "Llm": "foretoken.llm",
     "Output": "foretoken.llm",
     "Piece": "foretoken.llm",

@@ -218,9 +218,11 @@ class Llm:
         return self.target.exactness
 
     def describe(self) -> dict[str, Any]:
-        """How the target runs: ``{"forward", "weights", "exactness", "exactness_why", "threads", "refused"}``, where
-        ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and not taken."""
-        return self.target.describe()
+        """How the target runs: ``{"forward", "weights", "exactness", "exactness_why", "threads", "refused",
+        "graphs_off"}``, where ``refused`` lists ``{"path", "why", "costs"}`` of every faster path that was tried and
+        not taken, and ``graphs_off`` says why no CUDA graphs run (empty where they do); and as ``"drafts"`` what the
+        drafter, or each of a group, drafts with (``{"drafter", "weights", "vocabulary"}``)."""
+        return {**self.target.describe(), "drafts": [] if self.drafter is None else self.drafter.describe()}
 
     def _run(self, requests: Sequence[Request]) -> list[Output]:
         return [output_of(run, self.tokenizer) for run in self.calls.finish(requests)]
@@ -260,14 +262,16 @@ def load(
     known: bool = False,
     tensor_parallel: int = 1,
     generation_config: str | None = "auto",
+    backend: str = "auto",
 ) -> Llm:
     """Load a target and everything around it.
 
     Args:
         target: ``"builtin"``, ``"builtin:early_exit"`` (trained for early exits), ``"builtin:hybrid"`` (with recurrent
-            layers and an MTP head of its own), the path of a model, of a low-rank update of one or of a GGUF file, a
-            hub id, a ``PreTrainedModel`` (also offloaded by accelerate, compiled or in a ``DataParallel``; it is put
-            into eval mode and stays so) or a :class:`LanguageModel`.
+            layers and an MTP head of its own), a name such as ``"smollm2"`` (``foretoken models`` lists and fetches
+            them), the path of a model, of a low-rank update of one or of a GGUF file, a hub id, a ``PreTrainedModel``
+            (also offloaded by accelerate, compiled or in a ``DataParallel``; it is put into eval mode and stays so) or
+            a :class:`LanguageModel`.
         drafter: a spec string (``"ngram,n=3,k=8"``, ``"model:./draft,k=5"``), a drafter, a draft model (a
             ``PreTrainedModel``, the target's own too, or a :class:`LanguageModel`), a list of them (an ensemble),
             ``None`` for plain decoding, or ``"auto"``.
@@ -289,8 +293,9 @@ def load(
         pack: whether linear layers may be laid out anew, in place, where this machine multiplies them faster so
             (measured once per machine, see ``docs/packing.md``): by default those of models that are loaded here;
             ``True``: also those of a model that is handed in (``llm.target.unpack()`` takes it back); ``False``: none.
-        quantize: ``"int8"`` or ``"int4"``: quantise the weights of a target that is loaded, on the CPU.  A quantised
-            target has a distribution of its own, which speculation keeps.
+        quantize: ``"int8"`` or ``"int4"`` (``"int8-a8"``, ``"int4-a8"``: with activations of 8 bits): quantise the
+            weights of a target that is loaded, on the CPU.  A quantised target has a distribution of its own, which
+            speculation keeps.
         graphs: run the target and its draft model as CUDA graphs (:mod:`foretoken.models.graphs`): ``"auto"`` where
             they are on a CUDA device and a check at load passes, ``True`` (an error where that cannot be), ``False``.
         prefix_cache: keep finished texts (their keys and values, at most 64 MiB), so that the next turn of a
@@ -301,6 +306,8 @@ def load(
             (:mod:`foretoken.models.parallel`), for drafters that do not want its layers.
         generation_config: ``"auto"``: sampling options that a request leaves out are those of the model's
             ``generation_config.json``, where it has some (``llm.defaults``); ``None``: greedy and without limits.
+        backend: what runs a GGUF file: ``"auto"`` (our own reader where it covers the file, else llama.cpp),
+            ``"native"`` or ``"llama.cpp"``.
 
     Warns:
         ProfileWarning: the profile was measured with another target or on another machine.
@@ -320,10 +327,10 @@ def load(
     check_specs(allow_lossy=allow_lossy, drafter=drafter, verifier=verifier, controller=controller)
     defaults = GenerationDefaults() if generation_config is None else read_defaults(target)
     how: dict[str, Any] = {"inflate": inflate, "pack": pack, "quantize": quantize, "tensor_parallel": tensor_parallel}
-    model = load_model(target, dtype=dtype, device=device, exact=exact, **how)
+    model = load_model(target, dtype=dtype, device=device, exact=exact, backend=backend, **how)
     if model is not target or graphs != "auto":  # a language model that is handed in stays as it is
         model = with_graphs(model, graphs)
-    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target)
+    tokenizer = tokenizer if tokenizer is not None else load_tokenizer(target, backend)
     if model is not target:
         model.eos_token_ids |= frozenset(end for end in turn_ends(tokenizer) if end < model.vocab_size)
     spec = default_drafter(model, target) if isinstance(drafter, str) and drafter == "auto" else drafter

@@ -11,7 +11,9 @@ of largest logit: in both, the token after a prefix is fixed, whoever asks for i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -275,20 +277,52 @@ def fixed_tokens(
         logits: [N_i, V] per request.
         lengths: N_i per request, as for :meth:`Sampler.ranking`.
     """
+    tokens = iter(argmaxes(race(makers, logits, lengths))[0])
+    return [list(islice(tokens, len(each))) for each in lengths]
+
+
+def race(makers: Sequence[SamplingPipeline], logits: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor:
+    """[N, V] what their tokens are the largest of, all rows of all requests; arguments as for :func:`fixed_tokens`."""
     log_probs = makers[0].log_probs(torch.cat(list(logits)))
     noise = [row for maker, each in zip(makers, lengths, strict=True) for row in maker.noise_rows(each, log_probs)]
-    tokens = iter(argmaxes(torch.stack(noise).add_(log_probs))[0])
-    return [list(islice(tokens, len(each))) for each in lengths]
+    return torch.stack(noise).add_(log_probs)
+
+
+_LATER: ContextVar[list[Tensor] | None] = ContextVar("largest entries that are checked later", default=None)
+
+
+@contextmanager
+def checks_later() -> Iterator[list[Tensor]]:
+    """Inside the block nobody waits for a device to learn whether rows are finite: their largest entries are collected
+    there, and whoever reads them with something else hands them to :func:`check_best`."""
+    found: list[Tensor] = []
+    token = _LATER.set(found)
+    try:
+        yield found
+    finally:
+        _LATER.reset(token)
+
+
+def check_best(largest: Sequence[Tensor]) -> None:
+    """Look at what :func:`checks_later` has collected, on the host.
+
+    Raises:
+        NonFiniteLogitsError: one of them is NaN or infinite.
+    """
+    if not all(bool(torch.isfinite(one).all()) for one in largest):
+        raise NonFiniteLogitsError(NON_FINITE)
 
 
 def best_of(scores: Tensor) -> Tensor:
     """[N, 1] the largest of each row [N, V].
 
     Raises:
-        NonFiniteLogitsError: NaN, or a row without a finite entry.
+        NonFiniteLogitsError: NaN, or a row without a finite entry; not inside :func:`checks_later`.
     """
-    best = scores.amax(-1, keepdim=True)
-    if not bool(torch.isfinite(best).all()):
+    best, later = scores.amax(-1, keepdim=True), _LATER.get()
+    if later is not None:
+        later.append(best)
+    elif not bool(torch.isfinite(best).all()):
         raise NonFiniteLogitsError(NON_FINITE)
     return best
 

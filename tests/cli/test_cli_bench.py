@@ -37,7 +37,7 @@ def test_the_file_the_table_and_the_card(run: Any, target: str, draft: str, prom
     out, spec = tmp_path / "run.jsonl", f"model:{draft},k=3"
     result = bench(
         run, target, "--drafter", spec, "--drafter", "ngram@constant,k=2", "--prompts", prompts, "--out", str(out),
-        "--temperature", "0,1", "--batch", "1", "--batch", "2", "--card",
+        "--temperature", "0,1", "--batch", "1", "--batch", "2", "--card", str(tmp_path / "run.md"),
     )  # fmt: skip
     assert result.code == 0, result.err
     *cells, summary = lines(out.read_text())
@@ -173,3 +173,36 @@ def test_files_that_cannot_be_read_or_written(run: Any, target: str, prompts: st
 def test_a_report_of_nothing(run: Any, tmp_path: Path) -> None:
     result = run("bench", "report", str(tmp_path / "missing.jsonl"), "--out", str(tmp_path / "r.html"))
     assert result.code == 2 and "missing.jsonl" in result.err and result.err.count("\n") == 1
+
+
+def test_a_card_and_the_page_of_cards(run: Any, target: str, draft: str, prompts: str, tmp_path: Path) -> None:
+    file, page = tmp_path / "mine.json", tmp_path / "page.html"
+    spec = f"model:{draft},k=3"
+    result = bench(run, target, "--drafter", spec, "--prompts", prompts, "--card", str(file))
+    assert result.code == 0, result.err
+    card = json.loads(file.read_text())
+    (figure,) = card["figures"]
+    assert figure["drafter"] == "model:draft,k=3" and figure["fingerprint"].startswith("sha256:")
+    assert card["model"]["name"] == "target" and card["model"]["kind"] == "transformers"
+    assert figure["equality"] == {"identical": 3, "ties": 0, "differences": 0}
+    assert str(tmp_path) not in file.read_text() and str(Path(target).parent) not in file.read_text()
+    (tmp_path / "edited.json").write_text(file.read_text().replace('"method": "model"', '"method": "magic"'))
+    made = run("bench", "cards", str(tmp_path), "--out", str(page), "--json")
+    assert made.code == 0, made.err
+    assert (made.json["cards"], made.json["rows"]) == (1, 1)
+    assert made.err.count("\n") == 1 and "edited.json was edited after it was written" in made.err
+    assert "magic" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--card", "card.txt"), "--card card.txt must end in .json or .md"),
+        (("--card", "a.json", "--card", "b.json"), "--card names two .json files"),
+        (("--card", "no/such/a.json"), "--card no/such/a.json cannot be written: no such folder"),
+        (("--card", "a.json", "--drafter", "none"), "a card compares a drafter with plain decoding"),
+    ],
+)
+def test_mistakes_with_cards_are_one_line(run: Any, target: str, arguments: tuple[str, ...], words: str) -> None:
+    result = bench(run, target, *arguments)
+    assert result.code == 2 and words in result.err and result.err.count("\n") == 1, result.err

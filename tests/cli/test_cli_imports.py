@@ -13,7 +13,7 @@ from foretoken.registry import find, rows
 
 COMMANDS = (
     "generate", "show", "batch", "chat", "methods", "drafters", "parity", "plan", "doctor", "train", "tune", "export",
-    "import",
+    "import", "models", "demo",
 )  # fmt: skip
 EXAMPLES = {"drafter": ("ngram", "model", "eagle3"), "verifier": ("coupled", "block"), "controller": ("goodput",)}
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "matplotlib")

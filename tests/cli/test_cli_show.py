@@ -39,7 +39,7 @@ def test_a_picture(run: Any, target: str, draft: str, tmp_path: Path, rule: str)
 
 def test_mistakes_are_one_line(run: Any, target: str, draft: str, tmp_path: Path) -> None:
     for more, words in (
-        (["--out", "run.png"], "must end in .html or .svg"),
+        (["--out", "run.png"], "must end in .html, .svg or .jsonl"),
         (["--out", str(tmp_path / "a.svg"), "--round", "99"], "there is no round 99: the run has"),
         (["--out", str(tmp_path / "no" / "a.svg")], "cannot be written: No such file or directory"),
     ):
@@ -74,3 +74,36 @@ def test_explain_prints_trees(run: Any, target: str, draft: str) -> None:
     assert "└─ " in result.out
     rounds = result.out.count("\nround ")
     assert rounds == 3 or "more rounds: foretoken show" not in result.out
+
+
+def test_a_trace_is_written_and_shown_again(run: Any, target: str, draft: str, tmp_path: Path) -> None:
+    trace, page, picture = (tmp_path / f"run.{kind}" for kind in ("jsonl", "html", "svg"))
+    made = run(*command(target, draft, "--out", str(trace), "--json"))
+    assert made.code == 0, made.err
+    seen = run("show", str(trace))
+    assert seen.code == 0, seen.err
+    assert seen.out.startswith("engine: foretoken ") and "round 1: model: 3 drafted" in seen.out
+    assert "--round N, or --out page.html" in seen.out or made.json["rounds"] <= 3
+    assert run("show", str(trace), "--out", str(page)).code == 0
+    assert page.read_text().count("<section") == made.json["rounds"]
+    assert run("show", str(trace), "--out", str(picture), "--round", "1").code == 0
+    (total,) = run("show", str(trace), "--json").json["totals"]
+    assert total["rounds"] == made.json["rounds"] and total["accepted"] == made.json["stats"]["num_accepted_tokens"]
+
+
+def test_mistakes_with_traces_are_one_line(run: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "run.jsonl"
+    trace.write_text('{"foretoken_trace": 1}\n{"type": "total", "rounds": 3}\n')
+    for more, words in (
+        ((str(tmp_path / "no.jsonl"),), "no such trace"),
+        ((str(trace), "--drafter", "ngram", "--raw"), "which was run already: leave out --drafter, --raw"),
+        ((str(trace), "--round", "1"), "there is no round 1: the request has 0"),
+        ((str(trace), "--request", "x"), "the trace has no request 'x'; it has none with rounds"),
+        ((str(trace), "--out", "a.jsonl"), "must end in .html or .svg"),
+        ((str(trace), "--out", str(tmp_path / "a.svg")), "tells no rounds, only totals"),
+        (("a prompt", "--request", "x"), "--request chooses from a trace"),
+    ):
+        result = run("show", *more)
+        assert result.code == 2 and words in result.err and result.err.count("\n") == 1, result.err
+    trace.write_text('{"foretoken_trace": 9}\n')
+    assert f"{trace}, line 1: a trace of version 9" in run("show", str(trace)).err

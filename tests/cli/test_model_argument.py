@@ -67,7 +67,7 @@ def test_the_help_names_both(run: Any, command: str) -> None:
     assert "[MODEL]" in page.split("\n\n")[0] + page and "--target" in page
 
 
-WITHOUT_MODEL = {"methods", "plan", "bench report", "bench serve", "train lm"}
+WITHOUT_MODEL = {"demo", "methods", "models", "plan", "bench cards", "bench report", "bench serve", "train lm"}
 """Commands that run no model of the user's, or make one."""
 
 

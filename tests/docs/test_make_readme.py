@@ -77,6 +77,21 @@ def test_runs_that_prove_nothing_are_refused(
         make_readme.figures_of([write_run(tmp_path / "a.jsonl", cells, finished)])
 
 
+def test_the_table_of_real_models() -> None:
+    run = {"title": "m.gguf", "machine": "a CPU", "prompts": 12, "new_tokens": 128}
+    speed = {"0.0": {"plain": 10.0, "suffix": 20.4, "llama.cpp plain": 5.0}, "1.0": {"plain": 9.0}}
+    lines = make_readme.real_table([{**run, "speed": speed}, {**run, "title": "n", "speed": {"0.0": {"suffix": 3.0}}}])
+    assert lines.splitlines() == [
+        "| tokens/s | m.gguf, greedy | m.gguf, T=1 | n, greedy |",
+        "|---|---|---|---|",
+        "| llama.cpp plain | 5 |  |  |",
+        "| foretoken plain | 10 | **9** |  |",
+        "| foretoken `suffix` | **20** |  | **3** |",
+        "",
+        "a CPU, 2 threads; 12 conversations of 128 tokens, arms in turns, prompt included, medians; same files.",
+    ]
+
+
 def test_parts_go_between_their_marks() -> None:
     text = "a\n<!-- begin: one -->\nold\n<!-- end: one -->\nb\n<!-- begin: two -->\n<!-- end: two -->\n"
     parts = {"one": lambda: "new \\1", "two": lambda: "2"}

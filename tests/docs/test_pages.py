@@ -17,7 +17,7 @@ from pages import DOCS, PAGES, ROOT, anchors, blocks, commands, links
 from foretoken.cli.main import app
 from foretoken.registry import Row, rows
 
-GENERATED = {DOCS / "reference" / "api.md", DOCS / "reference" / "cli.md"}
+GENERATED = {DOCS / "reference" / "api.md", DOCS / "reference" / "cli.md", DOCS / "cards" / "index.html"}
 SHELL = ("bash", "console", "sh", "")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from foretoken.core import TokenTree
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.draft_vocabulary import chosen_ids
 from foretoken.drafters.eagle import EagleDrafter
-from foretoken.drafters.features import frequent_ids
 from foretoken.drafters.hydra import HydraDrafter
 from foretoken.drafters.medusa import MedusaDrafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
+from foretoken.loading.drafters import LoadingContext
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.parts import TargetParts
 from foretoken.sampling import SamplingParams
@@ -47,12 +48,14 @@ def trained(method: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_logits_are_those_of_the_ids() -> None:
     parts = TargetParts(llamas()[0])
-    head, states = DraftHead(parts, torch.tensor(IDS)), torch.randn(3, parts.hidden_size)
+    states = torch.randn(3, parts.hidden_size, generator=torch.Generator().manual_seed(0))
+    head = DraftHead(parts, torch.tensor(IDS))
     whole = parts.draft_logits(states)
     assert head.size == len(IDS) and torch.allclose(head(states), whole[:, IDS], atol=1e-2)
     wide = head.widened(head(states))
     assert wide.shape == whole.shape and wide.isinf().sum() == 3 * (32 - len(IDS))
-    assert torch.equal(head.mapped(head(states).argmax(-1)), wide.argmax(-1))
+    best = head.mapped(head(states).argmax(-1))  # of equal ones any
+    assert torch.equal(wide.gather(1, best[:, None])[:, 0], wide.max(-1).values)
     everything = DraftHead(parts)
     assert everything.size == 32 and torch.equal(everything(states), everything.widened(whole))
     for wrong in ([], [1, 32], [-1]):
@@ -61,12 +64,14 @@ def test_logits_are_those_of_the_ids() -> None:
 
 
 def test_how_many_of_the_stored_ids_are_guessed() -> None:
-    assert frequent_ids(IDS, 0, 32).tolist() == IDS  # type: ignore[union-attr]
-    assert frequent_ids(IDS, 3, 32).tolist() == IDS[:3]  # type: ignore[union-attr]
-    assert frequent_ids(IDS, 32, 32) is None and frequent_ids((), 0, 32) is None
-    for vocab in (-1, 13):
+    context = LoadingContext(llamas()[0], "x")
+    for nothing in ("", "0"):
+        assert chosen_ids(nothing, context, 32, IDS).tolist() == IDS  # type: ignore[union-attr]
+    assert chosen_ids("3", context, 32, IDS).tolist() == IDS[:3]  # type: ignore[union-attr]
+    assert chosen_ids("32", context, 32, IDS) is None and chosen_ids("0", context, 32) is None
+    for vocab in (-1, 13, 33):
         with pytest.raises(ValueError, match=f"up to the 12 that were stored, or 32 for all; not {vocab}"):
-            frequent_ids(IDS, vocab, 32)
+            chosen_ids(str(vocab), context, 32, IDS)
 
 
 def test_frequent_tokens_make_up_nearly_all_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,14 @@ from foretoken.models.call import Call
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.layers import LayerPlan
 from foretoken.models.packing import pack_linears
-from foretoken.models.quantised_products import Dequantised, Int4Product, Int8Product, IntegerProduct, QuantisedProduct
+from foretoken.models.quantised import multiplies_bytes
+from foretoken.models.quantised_products import (
+    Dequantised,
+    Int4Product,
+    Int8Product,
+    IntegerProduct,
+    QuantisedProduct,
+)
 from foretoken.models.second_weights import OwnWeightsModel, QuantisedWeights, Scheme
 from foretoken.sampling import SamplingParams
 from models.checkpoints import new_model, prompt_of
@@ -60,7 +67,7 @@ def product(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     }
     chosen = kinds[request.param]
 
-    def pick(out: int, width: int, group: int, bits: str) -> type[QuantisedProduct]:
+    def pick(out: int, width: int, group: int, bits: str, activations: str) -> type[QuantisedProduct]:
         return chosen if bits != "8" or chosen.bits == 8 else Int8Product
 
     monkeypatch.setattr(second_weights, "fastest_draft_product", pick)
@@ -305,6 +312,17 @@ def test_the_set_holds_what_the_dequantised_weights_say(lean: bool) -> None:
     assert not any(isinstance(one, Dequantised) for one in made)
 
 
+@pytest.mark.skipif(not multiplies_bytes(), reason="no kernel for activations of 8 bits")
+@pytest.mark.parametrize("activations", ["8", "15"])
+def test_drafts_take_activations_of_as_many_bits_as_they_are_told(activations: str) -> None:
+    target = model()
+    drafter = build_drafter(f"quantized,bits=8,activations={activations}", target, target_source=target)
+    products = drafter.model.weights.all_products
+    assert products and {product.activations for product in products} == {int(activations)}
+    wanted = [Request([3, 5, 7], GREEDY, 12, ignore_eos=True)]
+    assert outputs(engine(target, drafter), wanted) == outputs(engine(target), wanted)
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -313,6 +331,7 @@ def test_the_set_holds_what_the_dequantised_weights_say(lean: bool) -> None:
     [
         ("quantized:folder", "takes no path"),
         ("quantized,bits=5", "bits=4, 8 or auto"),
+        ("quantized,activations=16", "activations must be one of 8, 15, auto"),
         ("quantized,group=48", "group must be one of 32, 64, 128"),
         ("quantized,k=0", "quantized needs k >= 1"),
         ("quantized,draw=sorted", "draw must be"),
@@ -348,6 +367,11 @@ def test_targets_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert one_line(error)
     QuantizedDrafter(odd, "8")
     whole = model()
+    with monkeypatch.context() as lacking:
+        lacking.setattr(second_weights, "multiplies_bytes", lambda: False)
+        with pytest.raises(CapabilityError, match="no kernel for activations of 8 bits: leave it out") as error:
+            QuantizedDrafter(whole, "8", activations="8")
+        assert one_line(error) and not whole._second
     monkeypatch.setattr(second_weights, "free_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"a second set of weights takes .* GB and .* are free") as full:
         QuantizedDrafter(whole, "8")

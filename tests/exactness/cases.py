@@ -9,7 +9,7 @@ instead of tables.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +22,9 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.bpd import BpdDrafter
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.datastore import Datastore
+from foretoken.drafters.dflash import DflashDrafter
+from foretoken.drafters.dflash2 import Dflash2Drafter
+from foretoken.drafters.dspark import DsparkDrafter
 from foretoken.drafters.eagle import EagleDrafter
 from foretoken.drafters.eagle3 import Eagle3Drafter
 from foretoken.drafters.early_exit import EarlyExitDrafter
@@ -63,6 +66,7 @@ from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.swift import SwiftDrafter
 from foretoken.drafters.vocabulary import Vocabulary
 from foretoken.models.base import LanguageModel
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.features import FeatureModel
 from foretoken.models.native_mtp import NativeModule
 from foretoken.models.parts import TargetParts
@@ -89,11 +93,25 @@ def random_weights(net: Any, scale: float = 0.4) -> Any:
     return net
 
 
-def medusa(target: LanguageModel, nodes: int, random: bool) -> MedusaDrafter:
-    """Heads with random weights, or fresh ones, which say what the target says of the token before."""
+def few_tokens(model: LanguageModel, quantised: bool = False) -> DraftHead:
+    """A projection to every second token: of four a processor may leave none of them."""
+    return DraftHead(TargetParts(model), torch.arange(1, model.vocab_size, 2), quantised=quantised)
+
+
+def guessing_few(drafter: Any, model: LanguageModel) -> Drafter:
+    """A drafter with the network ``model`` that guesses every second token only."""
+    drafter.head = few_tokens(model)
+    made: Drafter = drafter
+    return made
+
+
+def medusa(target: LanguageModel, nodes: int, random: bool, own: bool = False, few: bool = False) -> MedusaDrafter:
+    """Heads with random weights, or fresh ones, which say what the target says of the token before; ``own``: each with
+    a projection of its own; ``few``: that guess every second token."""
     parts = TargetParts(target)
-    net = MedusaHeads(MedusaConfig(parts.hidden_size, parts.vocab_size, 3))
-    return MedusaDrafter(random_weights(net) if random else net, parts, nodes)
+    net = MedusaHeads(MedusaConfig(parts.hidden_size, parts.vocab_size, 3, own_projection=own))
+    frequent = range(1, parts.vocab_size, 2) if few else ()
+    return MedusaDrafter(random_weights(net) if random else net, parts, nodes, frequent=frequent)
 
 
 def bpd(target: LanguageModel, random: bool, norm: str = "rms") -> BpdDrafter:
@@ -103,42 +121,51 @@ def bpd(target: LanguageModel, random: bool, norm: str = "rms") -> BpdDrafter:
     return BpdDrafter(random_weights(net) if random else net, parts)
 
 
-def kangaroo(target: LanguageModel, **options: Any) -> KangarooDrafter:
+def kangaroo(target: LanguageModel, few: bool = False, **options: Any) -> KangarooDrafter:
     """A random adapter behind the target's first layer."""
     parts = TargetParts(target)
     net = random_weights(KangarooNet(KangarooConfig(**dataclasses.asdict(LayerConfig.of_target(parts.config)))))
-    return KangarooDrafter(target, FeatureModel(net, parts, target), **options)
+    head = few_tokens(target) if few else None
+    made = KangarooDrafter(target, FeatureModel(net, parts, target, head), **options)
+    made.head = head
+    return made
 
 
-def hydra(target: LanguageModel, nodes: int, random: bool, prefix: bool = False) -> HydraDrafter:
+def hydra(
+    target: LanguageModel, nodes: int, random: bool, prefix: bool = False, frequent: Sequence[int] = ()
+) -> HydraDrafter:
     """Dependent heads with random weights, or fresh ones, which say what the target says of the token before."""
     parts = TargetParts(target)
     layer = dataclasses.asdict(LayerConfig.of_target(parts.config))
     net = HydraHeads(HydraConfig(parts.hidden_size, parts.vocab_size, 3, prefix=prefix, layer=layer))
-    return HydraDrafter(random_weights(net) if random else net, parts, nodes, target=target)
+    return HydraDrafter(random_weights(net) if random else net, parts, nodes, frequent=frequent, target=target)
 
 
 SEQUOIA = "sequoia,nodes=6,depth=3,acceptance=0.5 0.25 0.2"
 """(0), (1), (0,0), (2), (1,0), (0,0,0): places of one level with different numbers of children."""
 
 
-def feature_drafter(drafter: Any, net: Any, config: Any, target: LanguageModel, **options: Any) -> Drafter:
+def feature_drafter(
+    drafter: Any, net: Any, config: Any, target: LanguageModel, few: bool = False, **options: Any
+) -> Drafter:
     """A random network over the target's features."""
     parts = TargetParts(target)
     shape = dataclasses.asdict(LayerConfig.of_target(parts.config))
+    head = few_tokens(target) if few else None
     made: Drafter = drafter(
-        FeatureModel(random_weights(net(config(**shape))), parts, target), nodes=5, depth=3, **options
+        FeatureModel(random_weights(net(config(**shape))), parts, target, head), nodes=5, depth=3, **options
     )
     return made
 
 
-def native_mtp(target: LanguageModel, count: int = 1) -> MtpDrafter:
+def native_mtp(target: LanguageModel, count: int = 1, few: bool = False) -> MtpDrafter:
     """Random modules of the target's own layer class, as a checkpoint holds them."""
     parts = TargetParts(target)
     modules = [random_weights(NativeModule(parts.network)) for _ in range(count)]
+    head = few_tokens(target) if few else None
     if count > 1:
-        return MtpDrafter(StackedModel(StackedModules(modules), parts, target), nodes=3, depth=3)
-    return MtpDrafter(FeatureModel(modules[0], parts, target), nodes=5, depth=3, width=2)
+        return MtpDrafter(StackedModel(StackedModules(modules), parts, target, head), nodes=3, depth=3)
+    return MtpDrafter(FeatureModel(modules[0], parts, target, head), nodes=5, depth=3, width=2)
 
 
 def eagle3(target: LanguageModel, share_head: bool, **options: Any) -> Eagle3Drafter:
@@ -150,6 +177,37 @@ def eagle3(target: LanguageModel, share_head: bool, **options: Any) -> Eagle3Dra
     net = random_weights(Eagle3Net(config))
     net.choose(torch.arange(config.draft_vocab) * 2 + 1)
     return Eagle3Drafter.of(net, parts, target, nodes=5, depth=3, **options)
+
+
+def block(drafter: Any, target: LanguageModel, shape: dict[str, Any], **options: Any) -> Drafter:
+    """A random network of two layers that guesses blocks of four, or that and more for ``shape``."""
+    parts = TargetParts(target)
+    layer = dataclasses.asdict(LayerConfig.of_target(parts.config))
+    config = drafter.net_config(
+        **{**layer, "vocab_size": parts.vocab_size, "layers": 2, "taps": "1,2", "block": 4, **shape}
+    )
+    net = random_weights(drafter.net_class(config))
+    made: Drafter = drafter.of(net, parts, target, **{"nodes": 5, **options})
+    return made
+
+
+BLOCKS: dict[Any, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    DflashDrafter: {
+        "drawn": ({}, {}),
+        "points": ({"causal": "1", "reach": "0,3"}, {"draw": "greedy"}),
+        "chain": ({"from_anchor": True, "sinks": True, "own_mask": True}, {"width": 1, "depth": 2}),
+    },
+    Dflash2Drafter: {
+        "drawn": ({"group": 4, "top": 3}, {}),
+        "points": ({"group": 8, "conv": 3, "draft_vocab": 3}, {"draw": "greedy"}),
+    },
+    DsparkDrafter: {
+        "drawn": ({"top": 3}, {}),
+        "gated": ({"head": "gated", "confidence": "state"}, {"draw": "greedy", "stop": 0.2}),
+        "rnn": ({"head": "rnn", "from_anchor": False}, {"stop": 0.3, "depth": 2}),
+    },
+}
+"""By drafter, shapes of networks and options."""
 
 
 def pass_tokens(target: LanguageModel, learned: int, **options: Any) -> PassTokensDrafter:
@@ -207,6 +265,15 @@ CASES: dict[str, list[Case]] = {
         Case("wor-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="without_replacement")),
         Case("greedy-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="greedy")),
         Case("itself", lambda target, draft: ModelDrafter(target, k=3)),
+        *(
+            Case(f"few-{label}", lambda target, draft, o=options: guessing_few(ModelDrafter(draft, **o), draft), True)  # type: ignore[misc]
+            for label, options in {
+                "chain": {"k": 3},
+                "iid-tree": {"tree": "2x2x1", "draw": "iid"},
+                "wor-tree": {"tree": "2x2x1"},
+                "greedy-tree": {"tree": "2x2x1", "draw": "greedy"},
+            }.items()
+        ),
         *(
             Case(f"{tree}-{draw}", lambda target, draft, t=tree, d=draw: grown(target, draft, t, d))  # type: ignore[misc]
             for tree, draw in (("eagle2", "iid"), ("opt_tree,threshold=0.05", "iid"), ("cost_aware", "greedy"))
@@ -303,6 +370,12 @@ CASES: dict[str, list[Case]] = {
             Case(f"until-{test}", lambda target, draft, t=test: EarlyExitDrafter(target, 1, k=3, until=t), network=True)  # type: ignore[misc]
             for test in ("margin", "hidden")
         ),
+        Case("few", lambda target, draft: guessing_few(EarlyExitDrafter(target, layer=1, k=3), target), network=True),
+        Case(
+            "few-until-margin",
+            lambda target, draft: guessing_few(EarlyExitDrafter(target, 1, k=3, until="margin"), target),
+            network=True,
+        ),
     ],
     "layer_skip": [
         Case("chain", lambda target, draft: LayerSkipDrafter(target, attention="1", k=3), network=True),
@@ -318,6 +391,11 @@ CASES: dict[str, list[Case]] = {
                 "iid-tree": {"tree": "3x2x1", "draw": "iid"},
                 "wor-tree": {"tree": "2x2x1"},
             }.items()
+        ),
+        Case(
+            "few",
+            lambda target, draft: QuantizedDrafter(target, "8", k=3, head=few_tokens(target, quantised=True)),
+            network=True,
         ),
         Case(
             "cascade",
@@ -422,11 +500,14 @@ CASES: dict[str, list[Case]] = {
     "medusa": [
         Case("random", lambda target, draft: medusa(target, 6, random=True), network=True),
         Case("fresh", lambda target, draft: medusa(target, 4, random=False), network=True),
+        Case("few", lambda target, draft: medusa(target, 6, random=True, few=True), network=True),
+        Case("few-own", lambda target, draft: medusa(target, 6, random=True, own=True, few=True), network=True),
     ],
     "hydra": [
         Case("random", lambda target, draft: hydra(target, 6, random=True), network=True),
         Case("fresh", lambda target, draft: hydra(target, 4, random=False), network=True),
         Case("prefix", lambda target, draft: hydra(target, 6, random=True, prefix=True), network=True),
+        Case("few", lambda target, draft: hydra(target, 6, random=True, frequent=(3, 1)), network=True),
     ],
     "bpd": [
         Case("random", lambda target, draft: bpd(target, random=True, norm="layer"), network=True),
@@ -461,7 +542,12 @@ CASES: dict[str, list[Case]] = {
             "drawn",
             lambda target, draft: feature_drafter(EagleDrafter, EagleNet, EagleConfig, target, width=1),
             network=True,
-        )
+        ),
+        Case(
+            "few",
+            lambda target, draft: feature_drafter(EagleDrafter, EagleNet, EagleConfig, target, few=True),
+            network=True,
+        ),
     ],
     "eagle3": [
         Case("own-head", lambda target, draft: eagle3(target, share_head=False), network=True),
@@ -477,10 +563,19 @@ CASES: dict[str, list[Case]] = {
         ),
         Case("native", lambda target, draft: native_mtp(target), network=True),
         Case("native-stack", lambda target, draft: native_mtp(target, count=2), network=True),
+        Case("few-native-stack", lambda target, draft: native_mtp(target, count=2, few=True), network=True),
     ],
+    **{
+        kind.name: [
+            Case(label, lambda target, draft, k=kind, b=given: block(k, target, b[0], **b[1]), network=True)  # type: ignore[misc]
+            for label, given in shapes.items()
+        ]
+        for kind, shapes in BLOCKS.items()
+    },
     "kangaroo": [
         Case("chain", lambda target, draft: kangaroo(target, k=3, eta=0.2), network=True),
         Case("wor-tree", lambda target, draft: kangaroo(target, tree="2x2x1"), network=True),
+        Case("few", lambda target, draft: kangaroo(target, few=True, k=3, eta=0.2), network=True),
     ],
     "pass_tokens": [
         Case("iid", lambda target, draft: pass_tokens(target, 3), network=True),

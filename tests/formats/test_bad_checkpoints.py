@@ -49,6 +49,10 @@ LAYOUTS = [
     ("eagle", "vllm", "layers.0.self_attn.k_proj.weight"),
     ("medusa", "vllm", "blocks.1.layers.0.weight"),
     ("medusa", "original", "1.0.linear.weight"),
+    ("dflash", "plain", "layers.1.self_attn.k_norm.weight"),
+    ("dflash", "speculators", "layers.0.input_layernorm.weight"),
+    ("dflash2", "plain", "candidate_selector.successor_codebook"),
+    ("dspark", "speculators", "markov_head.markov_w2.weight"),
 ]
 
 
@@ -149,8 +153,8 @@ def test_speculators(target: Path, tmp_path: Path) -> None:
     refused(source, target, "lacks norm_before_residual")
     change(source, None, norm_before_residual=False, transformer_layer_config=[])
     refused(source, target, "lacks transformer_layer_config")
-    change(source, None, speculators_model_type="dflash")
-    refused(source, target, "of the type 'dflash': eagle3 can be imported")
+    change(source, None, speculators_model_type="mlp")
+    refused(source, target, "of the type 'mlp': eagle3, mtp, dflash.* can be imported")
 
 
 def test_files(target: Path, tmp_path: Path) -> None:
@@ -176,7 +180,7 @@ def test_unknown_layouts(target: Path, tmp_path: Path) -> None:
     refused(empty, target, r"\(no config.json\) is in no layout")
     (empty / "config.json").write_text('{"architectures": ["DFlashDraftModel"]}')
     save_file({"x": torch.zeros(1)}, empty / "model.safetensors")
-    refused(empty, target, r"\(DFlashDraftModel\) is in no layout .* eagle3, eagle, medusa, model")
+    refused(empty, target, r"\(DFlashDraftModel\) is in no layout .* eagle3, dflash, .*eagle, medusa, model")
     refused(empty, target, "in no layout that can be imported as medusa", method="medusa")
     refused(empty, target, "no other project reads a drafter 'ngram'", method="ngram")
     mine = save_net("medusa", tmp_path / "mine", target)

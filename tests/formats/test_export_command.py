@@ -90,7 +90,10 @@ def test_an_engine_chooses_the_layout(
 
 
 BAD = [
-    (("ngram",), "no other project reads a drafter 'ngram': choose one of eagle3, eagle, medusa, model"),
+    (
+        ("ngram",),
+        "no other project reads a drafter 'ngram': choose one of eagle3, dflash, dflash2, dspark, eagle, medusa, model",
+    ),
     (("nosuch",), "unknown drafter 'nosuch'"),
     (("medusa", "--format", "speculators"), "medusa has no format 'speculators': choose one of original, vllm"),
     (("medusa", "--engine", "tgi"), "unknown engine 'tgi': choose one of vllm, sglang, huggingface"),

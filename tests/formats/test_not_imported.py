@@ -8,9 +8,9 @@ import pytest
 from tiny_nets import save_net
 
 import foretoken as ft
-from foretoken.drafters.nets.store import IMPORTED
 from foretoken.formats import export_drafter, import_drafter
 from foretoken.formats.catalogue import LAYOUTS
+from foretoken.io.drafter_folders import IMPORTED
 from foretoken.registry import find
 
 TRAINED = [(layout.method, layout.name) for layout in LAYOUTS if find("drafter", layout.method).needs_training]

@@ -26,6 +26,15 @@ CASES = [
     ("medusa", "vllm", {"layers": 2, "own_projection": True}),
     ("medusa", "original", {}),
     ("medusa", "original", {"layers": 2, "own_projection": True}),
+    ("dflash", "plain", {}),
+    ("dflash", "plain", {"reach": "5,0", "causal": "1,0", "own_mask": True, "mask_token": 0, "sinks": True}),
+    ("dflash", "speculators", {"draft_vocab": 30, "own_head": True, "from_anchor": True, "taps": "1,2,4"}),
+    ("dflash", "speculators", {"reach": "6", "causal": "1", "input_scale": 2.0}),
+    ("dflash2", "plain", {"rank": 6, "top": 5}),
+    ("dflash2", "speculators", {"rank": 6, "top": 5, "conv": 3, "group": 8, "draft_vocab": 30, "own_head": True}),
+    ("dspark", "plain", {"rank": 6, "top": 9}),
+    ("dspark", "plain", {"rank": 6, "head": "rnn", "confidence": ""}),
+    ("dspark", "speculators", {"rank": 6, "head": "gated", "confidence": "state", "draft_vocab": 30, "own_head": True}),
 ]
 
 

@@ -13,7 +13,10 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import foretoken
+from foretoken.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.drafters.nets.decoder import LayerConfig
+from foretoken.drafters.nets.dflash2 import Dflash2Config, Dflash2Net
+from foretoken.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
@@ -23,6 +26,11 @@ from foretoken.models.parts import TargetParts
 
 VOCAB, SIZE, LAYERS, HEADS, KV_HEADS, FFN = 96, 32, 4, 4, 2, 48
 PROMPT = [5, 9, 2, 7, 5, 9, 2]
+BLOCKS: dict[str, tuple[Any, Any]] = {
+    "dflash": (BlockConfig, BlockNet),
+    "dflash2": (Dflash2Config, Dflash2Net),
+    "dspark": (DsparkConfig, DsparkNet),
+}
 DRAFT_TOKENS = torch.arange(3, 93, 3)
 
 
@@ -67,6 +75,15 @@ def save_net(method: str, folder: Path, target: Path, **config: Any) -> Path:
     elif method == "eagle":
         shape = EagleConfig(**layer, **config)
         net = EagleNet(shape)
+    elif method in BLOCKS:
+        kind, made = BLOCKS[method]
+        block = {"vocab_size": VOCAB, "layers": 2, "taps": "2,3", "block": 4, "mask_token": 7, "head_dim": 16}
+        shape = kind(**{**layer, **block, **config})
+        net = made(shape)
+        if shape.draft_vocab:
+            rows = DRAFT_TOKENS[: shape.draft_vocab]
+            net.get_buffer("d2t").copy_(rows - torch.arange(len(rows)))
+            net.get_buffer("t2d").zero_()[rows] = True
     else:
         shape = Eagle3Config(**{**layer, "vocab_size": VOCAB, "draft_vocab": 30, "layers": "1,2,4", **config})
         net = Eagle3Net(shape)

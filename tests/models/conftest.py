@@ -1,12 +1,20 @@
-"""Checks of fast paths are made anew in every test of models: a test may plant what a fingerprint does not see."""
+"""Checks of fast paths are made anew in every test of models: a test may plant what a fingerprint does not see.
+
+The fixture ``level`` runs a test of our kernels on every instruction set that this CPU has.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from foretoken.models import checks
+from foretoken.models import checks, layouts, quantised
+from foretoken.models.native import library
+
+HERE = [name for name in library.LEVELS if library._cpu_level((name,))]
+"""Instruction sets that this CPU has."""
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +22,16 @@ def fresh_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is remembered from other tests."""
     monkeypatch.setattr(checks, "_KNOWN", {})
     monkeypatch.setattr(checks, "cache_folder", lambda: tmp_path / "none")
+
+
+@pytest.fixture(params=HERE or ["none"])
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Kernels are compiled for each instruction set in turn."""
+    caches = (library._loaded, library.function, layouts._has_native, quantised.available)
+    monkeypatch.delenv(library.SWITCH, raising=False)
+    monkeypatch.setitem(library.ALLOWED, "native", (request.param,))
+    for one in caches:
+        one.cache_clear()
+    yield request.param
+    for one in caches:
+        one.cache_clear()

@@ -42,7 +42,7 @@ class Cells:
 
 
 class Text:
-    """One text in the cells, driven as ``GgufModel`` drives it."""
+    """One text in the cells, driven as ``LlamaCppModel`` drives it."""
 
     def __init__(self, cells: Cells, free: list[int]) -> None:
         self.cells, self.free = cells, free

@@ -93,7 +93,9 @@ def test_what_is_refused_is_said_once_with_its_reason_and_its_cost(
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantised_kernels_are_judged_by_the_numbers_they_stand_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_kernels_are_judged_by_the_numbers_they_stand_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def quantised() -> Any:
         model = deep("llama", hidden_size=64, intermediate_size=128)
         quantise_linears(model, kind)
@@ -106,7 +108,7 @@ def test_quantised_kernels_are_judged_by_the_numbers_they_stand_for(kind: str, m
     monkeypatch.setattr(type(layer.product), "product", lambda self, x: 1.1 * kernel(self, x))
     monkeypatch.setattr(type(layer.product), "dense", lambda self: kernel(self, torch.eye(self.shape[1])).float().t())
     checks_module._KNOWN.clear()
-    monkeypatch.setattr(checks_module, "checks_file", lambda: Path("/no/such/file"))  # where a slow machine keeps them
+    monkeypatch.setattr(checks_module, "checks_file", lambda: tmp_path / "other")  # where a slow machine keeps them
     (refused,) = HuggingFaceModel(model, lean=False).refused
     assert refused.path == "quantised kernels"
 
@@ -153,6 +155,21 @@ def test_results_are_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch, 
     checks_module._KNOWN.clear()
     with pytest.raises(TypeError):
         HuggingFaceModel(model)
+
+
+def test_all_results_of_a_model_with_a_slow_check_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A later check would be judged by a network that the first path, which is remembered, has laid out."""
+    monkeypatch.setattr(checks_module, "cache_folder", lambda: tmp_path)
+    clock = iter([0.0, 5.0])  # the first check takes five seconds, the others none
+    monkeypatch.setattr(checks_module, "perf_counter", lambda: next(clock, 5.0))
+    checks_module._KNOWN.clear()
+    HuggingFaceModel(deep("llama"), in_place=True)
+    kept = json.loads(checks_file().read_text())
+    assert any(" bits " in name for name in kept) and len(kept) >= 2
+    checks_module._KNOWN.clear()
+    monkeypatch.setattr(Judge, "of", None)  # nothing is judged again
+    HuggingFaceModel(deep("llama"), in_place=True)
+    assert json.loads(checks_file().read_text()) == kept
 
 
 def test_fingerprints_tell_networks_apart() -> None:

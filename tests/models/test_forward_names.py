@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from foretoken.models import wrap
-from foretoken.models.gguf import GgufModel
+from foretoken.models.llama_cpp_model import LlamaCppModel
 from foretoken.models.table import TableModel
 from models.checkpoints import new_model
 
@@ -12,7 +12,7 @@ def test_each_kind_of_model_has_its_own_name() -> None:
     assert wrap(new_model("llama"), lean=True).describe()["forward"] == "lean"
     assert wrap(new_model("llama"), lean=False).describe()["forward"] == "public"
     assert TableModel.random(4).describe()["forward"] == "table"
-    file = object.__new__(GgufModel)  # opening one takes a compiled llama.cpp, which is not everywhere
+    file = object.__new__(LlamaCppModel)  # opening one takes a compiled llama.cpp, which is not everywhere
     file.threads, file.dtype = 3, "Q4_0"
     told = file.describe()
     assert (told["forward"], told["threads"], told["weights"], told["exactness"]) == (

@@ -25,7 +25,7 @@ from foretoken.models.fixed_cache import PATH, FixedCache
 from foretoken.models.fixed_step import Bucket, Numbers, fixed_mask, size_of
 from foretoken.models.graphs import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.masks import LayerMask, RowPlan, additive_mask
+from foretoken.models.masks import LayerMask, RowPlan, additive_mask, unseen
 from foretoken.models.sequential import SequentialModel
 from foretoken.models.table import TableModel
 from foretoken.sampling import SamplingParams
@@ -149,7 +149,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 def _causal(numbers: Any, layer: Any, slots: int, dtype: torch.dtype) -> torch.Tensor:
     keys = torch.arange(slots)
     hidden = keys > numbers["slots"][:, None, :, None]
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, unseen(dtype))
 
 
 def _first_slots(self: FixedCache, store: Any, new: torch.Tensor, layer: int) -> torch.Tensor:

@@ -21,7 +21,8 @@ from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.models.base import Feed, Rows
 from foretoken.models.call import Call
 from foretoken.models.features import FeatureModel
-from foretoken.models.huggingface import SPARED, HuggingFaceModel
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.lean import SPARED
 from foretoken.models.lean_heads import LeanHead
 from foretoken.models.native import attention as native
 from foretoken.models.native_mtp import NativeModule

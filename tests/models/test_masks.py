@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.models.masks import LayerMask, RowPlan, additive_mask, ancestor_matrix, row_allowed
+from foretoken.models.masks import LayerMask, RowPlan, additive_mask, ancestor_matrix, row_allowed, unseen
 
 LAYERS = [
     LayerMask(),
@@ -70,7 +70,7 @@ def test_one_row(layer: LayerMask, chain: bool) -> None:
         else:
             assert mask.shape == (1, 1, row.new, used)
             assert torch.equal(mask[0] == 0, wanted)
-            assert mask[0][~wanted].eq(torch.finfo(torch.float32).min).all()
+            assert mask[0][~wanted].eq(unseen(torch.float32)).all()
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
@@ -107,3 +107,18 @@ def test_ancestors() -> None:
         [True, True, False, True, False],
         [False, False, False, False, True],
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_hidden_slot_has_a_finite_score_and_no_weight(dtype: torch.dtype) -> None:
+    """Whatever a layer adds: a block of nothing but -inf is NaN in kernels that take a row in blocks."""
+    row = RowPlan(3, [-1, -1], [0, 0], 2)
+    mask = additive_mask([row], LayerMask(), 2, 5, dtype, torch.device("cpu"))
+    assert mask is not None
+    scores = torch.full_like(mask, torch.finfo(dtype).min / 4) + mask
+    assert bool(torch.isfinite(scores).all())
+    seen = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weights = torch.softmax((seen + mask).float(), -1)
+    assert bool((weights[mask < 0] == 0).all())
+    lowest = torch.softmax((seen + mask.masked_fill(mask < 0, torch.finfo(dtype).min)).float(), -1)
+    assert torch.equal(weights, lowest)

@@ -50,7 +50,7 @@ def twin(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("scale", [0.125, 3.0])
-def test_it_is_the_twin_rounded_once(size: int, shape: tuple[int, ...], masked: bool, scale: float) -> None:
+def test_it_is_the_twin_rounded_once(level: str, size: int, shape: tuple[int, ...], masked: bool, scale: float) -> None:
     query, keys, values, mask = case(*shape, size)  # type: ignore[arg-type]
     given = mask if masked else None
     found, wanted = attention(query, keys, values, given, scale), twin(query, keys, values, given, scale)
@@ -61,7 +61,7 @@ def test_it_is_the_twin_rounded_once(size: int, shape: tuple[int, ...], masked: 
 
 @needs_it
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_rows_bits_depend_on_what_it_sees_alone(shape: tuple[int, ...]) -> None:
+def test_a_rows_bits_depend_on_what_it_sees_alone(level: str, shape: tuple[int, ...]) -> None:
     """In a batch, beside other rows, with hidden slots between: what it gets when nothing else is there."""
     query, keys, values, mask = case(*shape, 64)  # type: ignore[arg-type]
     found = attention(query, keys, values, mask, 0.125)
@@ -81,7 +81,7 @@ def test_a_rows_bits_depend_on_what_it_sees_alone(shape: tuple[int, ...]) -> Non
 
 
 @needs_it
-def test_hidden_slots_may_hold_anything() -> None:
+def test_hidden_slots_may_hold_anything(level: str) -> None:
     query, keys, values, mask = case(1, 6, 2, 5, 37, 64)
     mask[..., 20:24] = HIDDEN
     wanted = attention(query, keys, values, mask, 0.125)
@@ -92,7 +92,7 @@ def test_hidden_slots_may_hold_anything() -> None:
 
 
 @needs_it
-def test_very_large_and_very_small_scores() -> None:
+def test_very_large_and_very_small_scores(level: str) -> None:
     query, keys, values, _ = case(1, 2, 1, 1, 40, 32)
     for factor in (1e-3, 1e3, 1e5):
         found, wanted = attention(query, keys, values, None, factor), twin(query, keys, values, None, factor)
@@ -152,7 +152,7 @@ def differing_rows(model: HuggingFaceModel, rng: random.Random) -> int:
 
 
 @needs_it
-def test_so_are_the_logits() -> None:
+def test_so_are_the_logits(level: str) -> None:
     model, rng = load_model("builtin", dtype="bfloat16"), random.Random(0)
     assert isinstance(model, HuggingFaceModel) and model._lean.layers[0].native
     assert [differing_rows(model, rng) for _ in range(4)] == [0] * 4

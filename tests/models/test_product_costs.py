@@ -11,6 +11,7 @@ import torch
 
 from foretoken.models import product_costs
 from foretoken.models.layouts import LAYOUTS, usable_layouts
+from foretoken.models.native import library
 from foretoken.models.packing import Projection
 from foretoken.models.product_costs import (
     cache_file,
@@ -94,6 +95,16 @@ def test_sizes_share_measurements() -> None:
     assert size_class(3, 10**6) == (product_costs.SMALLEST, product_costs.LARGEST)
 
 
+def test_each_instruction_set_has_measurements_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = set()
+    for level in library.LEVELS:
+        product_costs.machine_key.cache_clear()
+        monkeypatch.setattr(library, "level", lambda level=level: level)
+        files.add(cache_file())
+    product_costs.machine_key.cache_clear()
+    assert len(files) == len(library.LEVELS)
+
+
 def test_a_measurement_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     first = product_times("plain", BF16, 256, 256)
     assert set(first) == set(product_costs.ROWS) and all(0 < s < 1 for s in first.values())
@@ -145,11 +156,11 @@ def test_copies_do_not_fit_into_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_pat
         (tmp_path / f"index{index}").mkdir()
         (tmp_path / f"index{index}" / "size").write_text(size + "\n")
     monkeypatch.setattr(product_costs, "CACHES", tmp_path)
-    assert product_costs._copies_bytes.__wrapped__() == 128 * 2**20
+    assert product_costs.cache_bytes.__wrapped__() == 128 * 2**20
     (tmp_path / "index3" / "size").write_text("999999K")
-    assert product_costs._copies_bytes.__wrapped__() == product_costs.MOST_COPIES_BYTES
+    assert product_costs.cache_bytes.__wrapped__() == product_costs.MOST_COPIES_BYTES
     monkeypatch.setattr(product_costs, "CACHES", tmp_path / "nowhere")
-    assert product_costs._copies_bytes.__wrapped__() == product_costs.COPIES_BYTES
+    assert product_costs.cache_bytes.__wrapped__() == product_costs.COPIES_BYTES
 
 
 def test_other_processes_are_not_counted() -> None:

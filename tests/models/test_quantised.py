@@ -11,28 +11,33 @@ from torch import Tensor
 
 from foretoken.models import quantised, quantised_weights
 from foretoken.models.native import why_not
-from foretoken.models.quantised import available, fastest_draft_product, make_product
+from foretoken.models.quantised import available, fastest_draft_product, fastest_target_product, make_product
 from foretoken.models.quantised_products import (
     Dequantised,
     Int4Product,
     Int8Product,
     IntegerProduct,
+    NativeInt4ByteProduct,
     NativeInt4Product,
+    NativeInt8ByteProduct,
     NativeInt8Product,
     QuantisedProduct,
 )
 from foretoken.models.quantised_weights import Int4Weight, Int8Weight, block4
 
 OURS: list[type[QuantisedProduct]] = [NativeInt8Product, NativeInt4Product] if why_not() is None else []
-PRODUCTS: list[type[QuantisedProduct]] = [IntegerProduct, Int8Product, Int4Product, *OURS]
+BYTES: list[type[QuantisedProduct]] = [NativeInt8ByteProduct, NativeInt4ByteProduct] if why_not() is None else []
+PRODUCTS: list[type[QuantisedProduct]] = [IntegerProduct, Int8Product, Int4Product, *OURS, *BYTES]
 TOLERANCE: dict[type[QuantisedProduct], float] = {
     IntegerProduct: 5e-4,
     Int8Product: 6e-3,
     Int4Product: 6e-3,
     NativeInt8Product: 6e-3,
     NativeInt4Product: 6e-3,
+    NativeInt8ByteProduct: 2e-2,
+    NativeInt4ByteProduct: 2e-2,
 }
-"""14 bits of input, or 8 bits of it and of the result, in standard deviations of the output."""
+"""14 bits of input, 8 bits of it and of the result, or integers of 8 bits, in standard deviations of the output."""
 
 
 def weight(out: int = 48, width: int = 64, seed: int = 0) -> Tensor:
@@ -152,13 +157,13 @@ def test_weight_only_products_get_bfloat16(
 def test_shapes_that_do_not_fit_int4_are_left_alone() -> None:
     assert fastest_draft_product(24, 64, 32, "4") is None  # 24 is no multiple of 16
     assert fastest_draft_product(32, 48, 32, "4") is None  # 48 is no multiple of 32
-    assert fastest_draft_product(32, 64, 32, "4") in (Int4Product, NativeInt4Product)
+    assert fastest_draft_product(32, 64, 32, "4") in (Int4Product, NativeInt4Product, NativeInt4ByteProduct)
     with pytest.raises(ValueError, match="int4 needs"):
         Int4Weight.of(weight(24), 32)
 
 
 def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9, NativeInt8Product: 3.0, NativeInt4Product: 3.0}
+    times = {IntegerProduct: 1.0, Int8Product: 2.0, Int4Product: 0.9} | dict.fromkeys([*OURS, *BYTES], 3.0)
     monkeypatch.setattr(quantised, "measured", lambda products, *_: {one: times[one] for one in products})
     choose = fastest_draft_product.__wrapped__
     assert choose(32, 64, 32) is IntegerProduct
@@ -169,12 +174,29 @@ def test_the_fastest_is_taken_and_int4_only_where_it_is_worth_it(monkeypatch: py
     assert choose(32, 64, 32, "8") is Int8Product
 
 
+@pytest.mark.skipif(not BYTES, reason=f"no kernels of our own: {why_not()}")
+def test_activations_of_8_bits_are_for_who_asks_and_for_drafts_that_are_faster_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = dict.fromkeys([IntegerProduct, Int8Product, Int4Product, *OURS], 1.0) | dict.fromkeys(BYTES, 0.9)
+    monkeypatch.setattr(quantised, "measured", lambda products, *_: {one: times[one] for one in products})
+    draft, target = fastest_draft_product.__wrapped__, fastest_target_product.__wrapped__
+    for bits, short in (("8", NativeInt8ByteProduct), ("4", NativeInt4ByteProduct)):
+        assert draft(32, 64, 32, bits, "8") is target(32, 64, 32, bits, "8") is draft(32, 64, 32, bits) is short
+        for chosen in (draft(32, 64, 32, bits, "15"), target(32, 64, 32, bits)):
+            assert chosen is not None and chosen.activations == 15
+    odd = draft(32, 12, 32, "8", "8")  # inputs come in eights
+    assert odd is not None and odd.activations == 15
+    times |= dict.fromkeys(BYTES, 0.95)
+    assert all(draft(32, 64, 32, bits) not in BYTES for bits in "84")
+
+
 def test_products_that_this_build_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any) -> Any:
         raise RuntimeError("Didn't find engine for operation quantized::linear_prepack NoQEngine")
 
     monkeypatch.setattr(IntegerProduct, "__init__", missing)
-    assert set(available.__wrapped__().values()) == {Int8Product, Int4Product, *OURS}
+    assert set(available.__wrapped__().values()) == {Int8Product, Int4Product, *OURS, *BYTES}
     monkeypatch.setattr(quantised, "available", dict)
     assert fastest_draft_product.__wrapped__(32, 64, 32) is None
 
@@ -182,7 +204,12 @@ def test_products_that_this_build_lacks_are_left_out(monkeypatch: pytest.MonkeyP
 def test_the_measurement_is_made_and_says_something() -> None:
     times = quantised.measured((Int8Product, IntegerProduct), 64, 64, 32, (1, 8))
     assert set(times) == {Int8Product, IntegerProduct} and min(times.values()) > 0
-    assert fastest_draft_product(64, 64, 32, "8") in (IntegerProduct, Int8Product, NativeInt8Product)
+    assert fastest_draft_product(64, 64, 32, "8") in (
+        IntegerProduct,
+        Int8Product,
+        NativeInt8Product,
+        NativeInt8ByteProduct,
+    )
 
 
 @pytest.mark.parametrize("product", PRODUCTS)

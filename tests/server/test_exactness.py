@@ -81,10 +81,11 @@ def test_the_speculation_route_names_it_too() -> None:
     assert found["threads"] >= 1
 
 
-def test_a_gguf_file_cannot_be_bitwise_and_the_start_says_so(tmp_path: Path) -> None:
+def test_llama_cpp_cannot_be_bitwise_and_the_start_says_so(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    assert "takes no exact=bitwise" in refused(str(file), "--exact", "bitwise", "--port", "0")
+    how = "--backend", "llama.cpp", "--exact", "bitwise", "--port", "0"
+    assert "takes no exact=bitwise" in refused(str(file), *how)
 
 
 def test_the_setting_comes_from_flag_environment_and_file(tmp_path: Path) -> None:

@@ -315,8 +315,8 @@ def test_an_unread_answer_keeps_its_place(stream: bool) -> None:
     with served(send_buffer=4096, write_timeout=600, max_running=4, max_queued=0) as running:
         places = running.serving.places
         with closing(ask_without_reading(running, stream=stream)) as sock:
-            wait_until(lambda: written(running) == 4)
-            assert places.open == 4 and running.serving.num_open == 0
+            wait_until(lambda: written(running) == 4 and running.serving.num_open == 0)
+            assert places.open == 4
             error_of(running.post("/v1/completions", prompt="x", max_tokens=1), 503)
             if not stream:
                 assert len(whole(sock)["choices"]) == 4

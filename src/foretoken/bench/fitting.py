@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.drafters.datastore import MAGIC
-from foretoken.drafters.nets.store import CONFIG
 from foretoken.formats.catalogue import LAYOUTS
 from foretoken.formats.folders import Found
+from foretoken.io.drafter_folders import OURS as CONFIG
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter
 from foretoken.loading.checkpoints import ADAPTER_CONFIG

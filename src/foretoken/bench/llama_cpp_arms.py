@@ -16,8 +16,12 @@ import torch
 
 from foretoken.bench.arms import ArmContext, ArmRun
 from foretoken.bench.gguf_export import write_gguf
+from foretoken.loading import resolve
 from foretoken.loading.gguf import is_gguf
-from foretoken.models.gguf import GgufModel
+from foretoken.models.llama_cpp_model import LlamaCppModel
+
+MOST_SLOTS = 8192
+"""Most tokens that llama.cpp is given room for: it takes the memory at once."""
 
 
 def llama_package() -> Any:
@@ -32,6 +36,14 @@ def llama_package() -> Any:
         reason = "" if isinstance(error, ModuleNotFoundError) and error.name == "llama_cpp" else f" ({error})"
         raise ValueError(f"the arm llama.cpp needs llama-cpp-python{reason}: pip install llama-cpp-python") from None
     return llama_cpp
+
+
+def gguf_file(context: ArmContext) -> Path | None:
+    """The file that the target was read from, if it was one."""
+    if isinstance(context.target, LlamaCppModel):
+        return context.target.path
+    source = context.target_source
+    return Path(source) if isinstance(source, str | Path) and is_gguf(source) else None
 
 
 class LlamaCppArm:
@@ -53,9 +65,10 @@ class LlamaCppArm:
         self.eos = context.target.eos_token_ids
         network: Any = getattr(context.target, "model", None)
         drafter = self.drafter(context)
-        if isinstance(context.target, GgufModel):
-            count = threads or context.target.threads
-            self.engine = open_file(context.target.path, context.target.context_length, count, drafter, logits_all=True)
+        file = gguf_file(context)
+        if file is not None:
+            count = threads or getattr(context.target, "threads", 0) or torch.get_num_threads()
+            self.engine = open_file(file, min(context.target.context_length, MOST_SLOTS), count, drafter, True)
         elif hasattr(network, "generate"):
             self.engine = open_llama(network, threads, drafter, logits_all=True)
         else:
@@ -137,7 +150,7 @@ class DraftArm(LlamaCppArm):
 
         if self.draft and is_gguf(self.draft):
             count = self.threads or torch.get_num_threads()
-            model = open_file(self.draft, context.target.context_length, count)
+            model = open_file(resolve(self.draft), context.target.context_length, count)
         else:
             model = open_llama(load_draft(self.draft, context, self.dtype), self.threads)
 

@@ -95,6 +95,7 @@ class Tally:
             "summary": True,
             "target": target_name(self.bench.shared.target, self.bench.shared.target_source),
             "machine": self.where,
+            "runs_as": runs_as(self.bench.shared),
             "arms": self.bench.settings.names,
             "settings": {**self.bench.config, "cut_prompts": self.bench.num_cut},
             "inflation": inflation(self.bench.shared.target),
@@ -158,6 +159,12 @@ class Tally:
 def dtype_of(shared: Shared) -> str:
     """The target's dtype, of a GGUF file what it calls its weights."""
     return str(getattr(shared.target, "dtype", "float64")).removeprefix("torch.")
+
+
+def runs_as(shared: Shared) -> dict[str, str]:
+    """How the target is run: ``forward``, ``weights`` and ``exactness``."""
+    told = shared.target.describe()
+    return {name: str(told[name]) for name in ("forward", "weights", "exactness")}
 
 
 def machine(shared: Shared) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from foretoken.registry import find, parse_spec
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from foretoken.bench.cards.written import Origin
     from foretoken.bench.run import BenchSettings
     from foretoken.bench.summary import BenchResult
 
@@ -76,9 +77,10 @@ def bench_command(
     ] = False,
     out: Annotated[Path | None, typer.Option(help="File for the run (JSON lines); OUT.partial while it runs.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with OUT.partial.")] = False,
-    with_card: Annotated[
-        bool, typer.Option("--card", help="A Markdown card: OUT with the suffix .md, or printed without --out.")
-    ] = False,
+    card: Annotated[
+        list[Path] | None,
+        typer.Option(help="File for a card: .json for `foretoken bench cards`, .md to read; may be given twice."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print cells and, as the last line, the summary; the rest goes to stderr.")
     ] = False,
@@ -95,6 +97,7 @@ def bench_command(
     temperatures, batches = _numbers("temperature", temperature, float, 0.0), _numbers("batch", batch, int, 1)
     if resume and out is None:
         raise ValueError("--resume goes on with OUT.partial: give --out too")
+    cards = _cards(card or ())
     lines_out = as_json or (out is None and not sys.stdout.isatty())
     with json_only(lines_out):
         from foretoken.bench.partial import check_out
@@ -103,14 +106,15 @@ def bench_command(
 
         if out is not None:
             check_out(out, resume)
+        about = _origin(common, arms, inflate) if ".json" in cards else None
         settings = BenchSettings(arms, temperatures, batches, repeat, common.seed or 0, not no_chat_template)
         loaded = [prompt for source in (prompts or [None]) for prompt in load_prompts(source, format)]  # type: ignore[list-item]
         chosen = select(loaded, category or (), max_prompts)
         result = _run(common, chosen, settings, out, resume, not stop_at_eos, inflate)
         if not as_json:
             _print(screen(), result, out)
-        if with_card:
-            _write_card(result, out)
+        for kind, file in cards.items():
+            _write_card(result, kind, file, about)
     if lines_out:
         for line in result.lines:
             sys.stdout.write(line + "\n")
@@ -163,9 +167,16 @@ def _run(
     device = None if common.device == "auto" else common.device
     dtype = None if common.dtype == "auto" else common.dtype
     shared = Shared(
-        load_model(common.target, dtype=dtype, device=common.device, inflate=inflate, quantize=common.quantize),
+        load_model(
+            common.target,
+            dtype=dtype,
+            device=common.device,
+            inflate=inflate,
+            quantize=common.quantize,
+            backend=common.backend,
+        ),
         common.target,
-        load_tokenizer(common.target),
+        load_tokenizer(common.target, common.backend),
         common.verifier,
         common.controller,
         common.profile,
@@ -270,16 +281,68 @@ _DETAILS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 }
 
 
-def _write_card(result: BenchResult, out: Path | None) -> None:
-    from foretoken.bench.card import card
+# -- cards -----------------------------------------------------------------------------------------------------------
 
-    text = card(result.cells, result.summary)
-    if out is None:
-        print(text, end="")
-        return
-    file = out.with_suffix(".md")
-    file.write_text(text, encoding="utf-8")
+
+def _cards(given: Sequence[Path]) -> dict[str, Path]:
+    """Files of cards by their suffix.
+
+    Raises:
+        ValueError: another suffix, two files of one kind, or a file that cannot be written.
+    """
+    found: dict[str, Path] = {}
+    for file in given:
+        kind = file.suffix.lower()
+        if kind not in (".json", ".md"):
+            raise ValueError(f"--card {file} must end in .json or .md")
+        if kind in found:
+            raise ValueError(f"--card names two {kind} files, {found[kind]} and {file}: give one of each kind")
+        if file.is_dir() or not file.parent.is_dir():
+            raise ValueError(
+                f"--card {file} cannot be written: {'it is a folder' if file.is_dir() else 'no such folder'}"
+            )
+        found[kind] = file
+    return found
+
+
+def _origin(common: Common, arms: Sequence[str], inflate: str | None) -> Origin:
+    from foretoken.bench.cards.written import origin
+
+    return origin(common.target, {"quantize": common.quantize, "inflate": inflate, "backend": common.backend}, arms)
+
+
+def _write_card(result: BenchResult, kind: str, file: Path, about: Origin | None) -> None:
+    from foretoken.bench.card import card
+    from foretoken.bench.cards.card import to_json
+    from foretoken.bench.cards.written import card_of
+    from foretoken.io.files import write_text
+
+    text = card(result.cells, result.summary) if about is None or kind == ".md" else to_json(card_of(result, about))
+    try:
+        write_text(file, text)
+    except OSError as error:
+        raise ValueError(f"--card {file} cannot be written: {error.strerror}") from None
     screen().print(f"card written to {file}", soft_wrap=True)
+
+
+@app.command("cards")
+def cards_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of cards that `foretoken bench --card FILE.json` wrote.")],
+    out: Annotated[Path, typer.Option(help="HTML file, self-contained.")],
+    as_json: Json = False,
+) -> None:
+    """Make one page of a folder of cards, with filters by CPU, model and method."""
+    from foretoken.bench.cards.page import write_page
+    from foretoken.cli.output import check_out, print_json
+
+    check_out(out)
+    cards, rows, faults = write_page(folder, out)
+    for line in faults:
+        print(f"warning: left out: {line}", file=sys.stderr)
+    if as_json:
+        print_json({"folder": str(folder), "out": str(out), "cards": cards, "rows": rows, "left_out": faults})
+    else:
+        screen().print(f"{cards} cards, {rows} measurements -> {out}", soft_wrap=True)
 
 
 # -- report ----------------------------------------------------------------------------------------------------------

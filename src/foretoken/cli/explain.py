@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from foretoken.engine.request import Origin
     from foretoken.llm import Llm, Output, Piece
+    from foretoken.show.run import Round
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": "", "root": ""}
 MARKS = {"accepted": ("[", "]"), "recovered": ("<", ">"), "bonus": ("{", "}"), "plain": ("", "")}
@@ -32,11 +33,16 @@ MEANINGS = {
 
 def explained(output: Output, tokenizer: Any, colour: bool) -> Text:
     """The output with its tokens coloured by origin, or marked when there is no colour."""
+    texts = token_texts(tokenizer, output.token_ids, output.text)
+    return coloured(list(zip(output.origins, texts, strict=True)), colour)
+
+
+def coloured(words: Sequence[tuple[str, str]], colour: bool) -> Text:
+    """Pieces of text, each behind its origin, coloured or marked."""
     from rich.text import Text
 
-    texts = token_texts(tokenizer, output.token_ids, output.text)
     result = Text()
-    pairs = [(o, t) for o, t in zip(output.origins, texts, strict=True) if t]
+    pairs = [(origin, text) for origin, text in words if text]
     for origin, group in groupby(pairs, key=lambda pair: pair[0]):
         run = [text for _, text in group]
         if colour:
@@ -83,11 +89,39 @@ def stream_explained(
     Raises:
         ValueError: what :meth:`Llm.stream` refuses; nothing is printed then.
     """
-    pieces = llm.stream(prompt, **{**options, "explain": True})
+
+    def begin() -> None:
+        console.print(legend(colour=True), end="", soft_wrap=True)
+        if sys.stdout.isatty():
+            console.print(echo, style="dim", end="", soft_wrap=True)
+
+    output = stream_coloured(console, llm, prompt, {**options, "explain": True}, begin)
+    _print_trees(console, output, llm.tokenizer, colour=True)
+    return output
+
+
+def stream_coloured(
+    console: Console,
+    llm: Llm,
+    prompt: str | Sequence[int],
+    options: Mapping[str, Any],
+    begin: Callable[[], None] = lambda: None,
+) -> Output:
+    """Generate, and print the text while it is written, coloured where the console shows colours; give the output.
+
+    Args:
+        console: where it goes.
+        llm: what generates; it needs a tokenizer.
+        prompt: text or token ids.
+        options: of the request.
+        begin: called before the text, once the request has been accepted.
+
+    Raises:
+        ValueError: what :meth:`Llm.stream` refuses; nothing is printed then.
+    """
+    pieces = llm.stream(prompt, **options)
     first = next(pieces)
-    console.print(legend(colour=True), end="", soft_wrap=True)
-    if sys.stdout.isatty():
-        console.print(echo, style="dim", end="", soft_wrap=True)
+    begin()
     colours, found = _Colours(llm.tokenizer), [first]
     try:
         console.print(colours.push(first), end="", soft_wrap=True)
@@ -96,9 +130,7 @@ def stream_explained(
             console.print(colours.push(piece), end="", soft_wrap=True)
     finally:  # an interrupted line is ended too
         console.print()
-    output = _joined(found)
-    _print_trees(console, output, llm.tokenizer, colour=True)
-    return output
+    return _joined(found)
 
 
 class _Colours:
@@ -148,19 +180,32 @@ def _joined(pieces: Sequence[Piece]) -> Output:
 
 
 def _print_trees(console: Console, output: Output, tokenizer: Any, colour: bool) -> None:
+    from foretoken.show.run import shown
+
+    print_rounds(console, shown(output, tokenizer, "", ()).rounds, colour, "foretoken show draws them all")
+
+
+def print_rounds(console: Console, rounds: Sequence[Round], colour: bool, more: str, first: int = 0) -> None:
+    """The token trees of a few rounds.
+
+    Args:
+        console: where to.
+        rounds: of one request.
+        colour: whether it shows colours.
+        more: how to see the others.
+        first: the first round that is printed, from 0.
+    """
     from rich.text import Text
 
     from foretoken.show.lines import lines_of
-    from foretoken.show.run import shown
 
-    rounds = shown(output, tokenizer, "", ()).rounds
-    for number, one in enumerate(rounds[:TREES], 1):
+    for number, one in enumerate(rounds[first : first + TREES], first + 1):
         console.print(Text(f"round {number}: {one.caption}", "dim"), soft_wrap=True)
         for line in lines_of(one):
             left, right = MARKS.get(line.kind, ("", ""))
             text = line.text if colour else f"{left}{line.text}{right}"
             shown_line = Text(f"  {line.branch}").append(text, STYLES.get(line.kind, "dim"))
             console.print(shown_line.append(f"  {line.why}" if line.why else "", "dim"), soft_wrap=True)
-    if len(rounds) > TREES:
-        more = f"{len(rounds) - TREES} more rounds: foretoken show draws them all"
-        console.print(Text(more, "dim"), soft_wrap=True)
+    left_over = len(rounds) - first - TREES
+    if left_over > 0:
+        console.print(Text(f"{left_over} more rounds: {more}", "dim"), soft_wrap=True)

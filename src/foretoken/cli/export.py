@@ -58,6 +58,18 @@ def import_command(
     out: Out,
     target: Target = None,
     method: Annotated[str, typer.Option(help=f"auto, {', '.join(methods())}.")] = "auto",
+    expect: Annotated[
+        float | None,
+        typer.Option(
+            help="Tokens a round that it must give with MODEL on ordinary text, as a chain; .8 of them are enough."
+        ),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Draft with it on ordinary text, and show tokens a round: what its card states is expected."
+        ),
+    ] = False,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -66,10 +78,14 @@ def import_command(
     chosen = existing_model(model, target)
     with json_only(as_json):
         from foretoken.formats import import_drafter
+        from foretoken.measure.acceptance import AcceptanceCheck
 
-        report = import_drafter(Path(source), out, chosen, method, force)
+        trial = AcceptanceCheck(expect) if check or expect is not None else None
+        report = import_drafter(Path(source), out, chosen, method, force, trial)
     _show(report, as_json, f"{report['method']} from the format {report['format']}")
     if not as_json:
+        if "acceptance" in report:
+            typer.echo(_accepted(report["acceptance"]))
         typer.echo(f"use it with --drafter {report['drafter']}")
 
 
@@ -80,3 +96,9 @@ def _show(report: Mapping[str, Any], as_json: bool, what: str) -> None:
         print_json(dict(report))
     else:
         typer.echo(f"{what}: {len(report['files'])} files, {report['bytes'] / 1e6:.1f} MB -> {report['out']}")
+
+
+def _accepted(told: Mapping[str, Any]) -> str:
+    shares = " ".join(f"{share:.0%}" for share in told["by_position"])
+    expected = "" if told["expected"] is None else f"; {told['expected']:g} expected"
+    return f"{told['tokens_a_round']:.2f} tokens a round as a chain (accepted by position {shares}){expected}"

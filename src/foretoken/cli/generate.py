@@ -18,6 +18,8 @@ from foretoken.cli.output import has_colour, json_only, print_json, screen, stat
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from foretoken.bench.compare import Arm, Comparison
     from foretoken.engine.stats import SpecStats
     from foretoken.llm import Llm, Output
@@ -30,8 +32,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[MODEL] [PROMPT]",
-        help="MODEL: builtin, a model folder, a GGUF file or a Hugging Face id; alone, it must be one of them or a "
-        "path. PROMPT: text to complete, or to answer; - reads stdin.",
+        help="MODEL: builtin, a name of `foretoken models`, a model folder, a GGUF file or a Hugging Face id; alone, "
+        "it must be one of them or a path. PROMPT: text to complete, or to answer; - reads stdin.",
         show_default=False,
     ),
 ]
@@ -74,7 +76,7 @@ def generate_command(
         task = Task(llm, text, prompt_for(llm, text, system, raw, common.target), raw)
         options: dict[str, Any] = {**llm.defaults.sampling, **common.asked, "stop": stop or None, **expected}
         if compare:
-            result = _compare(task, options, repeat)
+            result = compared(task.llm, task.prompt, options, repeat)
             report = result.public()
         elif as_json or (explain and not has_colour(screen())):
             output = llm.generate(task.prompt, **options, explain=explain)
@@ -252,17 +254,21 @@ def stats_line(stats: SpecStats) -> str:
 # -- comparison ------------------------------------------------------------------------------------------------------
 
 
-def _compare(task: Task, options: dict[str, Any], repeat: int) -> Comparison:
+def compared(llm: Llm, prompt: str | list[int], options: dict[str, Any], repeat: int) -> Comparison:
+    """Plain and speculative decoding of a prompt in turns, with a line on the terminal that says how far it is.
+
+    Raises:
+        ValueError: there is no drafter, or an option is wrong.
+    """
     from foretoken.bench.compare import compare
 
-    llm = task.llm
     if llm.drafter is None:
         raise ValueError(NOTHING_TO_COMPARE)
     if options.get("temperature", 0) > 0 and options["seed"] is None:
         options = {**options, "seed": 0}
     with status_line() as say:
         say("warming up")
-        return compare(llm, task.prompt, options, repeat, lambda done: say(f"run {min(done + 1, repeat)} of {repeat}"))
+        return compare(llm, prompt, options, repeat, lambda done: say(f"run {min(done + 1, repeat)} of {repeat}"))
 
 
 def _print_comparison(task: Task, result: Comparison, explain: bool) -> None:
@@ -278,6 +284,11 @@ def _print_comparison(task: Task, result: Comparison, explain: bool) -> None:
     else:
         console.print(result.speculative.output.text, soft_wrap=True)
     console.rule(align="left")
+    print_speeds(console, result)
+
+
+def print_speeds(console: Console, result: Comparison) -> None:
+    """Speeds, their ratio, whether the outputs are the same, and what was drafted and accepted."""
     console.print(f"plain        {_speed(result.plain)}")
     console.print(f"speculative  {_speed(result.speculative)}")
     stats = result.speculative.output.stats

@@ -16,11 +16,13 @@ from foretoken.cli import (
     bench,
     chat,
     datastore,
+    demo,
     doctor,
     drafters,
     export,
     generate,
     methods,
+    models,
     parity,
     plan,
     serve,
@@ -56,10 +58,12 @@ def root_command(version: Version = False) -> None:
     """Speculative decoding for Hugging Face models: every method, exact and measured."""
 
 
+app.command("demo")(demo.demo_command)
 app.command("generate", cls=WordsCommand)(generate.generate_command)
 app.command("batch", cls=WordsCommand)(batch.batch_command)
 app.command("show", cls=WordsCommand)(show.show_command)
 app.command("chat")(chat.chat_command)
+app.command("models")(models.models_command)
 app.command("methods")(methods.methods_command)
 app.command("drafters", cls=WordsCommand)(drafters.drafters_command)
 app.command("parity")(parity.parity_command)

@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from foretoken.names import did_you_mean
 
 BUILTIN = "builtin"
-HELP = "builtin, a model folder, a GGUF file, or a Hugging Face id."
+HELP = "builtin, a name that `foretoken models` lists, a model folder, a GGUF file, or a Hugging Face id."
 Model = Annotated[str | None, typer.Argument(metavar="MODEL", help=HELP, show_default=BUILTIN)]
 Target = Annotated[str | None, typer.Option(help="The same as MODEL.", show_default=BUILTIN)]
 GroupModel = Annotated[str | None, typer.Option("--model", hidden=True)]
@@ -48,14 +48,16 @@ def existing_model(model: str | None, target: str | None) -> str:
 
 
 def names_model(text: str) -> bool:
-    """Whether a lone argument is a MODEL rather than a text: ``builtin``, a model folder, a GGUF file, a path or
-    ``org/name``, without spaces."""
+    """Whether a lone argument is a MODEL rather than a text: ``builtin``, the name of a model, a model folder, a GGUF
+    file, a path or ``org/name``, without spaces."""
     return is_model(text) or _HUB_ID.fullmatch(text) is not None or _PATH.fullmatch(text) is not None
 
 
 def is_model(text: str) -> bool:
-    """Whether a text names a model that is on this machine."""
-    if text == BUILTIN or text.startswith(f"{BUILTIN}:"):
+    """Whether a text names a model that is on this machine, or one that can be had by its name."""
+    from foretoken.io.named_models import MODELS
+
+    if text == BUILTIN or text.startswith(f"{BUILTIN}:") or text in MODELS:
         return True
     try:
         place = Path(text).expanduser()

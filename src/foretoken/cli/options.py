@@ -59,8 +59,14 @@ class Common:
         str | None, typer.Option(help="For measuring: the target's outputs at the cost of 300m, 1b, 3b, 7b parameters.")
     ] = None
     quantize: Annotated[
-        str | None, typer.Option(help="Quantise the target's weights on the cpu: int8 or int4. It is then another one.")
+        str | None,
+        typer.Option(
+            help="Quantise the target's weights on the cpu: int8, int4, int8-a8 or int4-a8. It is then another."
+        ),
     ] = None
+    backend: Annotated[
+        str, typer.Option(help="What runs a GGUF file: auto (native where it is covered), native or llama.cpp.")
+    ] = "auto"
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0
@@ -143,6 +149,7 @@ class Common:
             inflate=self.inflate,
             quantize=self.quantize,
             tensor_parallel=tensor_parallel,
+            backend=self.backend,
             generation_config="auto" if own_sampling else None,
         )
         self._tell_inflated(llm.target)
@@ -167,6 +174,7 @@ class Common:
             device=self.device,
             inflate=self.inflate,
             quantize=self.quantize,
+            backend=self.backend,
         )
         self._tell_inflated(target)
         return target

@@ -28,7 +28,10 @@ def serve_command(
     profile: Annotated[str | None, Given(help="File that foretoken tune wrote.")] = None,
     dtype: Annotated[str | None, Given(help="float32, float64, bfloat16 or float16 [the checkpoint's].")] = None,
     device: Annotated[str | None, Given(help="auto, cpu, cuda, cuda:1 or mps [auto].")] = None,
-    quantize: Annotated[str | None, Given(help="int8 or int4 weights, on the cpu.")] = None,
+    quantize: Annotated[
+        str | None, Given(help="int8 or int4 weights (int8-a8, int4-a8: 8-bit activations too), on the cpu.")
+    ] = None,
+    backend: Annotated[str | None, Given(help="What runs a GGUF file: auto, native or llama.cpp [auto].")] = None,
     exact: Annotated[
         str | None,
         Given(help="bitwise: equal texts whatever is drafted and served beside, or no start [distribution]."),

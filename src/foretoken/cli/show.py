@@ -1,4 +1,4 @@
-"""``foretoken show``: a picture of a real run, in one file."""
+"""``foretoken show``: a picture of a real run, in one file; or of a trace that is there already."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli.generate import PromptFile, Words, common_and_prompt
+from foretoken.cli.generate import PromptFile, common_and_prompt
 from foretoken.cli.options import Common, Json, with_common
 from foretoken.cli.output import check_out, json_only, print_json
+from foretoken.cli.show_trace import Asked, show_trace, trace_file, write_whole
 from foretoken.cli.turns import Raw, System, check_turn, prompt_for, tell_defaults, tell_empty
 
 if TYPE_CHECKING:
@@ -18,7 +19,16 @@ if TYPE_CHECKING:
     from foretoken.measure.prompts import BenchPrompt
     from foretoken.show.run import Shown
 
-KINDS = (".html", ".svg")
+KINDS = (".html", ".svg", ".jsonl")
+PAGE = Path("show.html")
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL] [PROMPT] | TRACE.jsonl",
+        help="MODEL and PROMPT as of `foretoken generate`; or a trace of any engine, which is shown as it was run.",
+        show_default=False,
+    ),
+]
 
 
 @with_common(model="own", own_sampling=True)
@@ -27,9 +37,14 @@ def show_command(
     prompt_file: PromptFile = None,
     system: System = None,
     raw: Raw = False,
-    out: Annotated[Path, typer.Option(help="File to write: .html has every round, .svg one of them.")] = Path(
-        "show.html"
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write: .html has every round, .svg one of them, .jsonl is a trace.",
+            show_default="show.html; a trace is printed",
+        ),
+    ] = None,
+    request: Annotated[str | None, typer.Option(help="Which request of a trace.", show_default="the first")] = None,
     number: Annotated[
         int | None, typer.Option("--round", help="Round that an .svg draws, from 1; the most telling one by default.")
     ] = None,
@@ -37,11 +52,22 @@ def show_command(
     *,
     common: Common,
 ) -> None:
-    """Answer or complete a prompt and draw what happened: rounds, token trees, and why drafts were rejected."""
+    """Answer or complete a prompt and draw what happened: rounds, token trees, and why drafts were rejected.
+
+    With TRACE.jsonl nothing is run: the file is shown in the terminal, or with --out as a page.
+    """
+    trace = trace_file(words, common.given)
+    kinds = KINDS if trace is None else KINDS[:-1]
+    if out is not None and out.suffix.lower() not in kinds:
+        raise ValueError(f"--out {out} must end in {', '.join(kinds[:-1])} or {kinds[-1]}")
+    if trace is not None:
+        show_trace(trace, Asked(out, request, number, as_json))
+        return
+    if request is not None:
+        raise ValueError("--request chooses from a trace: give TRACE.jsonl")
     check_turn(system, raw)
+    out = PAGE if out is None else out
     kind = out.suffix.lower()
-    if kind not in KINDS:
-        raise ValueError(f"--out {out} must end in {' or '.join(KINDS)}")
     check_out(out)
     row = _row_of(prompt_file)
     common, text = common_and_prompt(common, words, prompt_file)
@@ -57,7 +83,7 @@ def show_command(
         text = str(_in_words(llm, prompt)) if row is not None and row.messages else text
         about = facts(llm, output, common.target, options.get("temperature", 0.0))
         page, rounds = _drawn(shown(output, llm.tokenizer, text, about), kind, number)
-    _write(out, page)
+    write_whole(out, page)
     if as_json:
         print_json({"out": str(out), "rounds": rounds, "stats": output.stats.as_dict()})
     else:
@@ -85,8 +111,12 @@ def _in_words(llm: Llm, prompt: Any) -> Any:
 
 
 def _drawn(run: Shown, kind: str, number: int | None) -> tuple[str, int]:
+    from foretoken import __version__
     from foretoken.show import page, picture
+    from foretoken.show.trace_file import to_lines
 
+    if kind == ".jsonl":
+        return "\n".join(to_lines(run, f"foretoken {__version__}")) + "\n", len(run.rounds)
     if kind == ".html":
         return page.render(run), len(run.rounds)
     return picture.render(run, run.best() if number is None else number - 1), len(run.rounds)
@@ -109,17 +139,3 @@ def facts(llm: Llm, output: Output, target: Any, temperature: float) -> list[tup
             f"{len(output.token_ids)} tokens in {stats.num_drafts} rounds: {stats.mean_acceptance_length:.2f} a round",
         ),
     ]
-
-
-def _write(out: Path, page: str) -> None:
-    """The file, whole or not at all.
-
-    Raises:
-        ValueError: it cannot be written.
-    """
-    from foretoken.io.files import write_text
-
-    try:
-        write_text(out, page)
-    except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error.strerror}") from None

@@ -108,20 +108,45 @@ class Noise:
         One vector serves the draft and every node of a depth, so they are kept: until :meth:`forget`, or until there
         are too many.
         """
-        key = (position, size, device)
-        found = self._kept.get(key)
+        found = self._kept.get((position, size, device))
         if found is None:
-            numbers = self.exponentials(position, size).numpy()
-            np.log(numbers, out=numbers)  # NumPy's is faster than torch's on one thread
-            found = torch.from_numpy(np.negative(numbers, out=numbers))
+            found = self._made(position, size)
             if device.type != "cpu":
-                found = found.to(device, torch.float32 if device.type == "mps" else torch.float64)
-            while len(self._kept) >= max(KEPT_POSITIONS, KEPT_NUMBERS // size):
-                del self._kept[min(self._kept, key=lambda kept: kept[0])]  # text by now
-            self._kept[key] = found
+                found = found.to(device, _dtype_on(device))
+            self._keep(position, found)
         return found
+
+    def _made(self, position: int, size: int) -> Tensor:
+        numbers = self.exponentials(position, size).numpy()
+        np.log(numbers, out=numbers)  # NumPy's is faster than torch's on one thread
+        return torch.from_numpy(np.negative(numbers, out=numbers))
+
+    def _keep(self, position: int, numbers: Tensor) -> None:
+        while len(self._kept) >= max(KEPT_POSITIONS, KEPT_NUMBERS // len(numbers)):
+            del self._kept[min(self._kept, key=lambda kept: kept[0])]  # text by now
+        self._kept[position, len(numbers), numbers.device] = numbers
 
     def forget(self, position: int) -> None:
         """Positions before this one are text now: their noise is not asked for again."""
         for key in [kept for kept in self._kept if kept[0] < position]:
             del self._kept[key]
+
+
+def send_together(asked: Sequence[tuple[Noise, Sequence[int]]], like: Tensor) -> None:
+    """Bring the noise of several requests to a device by one transfer: :meth:`Noise.gumbels` then has it there.
+
+    Args:
+        asked: the noise of each, and its positions.
+        like: logits [.., V] of the vocabulary, on the device.
+    """
+    size, device = like.shape[-1], like.device
+    missing = [(noise, at) for noise, places in asked for at in places if (at, size, device) not in noise._kept]
+    if device.type == "cpu" or not missing:
+        return
+    rows = torch.stack([noise._made(at, size) for noise, at in missing]).to(device, _dtype_on(device))
+    for (noise, at), row in zip(missing, rows, strict=True):
+        noise._keep(at, row)
+
+
+def _dtype_on(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64

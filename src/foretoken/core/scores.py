@@ -149,6 +149,11 @@ class Scores:
         return [len(self.prefix) + depth for depth in self.tree.depths]
 
     @property
+    def positions(self) -> list[int]:
+        """Positions in the output of the tokens that may follow the nodes."""
+        return sorted({length - self.maker.prompt_length for length in self.lengths})
+
+    @property
     def races_at_once(self) -> bool:
         """Whether looking up the tokens after all nodes is cheaper than after each that the walk reaches: for a chain,
         unless rows are long.  Of a branching tree most nodes are never reached."""

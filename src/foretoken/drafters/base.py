@@ -104,6 +104,12 @@ class Drafter(ABC):
         model = getattr(self, "model", None)
         return share_of_bytes(model.weight_bytes, target_bytes) if isinstance(model, LanguageModel) else 0.0
 
+    def describe(self) -> list[dict[str, Any]]:
+        """What it drafts with, of a group one entry for each member: ``"drafter"``, its spec; where it runs a network,
+        ``"vocabulary"``, how many tokens it can guess; and of a draft model ``"weights"``, their dtype or what they are
+        quantised to."""
+        return [{"drafter": self.spec or self.name}]
+
     @property
     def states(self) -> Any:
         """Fingerprint of the draft model whose hidden states it tells a :class:`~foretoken.core.PathStop`, or None."""
@@ -187,24 +193,23 @@ class BuildContext(ABC):
         """The best lossless rule for a tree, for drafters that verify inside their own loop."""
 
     @abstractmethod
-    def draft_model(
-        self, name: str, path: str | None, *, packed: bool = True, quantize: str | None = None
-    ) -> LanguageModel:
+    def draft_model(self, name: str, path: str | None, *, packed: bool = True, quantize: str = "auto") -> LanguageModel:
         """The draft model of a spec ``name[:path]``, checked against the target.
 
         Args:
             name: of the drafter that asks, for messages.
             path: a folder or hub id; ``None`` is the built-in draft model, for the built-in target.
             packed: whether weights may be rearranged for speed; otherwise they stay where they can be trained.
-            quantize: ``"int8"``, ``"int4"`` or ``None``.
+            quantize: ``"int8"``, ``"int4"``, one of them with ``-a8`` for activations of 8 bits, ``"none"``, or
+                ``"auto"``: what is fastest on the CPU, if they may be rearranged.
 
         Raises:
-            ValueError: no path and no built-in draft for this target, or another tokenizer.
+            ValueError: no path and no built-in draft for this target, another tokenizer, or another ``quantize``.
         """
 
     @abstractmethod
-    def foreign_draft_model(self, name: str, path: str | None) -> tuple[LanguageModel, Any]:
-        """A draft model and its own tokenizer, which may be another than the target's.
+    def foreign_draft_model(self, name: str, path: str | None, *, quantize: str = "auto") -> tuple[LanguageModel, Any]:
+        """A draft model and its own tokenizer, which may be another than the target's; ``quantize`` as above.
 
         Raises:
             ValueError: no path and no built-in draft for this target, or a model without a tokenizer.

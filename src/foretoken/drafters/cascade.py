@@ -148,7 +148,7 @@ class CascadeDrafter(Drafter):
         *,
         inner: str = "ngram",
         late: str = "",
-        quantize: str = "",
+        quantize: str = "auto",
         **options: Any,
     ) -> Self:
         """From a spec ``cascade[:PATH][,inner=SPEC]``: load the draft model (``quantize`` as for ``model``) and what
@@ -157,7 +157,7 @@ class CascadeDrafter(Drafter):
         Raises:
             ValueError: no path where there is no built-in draft, another tokenizer, or a wrong nested spec.
         """
-        model = context.draft_model(cls.name, path, quantize=quantize or None)
+        model = context.draft_model(cls.name, path, quantize=quantize)
         # Inner drafters speak the target's vocabulary, and no draft model is built in for a draft model.
         if late:
             options["late"] = context.nested(cls.name, late, for_target=False)

@@ -36,7 +36,8 @@ def ranked(
             return torch.full_like(logits, -torch.inf)
     each = zip(logits, lengths, prefixes or [()] * len(logits), strict=True)
     rows = [ranked(maker, row[None], [length], [prefix]) for row, length, prefix in each]
-    return torch.cat([row.to(torch.float64) for row in rows])
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64
+    return torch.cat([row.to(wide) for row in rows])
 
 
 def distribution_of(maker: SamplingPipeline, logits: Tensor, prefix: Sequence[int]) -> Tensor | None:
@@ -132,8 +133,12 @@ def _positive(distribution: Tensor, drawn: Tensor) -> Tensor:
     """Replace draws that rounding put on a token of zero probability by the last possible token."""
     if bool((distribution[drawn] > 0).all()):
         return drawn
-    last = distribution.nonzero()[-1, 0]
-    return torch.where(distribution[drawn] > 0, drawn, last)
+    return torch.where(distribution[drawn] > 0, drawn, last_possible(distribution))
+
+
+def last_possible(distribution: Tensor) -> int:
+    """The last token of positive probability of a distribution [V]."""
+    return int(distribution.nonzero()[-1, 0])
 
 
 def draw_without_replacement(distribution: Tensor, count: int, context: Context) -> list[int]:

@@ -76,12 +76,16 @@ class DynamicTree:
             levels: levels that the tree may have.
             most: nodes that the target will score.
         """
-        sure = log_beliefs(_rows(tree, logits))
-        values, tokens = sure.topk(min(WIDTH, sure.shape[-1]), -1)
+        if tree.looked is not None:  # for the whole batch
+            (sure, tokens, values), tree.looked = tree.looked, None
+        else:
+            sure = log_beliefs(_rows(tree, logits))
+            best = sure.topk(min(WIDTH, sure.shape[-1]), -1)
+            tokens, values = best.indices.tolist(), best.values.tolist()
         first, row_of = len(seen), {node: row for row, node in enumerate(tree.frontier)}
-        for node, best, chances in zip(tree.frontier, tokens.tolist(), values.tolist(), strict=True):
+        for node, candidates, chances in zip(tree.frontier, tokens, values, strict=True):
             possible = [i for i, chance in enumerate(chances) if chance > -math.inf]
-            seen.add(node, [best[i] for i in possible], [seen.scores[node] + chances[i] for i in possible])
+            seen.add(node, [candidates[i] for i in possible], [seen.scores[node] + chances[i] for i in possible])
         for node in range(first, len(seen)):
             tree.path_of[node] = (*tree.path_of[seen.parents[node]], seen.tokens[node])
         tree.frontier = []

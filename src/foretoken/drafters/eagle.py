@@ -19,8 +19,8 @@ class EagleDrafter(FeatureDrafter):
     name = "eagle"
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, *, vocab: int = 0, **options: Any) -> EagleDrafter:
-        """From a spec ``eagle[:FOLDER]``; ``vocab`` is how many tokens can be guessed, as trained by default.
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> EagleDrafter:
+        """From a spec ``eagle[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default.
 
         Raises:
             ValueError: no folder, one trained for another target, or damaged files.

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.base import BuildContext
+from foretoken.drafters.draft_vocabulary import chosen_ids
 from foretoken.drafters.features import FeatureDrafter, load_net
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.models.base import LanguageModel
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.features import FeatureModel
 from foretoken.models.parts import TargetParts
+from foretoken.models.window import USUAL
 
 
 class Eagle3Drafter(FeatureDrafter):
@@ -36,20 +38,25 @@ class Eagle3Drafter(FeatureDrafter):
         width: int = 4,
         grow: str = "eagle2",
         draw: str = "iid",
+        window: int = USUAL,
+        sink: int = 0,
     ) -> None:
-        super().__init__(model, nodes, depth, width, grow, draw)
+        super().__init__(model, nodes, depth, width, grow, draw, window, sink)
         self.net: Eagle3Net = model.model
         self.taps = tuple(dict.fromkeys(self.net.config.taps))
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, **options: Any) -> Eagle3Drafter:
-        """From a spec ``eagle3[:FOLDER]``.
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Eagle3Drafter:
+        """From a spec ``eagle3[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, of those that the head
+        was trained for: all of these by default.
 
         Raises:
-            ValueError: no folder, one trained for another target, or damaged files.
+            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
         """
         net, parts = load_net(context, cls.name, path, Eagle3Config, Eagle3Net)
-        return cls.sized(_model(net, parts, context.target), context.target, options)
+        known = net.vocabulary.tolist()
+        ids = chosen_ids(vocab, context, parts.vocab_size, known) if vocab else None
+        return cls.sized(_model(net, parts, context.target, ids), context.target, options)
 
     @classmethod
     def of(cls, net: Eagle3Net, parts: TargetParts, target: LanguageModel, **options: Any) -> Eagle3Drafter:
@@ -62,10 +69,14 @@ class Eagle3Drafter(FeatureDrafter):
         return self.net.fuse([hidden[tap].float() for tap in self.net.config.taps])
 
 
-def _model(net: Eagle3Net, parts: TargetParts, target: LanguageModel) -> FeatureModel:
+def _model(net: Eagle3Net, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> FeatureModel:
+    """The network with the projection to ``ids`` [V_d] of its tokens, all of them by default."""
     net = net.to(parts.device)
     weight = None if net.lm_head is None else net.lm_head.weight.detach()
-    return FeatureModel(net, parts, target, DraftHead(parts, net.vocabulary, weight))
+    if ids is not None and weight is not None:
+        place = {token: row for row, token in enumerate(net.vocabulary.tolist())}
+        weight = weight[[place[token] for token in ids.tolist()]]
+    return FeatureModel(net, parts, target, DraftHead(parts, net.vocabulary if ids is None else ids, weight))
 
 
 def draft_logits(net: Eagle3Net, parts: TargetParts, states: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ nothing.  There it is what is written, here what is guessed, so that a wrong exi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from foretoken.drafters.growing import Growing
+from foretoken.drafters.narrowed import projected
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.models.base import Feed, LanguageModel, Rows
 from foretoken.models.layers import LayerPlan
@@ -44,6 +45,8 @@ class Saturation:
     def holds(self, row: Rows, layer: int) -> bool:
         """Whether all nodes whose logits are there are saturated behind ``layer``."""
         if self.test == "margin":
+            if row.logits.shape[-1] == 1:  # a draft vocabulary of one token
+                return True
             best = torch.softmax(row.logits.float(), -1).topk(2, -1).values
             return bool((best[:, 0] - best[:, 1] >= self.threshold).all())
         count = len(row.logits)
@@ -109,19 +112,24 @@ class EarlyExitDrafter(OwnLayersDrafter):
         if self.saturation is None:
             return super()._score(feeds, trees)
         rule, layer = self.saturation, self.layer
-        rows = self.model.forward_part(feeds, self.plan, rule.taps(layer))
+        rows = projected(self.head, self._part, feeds, rule.taps(layer))
         states = {i: torch.stack(list(feed.sequence.exit_states)) for i, feed in enumerate(feeds)}
         waiting = [i for i, row in enumerate(rows) if not rule.holds(row, layer)]
         while waiting and layer < rule.most:
             further = min(layer + rule.step, rule.most)
             window = [self._all_nodes(feeds[i], len(rows[i].logits), states[i]) for i in waiting]
-            model: Any = self.model
-            deeper = model.forward_on(window, LayerPlan(start=layer, stop=further), rule.taps(further))
+            deeper = projected(self.head, self._on(layer, further), window, rule.taps(further))
             layer = further
             for i, row in zip(waiting, deeper, strict=True):
                 rows[i], states[i] = row, row.taps[f"layer:{layer}"]
             waiting = [i for i in waiting if not rule.holds(rows[i], layer)]
         return rows
+
+    def _on(self, layer: int, further: int) -> Callable[[Sequence[Feed], Sequence[str]], list[Rows]]:
+        """A forward that goes on from one layer to a further one."""
+        model: Any = self.model
+        plan = LayerPlan(start=layer, stop=further)
+        return lambda feeds, taps: model.forward_on(feeds, plan, taps)
 
     def _all_nodes(self, feed: Feed, wanted: int, states: Tensor) -> Feed:
         """Every draft node of a sequence, with its states [n, D] at the layer from which they go on."""

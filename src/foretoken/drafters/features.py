@@ -17,6 +17,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, TokenTree
 from foretoken.costs import TargetCost
 from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.drafters.draft_vocabulary import chosen_ids
 from foretoken.drafters.drawing import distribution_of, draw_iid, log_beliefs, ranked
 from foretoken.drafters.dynamic import MOST_NODES
 from foretoken.drafters.growing import asks_for_confidence
@@ -27,6 +28,7 @@ from foretoken.models.call_costs import quick_costs
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.features import FeatureModel
 from foretoken.models.parts import TargetParts
+from foretoken.models.window import USUAL, Window
 from foretoken.trees.base import Candidates, Growth
 from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.eagle2 import Eagle2
@@ -70,6 +72,8 @@ class FeatureDrafter(FeatureReader, Drafter):
             ``cost_aware,node_cost=0.01,step_cost=0.1``.
         draw: ``"iid"``: requests that sample get a drawn chain, those with noise the tree of what comes first in the
             race; ``"greedy"``: both get the tree of the likeliest tokens, as greedy requests always do.
+        window: places of the text that the network looks back, if it was trained without a window; 0: all.
+        sink: first places of the text that it looks at as well.
 
     Attributes:
         growth: that tree; one made by hand (``CostAware(cost=...)`` with measured costs) may be put in its place.
@@ -88,6 +92,8 @@ class FeatureDrafter(FeatureReader, Drafter):
         width: int = 4,
         grow: str = "eagle2",
         draw: str = "iid",
+        window: int = USUAL,
+        sink: int = 0,
     ) -> None:
         if draw not in ("greedy", "iid"):
             raise ValueError(f"{self.name} needs draw=greedy or draw=iid, not {draw!r}")
@@ -95,6 +101,7 @@ class FeatureDrafter(FeatureReader, Drafter):
             if value < 1:
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
         super().__init__(model)
+        model.window = Window(window, sink)
         self.width, self.draw = width, draw
         self.growth = growth_of(grow)
         self.costs: TargetCost | None = None
@@ -109,6 +116,11 @@ class FeatureDrafter(FeatureReader, Drafter):
         """The vocabulary projection; ``None`` where the network has one of its own kind, over the target's tokens."""
         found = getattr(self.model, "project", None)
         return found if isinstance(found, DraftHead) else None
+
+    def describe(self) -> list[dict[str, Any]]:
+        """How many tokens it can guess."""
+        size = self.vocab_size if self.head is None else self.head.size
+        return [{**told, "vocabulary": size} for told in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
         """The network, and the vocabulary projection that it borrows from the target."""
@@ -286,7 +298,7 @@ def growth_of(spec: str) -> Growth:
     return found
 
 
-def load_frequent(context: BuildContext, name: str, path: str | None, parts: TargetParts, vocab: int) -> DraftHead:
+def load_frequent(context: BuildContext, name: str, path: str | None, parts: TargetParts, vocab: str) -> DraftHead:
     """The vocabulary projection of a trained drafter without one of its own: the target's, of the tokens that were
     frequent in its training text.
 
@@ -295,28 +307,13 @@ def load_frequent(context: BuildContext, name: str, path: str | None, parts: Tar
         name: the method.
         path: the drafter's folder.
         parts: the target's pieces.
-        vocab: how many tokens, the most frequent ones first; 0: as it was trained.
+        vocab: the tokens that can be guessed (:func:`~foretoken.drafters.draft_vocabulary.chosen_ids`).
 
     Raises:
-        ValueError: a negative number, or ids that the target does not have.
+        ValueError: no such draft vocabulary, or ids that the target does not have.
     """
     measured = read_stored(context.folder(name, path), name)[0]["measured"]
-    return DraftHead(parts, frequent_ids(measured.get("frequent", ()), vocab, parts.vocab_size))
-
-
-def frequent_ids(stored: Sequence[int], vocab: int, size: int) -> Tensor | None:
-    """The first ``vocab`` of the stored ids, all of them for 0; ``None`` (every token) without any, or for as many as
-    there are tokens.
-
-    Raises:
-        ValueError: a negative number, or more than are stored.
-    """
-    if vocab < 0 or len(stored) < vocab < size:
-        known = f"up to the {len(stored)} that were stored, or {size} for all" if stored else f"{size} for all"
-        raise ValueError(f"vocab is how many tokens can be guessed: 0 (as trained), {known}; not {vocab}")
-    if not stored or vocab >= size:
-        return None
-    return torch.tensor(stored[: vocab or None])
+    return DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size, measured.get("frequent", ())))
 
 
 def load_net(context: BuildContext, name: str, path: str | None, config: type[Any], net: type[Any]) -> Any:

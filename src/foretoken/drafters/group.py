@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from foretoken.core import Budget, Context, Kind, Scores, TokenTree, Verdict
 from foretoken.drafters.base import Drafter, Traits
@@ -62,6 +63,10 @@ class GroupDrafter(Drafter):
             runs_target=any(traits.runs_target for traits in all_traits),
         )
         self.vocab_size = next((v for v in map(vocabulary_of, drafters) if v is not None), None)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What the members draft with."""
+        return [told for member in self.drafters for told in member.describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
         """As much as its most expensive member."""

@@ -40,9 +40,10 @@ class Growing:
     likelihood: dict[int, float] = field(default_factory=lambda: {0: 1.0})
     seen: Candidates | None = None  # of a tree that grows by confidence: ``tokens`` and ``parents`` are its own
     sharing: int = 1  # requests whose nodes are scored by the same call, as far as the tree may depend on that
-    ready: tuple[Tensor | None, list[int]] | None = (
-        None  # distribution [V] and tokens of the next node, made for the batch
-    )
+    # Made for the whole batch: by node its children, and what they were drawn from [V] if they were drawn; and of a
+    # tree that grows by confidence, log-probabilities [n, V] of the frontier's rows, their best tokens, and theirs.
+    ready: dict[int, tuple[Tensor | None, list[int]]] = field(default_factory=dict)
+    looked: tuple[Tensor, list[list[int]], list[list[float]]] | None = None
 
     def length(self, node: int) -> int:
         """Tokens before the one that follows a node."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.costs import TargetCost
 from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
-from foretoken.drafters.features import frequent_ids
+from foretoken.drafters.draft_vocabulary import chosen_ids
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
@@ -42,9 +42,7 @@ class HeadsDrafter(Drafter):
             on this machine, at most 64.
         accuracies: [K][R] measured chance that the head's candidate of this rank is right.
         tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
-        frequent: the tokens that heads without projections of their own guess, the most frequent one first; all by
-            default.
-        vocab: how many of them; 0: all of them.
+        frequent: the tokens that can be guessed; all by default.
 
     Attributes:
         costs: what a call of the target costs by its nodes; with it a batch keeps as many nodes of the tree as pay, by
@@ -67,13 +65,13 @@ class HeadsDrafter(Drafter):
         accuracies: Sequence[Sequence[float]] | None = None,
         tree: str = "",
         frequent: Sequence[int] = (),
-        vocab: int = 0,
     ) -> None:
         if nodes < 1:
             raise ValueError(f"{self.name} needs nodes >= 1, not {nodes}")
         self.heads, self.parts = heads.to(parts.device).eval(), parts
-        own = len(heads.projections) > 0
-        self.head = DraftHead(parts, None if own else frequent_ids(frequent, vocab, parts.vocab_size))
+        ids = torch.tensor(list(frequent)) if frequent else None
+        self.reduced = [] if ids is None else _rows(heads.projections, parts, ids)
+        self.head = self.reduced[0] if self.reduced else DraftHead(parts, ids)
         count = len(heads.blocks)
         self._take(
             read_tree(tree, self.name, count) if tree else medusa_choices((accuracies or TYPICAL)[:count], nodes)
@@ -95,18 +93,19 @@ class HeadsDrafter(Drafter):
         return found
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, **options: Any) -> Self:
-        """From a spec ``NAME[:FOLDER]``.
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
+        """From a spec ``NAME[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, as trained by default.
 
         Raises:
-            ValueError: no folder, one trained for another target, or damaged files.
+            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
         """
         parts = TargetParts(context.target)
         folder = context.folder(cls.name, path)
         found = read_description(folder, cls.name, parts.fingerprint())
         heads = build_net(folder, cls.net_class, cls.net_config, found)
         options.setdefault("accuracies", found["measured"].get("accuracies"))
-        options.setdefault("frequent", found["measured"].get("frequent", ()))
+        ids = chosen_ids(vocab, context, parts.vocab_size, found["measured"].get("frequent", ()))
+        options["frequent"] = () if ids is None else ids.tolist()
         if "nodes" in options or options.get("tree"):
             return cls.over(heads.to(parts.device), parts, context.target, **options)
         accuracies, costs = (options["accuracies"] or TYPICAL)[: len(heads.blocks)], quick_costs(context.target)
@@ -121,10 +120,16 @@ class HeadsDrafter(Drafter):
         """A drafter over heads for ``target``."""
         return cls(heads, parts, **options)
 
+    def describe(self) -> list[dict[str, Any]]:
+        """How many tokens they can guess."""
+        return [{**told, "vocabulary": self.head.size} for told in super().describe()]
+
     def cost_beside(self, target_bytes: int) -> float:
         """A head of so many, and the vocabulary projection where it borrows the target's."""
         own = weight_bytes(self.heads) // len(self.heads.blocks)
-        borrowed = 0 if len(self.heads.projections) else self.head.weight_bytes
+        if self.reduced:
+            own -= weight_bytes(self.heads.projections) // len(self.heads.blocks)
+        borrowed = 0 if len(self.heads.projections) and not self.reduced else self.head.weight_bytes
         return share_of_bytes(own + borrowed, target_bytes)
 
     def propose(self, context: Context, budget: Budget) -> TokenTree:
@@ -171,6 +176,8 @@ class HeadsDrafter(Drafter):
 
     def project(self, head: int, hidden: Tensor) -> Tensor:
         """[n, V_d] logits of one head's output [n, D]."""
+        if self.reduced:
+            return self.reduced[head](hidden)
         if len(self.heads.projections):
             logits: Tensor = self.heads.projections[head](hidden)
             return logits
@@ -189,6 +196,11 @@ class HeadsDrafter(Drafter):
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         parents = (place[self.parents[node - 1]] for node in nodes)
         return TokenTree((root, *(tokens[node] for node in nodes)), (-1, *parents))
+
+
+def _rows(projections: Any, parts: TargetParts, ids: Tensor) -> list[DraftHead]:
+    """The rows ``ids`` of every head's own projection."""
+    return [DraftHead(parts, ids, each.weight.detach()[ids.to(parts.device)]) for each in projections]
 
 
 def values_of(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) -> list[float]:

@@ -45,8 +45,7 @@ class HydraDrafter(HeadsDrafter):
         nodes: draft nodes of the tree.
         accuracies: [K][R] measured chance that the head's candidate of this rank is right, below a right path.
         tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
-        frequent: the tokens that can be guessed, the most frequent one first; all by default.
-        vocab: how many of them; 0: all of them.
+        frequent: the tokens that can be guessed; all by default.
         target: the model that is drafted for; needed by a prefix layer, which reads the whole text.
 
     Raises:
@@ -65,11 +64,10 @@ class HydraDrafter(HeadsDrafter):
         accuracies: Sequence[Sequence[float]] | None = None,
         tree: str = "",
         frequent: Sequence[int] = (),
-        vocab: int = 0,
         *,
         target: LanguageModel | None = None,
     ) -> None:
-        super().__init__(heads, parts, nodes, accuracies, tree, frequent, vocab)
+        super().__init__(heads, parts, nodes, accuracies, tree, frequent)
         self.reader: FeatureReader | None = None
         if heads.prefix is not None:
             if target is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.drafters.base import BuildContext
+from foretoken.drafters.draft_vocabulary import chosen_ids
 from foretoken.drafters.features import load_net
 from foretoken.drafters.growing import Growing
 from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
@@ -20,6 +21,7 @@ from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.drafters.reading import Unread
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import PREFILL_CHUNK
 from foretoken.models.layers import LayerPlan
@@ -72,14 +74,17 @@ class KangarooDrafter(OwnLayersDrafter):
         self.taps = (f"layer:{layer}",)
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, **options: Any) -> KangarooDrafter:
-        """From a spec ``kangaroo[:FOLDER]``.
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> KangarooDrafter:
+        """From a spec ``kangaroo[:FOLDER]``; ``vocab=N|FILE`` are the tokens that can be guessed, all by default.
 
         Raises:
-            ValueError: no folder, one trained for another target, or damaged files.
+            ValueError: no folder, one trained for another target, damaged files, or no such draft vocabulary.
         """
         net, parts = load_net(context, cls.name, path, KangarooConfig, KangarooNet)
-        return cls(context.target, FeatureModel(net, parts, context.target), **options)
+        head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
+        built = cls(context.target, FeatureModel(net, parts, context.target, head), **options)
+        built.head = head  # what the adapter's logits are of
+        return built
 
     def cost_beside(self, target_bytes: int) -> float:
         """The share of the layers that runs, with the adapter as one more sublayer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from foretoken.core import Budget, Context, Kind, Limits, TokenTree
 from foretoken.drafters.base import BuildContext, Drafter
@@ -50,6 +50,10 @@ class KnownDrafter(GroupDrafter):
         self.max_depth = max(k, 0 if inner is None else inner.max_depth)
         self.max_nodes = max(k, 0 if inner is None else inner.max_nodes)
         self.traits = replace(self.traits, prefers_noise=inner is not None and inner.traits.prefers_noise)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What the inner drafter drafts with."""
+        return [] if self.inner is None else self.inner.describe()
 
     @classmethod
     def build(

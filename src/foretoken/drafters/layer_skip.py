@@ -96,19 +96,20 @@ class LayerSkipDrafter(OwnLayersDrafter):
         self.skips, self.adaptive, self.tokenizer = skips, adaptive, tokenizer
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, **options: Any) -> LayerSkipDrafter:
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> LayerSkipDrafter:
         """From a spec; ``layer_skip:FILE`` takes the set from a file of ``foretoken tune layer-skip``.
 
         Raises:
-            ValueError: a file that is damaged or for another target, or both a file and a set.
+            ValueError: a file that is damaged or for another target, both a file and a set, or no such draft
+                vocabulary.
             OSError: no such file.
         """
         if path is None:
-            return cls(context.target, tokenizer=context.tokenizer, **options)
+            return cls(context.target, tokenizer=context.tokenizer, **options).narrowed(vocab, context)
         if options.get("attention") or options.get("mlp"):
             raise ValueError("give layer_skip a file or attention=... and mlp=..., not both")
         skips = load_skips(Path(path).expanduser(), context.target)
-        return cls(context.target, **{**options, **skips.options})
+        return cls(context.target, **{**options, **skips.options}).narrowed(vocab, context)
 
     def start(self, context: Context) -> None:
         """A request begins with the threshold of its temperature; the first one with the choice of a set.

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
-from foretoken.drafters.base import BuildContext, Drafter, Traits
+from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.drafters.drawing import best, distribution_of, draw_each, draw_iid, draw_without_replacement, ranked
 from foretoken.drafters.dynamic import MOST_NODES, DynamicTree, is_dynamic
 from foretoken.drafters.growing import Growing, asks_for_confidence, check_growth, ends_path, follow, readable, widened
+from foretoken.drafters.levels import choose_together
+from foretoken.drafters.narrowed import described, light_head, projected, reduced_head
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.sampling import fixed_tokens
 from foretoken.trees.base import Shape
@@ -65,6 +68,8 @@ class ModelDrafter(Drafter):
     name = "model"
     traits = Traits(rewinds=True)
     dynamic: DynamicTree | None = None
+    head: DraftHead | None = None
+    """The vocabulary projection that takes the place of the draft model's, over the tokens that can be guessed."""
 
     def __init__(
         self, model: LanguageModel, k: int = 4, tree: str = "", draw: str = "", target: LanguageModel | None = None
@@ -119,12 +124,32 @@ class ModelDrafter(Drafter):
         path: str | None,
         context: BuildContext,
         *,
-        quantize: str = "",
+        quantize: str = "auto",
+        vocab: str = "",
         **options: Any,
     ) -> ModelDrafter:
-        """From a spec ``model[:PATH][,quantize=int8|int4]``: load the draft model and check that it fits the target."""
-        draft = context.draft_model(cls.name, path, quantize=quantize or None)
-        return cls(draft, target=context.target, **options)
+        """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE]``: load the draft model and check
+        that it fits the target.
+
+        Raises:
+            ValueError: another tokenizer, an option outside its choices, or no such draft vocabulary.
+            CapabilityError: a draft vocabulary for a model that hands out no hidden states.
+        """
+        draft = context.draft_model(cls.name, path, quantize=quantize)
+        built = cls(draft, target=context.target, **options)
+        built.head = reduced_head(vocab, draft, context) or light_head(draft)
+        return built
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The draft model, with the vocabulary projection that it is given here instead of its own."""
+        own = self.model.weight_bytes
+        if self.head is not None and own:
+            own = max(own - self.head.replaced_bytes, 0) + self.head.weight_bytes
+        return share_of_bytes(own, target_bytes)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The draft model's weights, and how many tokens it can guess."""
+        return [{**told, **described(self.model, self.head)} for told in super().describe()]
 
     @cached_property
     def states(self) -> Fingerprint | None:
@@ -193,9 +218,12 @@ class ModelDrafter(Drafter):
         """Draw the next token of all chains whose requests sample alike by one call; logits [1, V] for each.
 
         One by one that takes longer to call than to run, and a draft model's round is short.  (An argmax is one call:
-        several at once were no faster.)
+        several at once were no faster.)  On a device all children of a level are chosen together.
         """
         if not self._draws_as_usual or (logits and is_large(logits[0])):
+            return
+        if logits and logits[0].device.type != "cpu":
+            choose_together(trees, logits, self._width, self.draw == "iid")
             return
         alike: dict[tuple[Hashable, bool], list[int]] = {}
         for index, (tree, row) in enumerate(zip(trees, logits, strict=True)):
@@ -209,12 +237,12 @@ class ModelDrafter(Drafter):
                 if races:
                     drawn = fixed_tokens(makers, rows, [[tree.length(tree.frontier[0])] for tree in chosen])
                     for tree, tokens in zip(chosen, drawn, strict=True):
-                        tree.ready = (None, tokens)
+                        tree.ready[tree.frontier[0]] = (None, tokens)
                     continue
                 distributions = makers[0].distributions(torch.cat(rows), None)
                 each = draw_each(distributions, [tree.context for tree in chosen])
                 for tree, distribution, token in zip(chosen, distributions, each, strict=True):
-                    tree.ready = (distribution, [token])
+                    tree.ready[tree.frontier[0]] = (distribution, [token])
 
     @property
     def _draws_as_usual(self) -> bool:
@@ -224,7 +252,8 @@ class ModelDrafter(Drafter):
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
         """One draft forward for the trees that grow, a feed for each."""
         rules = (tree.budget.path_stop for tree in trees)
-        return self.model.forward(feeds, tuple({rule.tap for rule in rules if rule and self.states is not None}))
+        taps = {rule.tap for rule in rules if rule and self.states is not None}
+        return projected(self.head, self.model.forward, feeds, tuple(taps))
 
     def _unread(self, tree: Growing) -> Sequence[int]:
         """The tokens of the text that the draft model must be fed before it can go on."""
@@ -240,7 +269,7 @@ class ModelDrafter(Drafter):
 
     def _widened(self, logits: Tensor) -> Tensor:
         """Draft logits [n, V'] over the target's vocabulary [n, V]: what only one of them has is impossible."""
-        return widened(logits, self.vocab_size)
+        return widened(logits if self.head is None else self.head.widened(logits), self.vocab_size)
 
     def _begin(self, context: Context, budget: Budget, text: Sequence[int]) -> Growing:
         sequence: SequenceState = context.state[self]
@@ -285,8 +314,9 @@ class ModelDrafter(Drafter):
         return Feed(tree.sequence, self._readable([tree.tokens[node] for node in tree.frontier]), scratch_parents)
 
     def _add_children(self, tree: Growing, logits: Tensor, parent: int, width: int) -> None:
-        if tree.ready is not None:
-            (distribution, chosen), tree.ready = tree.ready, None
+        if parent in tree.ready:
+            distribution, chosen = tree.ready.pop(parent)
+            chosen = chosen[:width]
         else:
             distribution, chosen = self._candidates(tree, logits, parent, width)
         if tree.draws and distribution is not None:

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.drafters.base import BuildContext
+from foretoken.drafters.draft_vocabulary import chosen_ids
 from foretoken.drafters.features import FeatureDrafter
 from foretoken.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.drafters.nets.store import load_weights, read_description
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.features import FeatureModel
 from foretoken.models.native_mtp import native_module
 from foretoken.models.parts import TargetParts
 from foretoken.models.stacked import StackedModel, StackedModules
+from foretoken.models.window import USUAL
 
 
 class MtpDrafter(FeatureDrafter):
@@ -35,10 +38,12 @@ class MtpDrafter(FeatureDrafter):
         width: int = 1,
         grow: str = "eagle2",
         draw: str = "iid",
+        window: int = USUAL,
+        sink: int = 0,
     ) -> None:
         if width > 1 and isinstance(model, StackedModel):
             raise ValueError(f"the target has {model.count} prediction modules, which draft a chain: leave width out")
-        super().__init__(model, nodes, depth, width, grow, draw)
+        super().__init__(model, nodes, depth, width, grow, draw, window, sink)
 
     @classmethod
     def free_for(cls, context: BuildContext) -> bool:
@@ -61,25 +66,28 @@ class MtpDrafter(FeatureDrafter):
         context: BuildContext,
         *,
         feed: str = "",
+        vocab: str = "",
         **options: Any,
     ) -> MtpDrafter:
         """From a spec ``mtp[:FOLDER]``; without a folder the head of the target's own checkpoint.
 
         ``feed`` is what a step hands to the next: ``post_norm`` or ``pre_norm``; as the module was trained by default
-        (``post_norm`` for those of checkpoints).
+        (``post_norm`` for those of checkpoints).  ``vocab=N|FILE`` are the tokens that can be guessed, all by default.
 
         Raises:
-            ValueError: no folder, one trained for another target, damaged files, or a target without a head.
+            ValueError: no folder, one trained for another target, damaged files, a target without a head, or no such
+                draft vocabulary.
         """
         target = context.target
         parts = TargetParts(target)
+        head = DraftHead(parts, chosen_ids(vocab, context, parts.vocab_size))
         if path is None and not context.has_trained(cls.name):
             modules = [native_module(parts.network, found, feed or "post_norm") for found in context.native_head()]
             if len(modules) > 1:
-                return cls(StackedModel(StackedModules(modules), parts, target), **options)
-            return cls(FeatureModel(modules[0], parts, target), **options)
+                return cls(StackedModel(StackedModules(modules), parts, target, head), **options)
+            return cls(FeatureModel(modules[0], parts, target, head), **options)
         net = _trained(context.folder(cls.name, path), parts, feed)
-        return cls(FeatureModel(net, parts, target), **options)
+        return cls(FeatureModel(net, parts, target, head), **options)
 
 
 def _trained(folder: Any, parts: TargetParts, feed: str) -> Any:

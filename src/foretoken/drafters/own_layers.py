@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from foretoken.core import Context
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.growing import Growing
 from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.narrowed import projected, reduced_head
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.layers import LayerPlan
 
@@ -43,15 +44,21 @@ class OwnLayersDrafter(ModelDrafter):
         super().__init__(target, k, tree, draw, target)
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, **options: Any) -> OwnLayersDrafter:
-        """From a spec: the target itself is all that is needed.
+    def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> OwnLayersDrafter:
+        """From a spec: the target itself is all that is needed; ``vocab=N|FILE`` are the tokens that can be guessed.
 
         Raises:
-            ValueError: a path was given.
+            ValueError: a path was given, or no such draft vocabulary.
         """
         if path is not None:
             raise ValueError(f"drafter {cls.name!r} takes no path: it drafts with the target's own layers")
-        return cls(context.target, **options)
+        built = cls(context.target, **options)
+        return built.narrowed(vocab, context)
+
+    def narrowed(self, vocab: str, context: BuildContext) -> Self:
+        """This drafter, which guesses only the tokens of an option ``vocab`` from now on."""
+        self.head = reduced_head(vocab, context.target, context)
+        return self
 
     def cost_beside(self, target_bytes: int) -> float:
         """The share of the layers that runs."""
@@ -76,7 +83,11 @@ class OwnLayersDrafter(ModelDrafter):
         return [True] * len(contexts)
 
     def _score(self, feeds: Sequence[Feed], trees: Sequence[Growing]) -> list[Rows]:
-        return self.model.forward_part(feeds, self.plan)
+        return projected(self.head, self._part, feeds)
+
+    def _part(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
+        """The layers of the plan."""
+        return self.model.forward_part(feeds, self.plan, taps)
 
     def _unread(self, tree: Growing) -> Sequence[int]:
         return (tree.context.root,)

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core import Budget, Context, TokenTree
-from foretoken.drafters.base import BuildContext
+from foretoken.drafters.base import BuildContext, share_of_bytes
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.narrowed import reduced_head
 from foretoken.drafters.staged import StagedDrafter
 from foretoken.models.base import LanguageModel
+from foretoken.models.draft_head import DraftHead
 from foretoken.models.quantised_gain import expected_gain
 from foretoken.models.second_weights import OwnWeightsModel, Scheme
 
@@ -37,8 +39,10 @@ class QuantizedDrafter(ModelDrafter):
         bits: ``8``, ``4``, or ``auto`` for what is faster here, layer by layer; 16 quantises nothing.
         k: chain length, when no tree is asked for.
         group: weights of a row that share an int4 scale: 32, 64 or 128.
+        activations: bits of the inputs, ``8``, ``15``, or ``auto``: 8 where that is faster here, layer by layer.
         tree: children per level, as for the drafter ``model``.
         draw: how siblings are drawn, as for the drafter ``model``.
+        head: the vocabulary projection that takes the place of the target's, over the tokens that can be guessed.
 
     Raises:
         ValueError: an option outside its range, or too little memory for the second set of weights.
@@ -56,8 +60,15 @@ class QuantizedDrafter(ModelDrafter):
         group: int = 32,
         tree: str = "",
         draw: str = "",
+        activations: str = "auto",
+        *,
+        head: DraftHead | None = None,
     ) -> None:
-        super().__init__(OwnWeightsModel(target, scheme_of(bits, group)), k, tree, draw, target)
+        self.head = head
+        scheme = scheme_of(bits, group, activations)
+        if scheme is not None and head is not None:
+            scheme = replace(scheme, head=False)
+        super().__init__(OwnWeightsModel(target, scheme), k, tree, draw, target)
 
     @classmethod
     def build(
@@ -67,22 +78,27 @@ class QuantizedDrafter(ModelDrafter):
         *,
         inner: str = "",
         width: int = 1,
+        vocab: str = "",
         **options: Any,
     ) -> Any:
-        """From a spec ``quantized[,inner=SPEC[,width=W]]``.
+        """From a spec ``quantized[,vocab=N|FILE][,inner=SPEC[,width=W]]``.
 
-        With ``inner`` the drafts are themselves sped up by another drafter: a ``cascade`` whose draft model is the
-        quantised target, or with ``width`` above 1 a ``staged`` one.
+        ``vocab`` are the tokens that can be guessed.  With ``inner`` the drafts are themselves sped up by another
+        drafter: a ``cascade`` whose draft model is the quantised target, or with ``width`` above 1 a ``staged`` one.
 
         Raises:
-            ValueError: a path, an inner drafter that does not fit, or a tree of it.
+            ValueError: a path, an inner drafter that does not fit, a tree or a draft vocabulary of it, or no such
+                draft vocabulary.
         """
         if path is not None:
             raise ValueError("drafter 'quantized' takes no path: it drafts with the target's own weights")
         if not inner:
             if width != 1:
                 raise ValueError("quantized takes width=... with inner=... only; for a tree give tree=3x2x1")
-            return cls(context.target, **options)
+            quantised = str(options.get("bits", "auto")) != FULL
+            return cls(context.target, **options, head=reduced_head(vocab, context.target, context, quantised))
+        if vocab:
+            raise ValueError(f"quantized with inner={inner} drafts from the whole vocabulary: leave out vocab={vocab}")
         for key in ("tree", "draw"):
             if options.get(key):
                 raise ValueError(f"quantized with inner={inner} drafts chains: leave out {key}={options[key]}")
@@ -96,6 +112,18 @@ class QuantizedDrafter(ModelDrafter):
         )
         built.traits = replace(built.traits, runs_target=True)  # its chains grow on the target's own sequence
         return built
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The kinds of the second weights, and how many tokens it can guess."""
+        second = getattr(self.model, "weights", None)
+        if second is None:
+            return super().describe()
+        kinds = "+".join(f"int{bits}" for bits in sorted({product.bits for product in second.all_products}))
+        return [{**told, "weights": kinds} for told in super().describe()]
+
+    def cost_beside(self, target_bytes: int) -> float:
+        """The second weights, and the projection that takes the place of theirs."""
+        return share_of_bytes(self.model.weight_bytes + (self.head.weight_bytes if self.head else 0), target_bytes)
 
     @classmethod
     def free_for(cls, context: BuildContext) -> bool:
@@ -112,7 +140,7 @@ class QuantizedDrafter(ModelDrafter):
                 context.sequence.clear_scratch()
 
 
-def scheme_of(bits: str, group: int) -> Scheme | None:
+def scheme_of(bits: str, group: int, activations: str = "auto") -> Scheme | None:
     """Options -> how weights are quantised; ``None`` for not at all.
 
     Raises:
@@ -120,5 +148,5 @@ def scheme_of(bits: str, group: int) -> Scheme | None:
     """
     if bits not in ("4", "8", "auto", FULL):
         raise ValueError(f"quantized needs bits=4, 8 or auto (or 16, which quantises nothing), not {bits}")
-    found = Scheme("8" if bits == FULL else bits, group)
+    found = Scheme("8" if bits == FULL else bits, group, activations)
     return None if bits == FULL else found

@@ -90,9 +90,11 @@ class RetokenizeDrafter(Drafter):
         self._for_target = translated_spellings(vocabulary, target_vocabulary)
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, **options: Any) -> RetokenizeDrafter:
-        """From a spec ``retokenize[:PATH]``: load the draft model and its tokenizer."""
-        model, own = context.foreign_draft_model(cls.name, path)
+    def build(
+        cls, path: str | None, context: BuildContext, *, quantize: str = "auto", **options: Any
+    ) -> RetokenizeDrafter:
+        """From a spec ``retokenize[:PATH][,quantize=auto|none|int8|int4]``: load the draft model and its tokenizer."""
+        model, own = context.foreign_draft_model(cls.name, path, quantize=quantize)
         mine = Vocabulary.of(own, model.vocab_size)
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)

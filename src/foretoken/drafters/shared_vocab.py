@@ -82,9 +82,11 @@ class SharedVocabDrafter(ModelDrafter):
         self._ids = torch.tensor(sorted(pairs.items())).T  # [2, common]: target ids, draft ids
 
     @classmethod
-    def build(cls, path: str | None, context: BuildContext, **options: Any) -> SharedVocabDrafter:
-        """From a spec ``shared_vocab[:PATH]``: load the draft model and its tokenizer."""
-        model, own = context.foreign_draft_model(cls.name, path)
+    def build(
+        cls, path: str | None, context: BuildContext, *, quantize: str = "auto", **options: Any
+    ) -> SharedVocabDrafter:
+        """From a spec ``shared_vocab[:PATH][,quantize=...]``: load the draft model and its tokenizer."""
+        model, own = context.foreign_draft_model(cls.name, path, quantize=quantize)
         mine = Vocabulary.of(own, model.vocab_size)
         theirs = Vocabulary.of(context.tokenizer, context.target.vocab_size)
         return cls(model, mine, theirs, **options)

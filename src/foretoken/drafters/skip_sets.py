@@ -98,9 +98,11 @@ def fingerprint(target: LanguageModel) -> dict[str, Any]:
     """
     owner: Any = target
     layers, config = num_layers_of(target), owner.config
-    weight = owner.model.get_input_embeddings().weight.detach()
-    rows = torch.linspace(0, len(weight) - 1, min(64, len(weight)), device=weight.device).long()
-    signs = torch.signbit(weight[rows, :64]).cpu().numpy().tobytes()
+    embedding: Any = owner.model.get_input_embeddings()
+    count = int(embedding.num_embeddings)
+    ids = torch.linspace(0, count - 1, min(64, count), device=owner.device).long()
+    rows: Any = embedding.rows(ids) if hasattr(embedding, "rows") else embedding.weight.detach()[ids]
+    signs = torch.signbit(rows[:, :64]).cpu().numpy().tobytes()
     words = f"{config.model_type} {layers} {config.hidden_size} {config.vocab_size} ".encode()
     digest = hashlib.sha256(words + signs).hexdigest()[:16]
     return {"layers": layers, "hidden_size": int(config.hidden_size), "hash": digest}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import prod
 
 from foretoken.core import OptionError
 from foretoken.core.noise import check_seed
 from foretoken.core.values import check_flag, check_ids, check_real, check_whole, texts_of
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel
+from foretoken.models.fixed_cache import rectangle_of
 
 SCRATCH = 64
 """Slots for draft tokens that every text may need besides its own tokens."""
@@ -86,9 +88,15 @@ def _check_lengths(request: Request, context_length: int, why: str) -> None:
 class KvBudget:
     """The memory that keys and values may take: a request is admitted when its prompt and answer fit.
 
+    The cache of a model that runs graphs is one rectangle, so that a text takes as much as the longest: what is counted
+    is the rectangle of all texts.
+
     Args:
         target: whose.
         limit: bytes; ``None`` for no limit.
+
+    Attributes:
+        reserved: slots that every admitted request may come to need.
     """
 
     def __init__(self, target: LanguageModel, limit: int | None) -> None:
@@ -102,9 +110,13 @@ class KvBudget:
         self.reserved: dict[int, int] = {}
 
     def need(self, request: Request) -> int:
-        """Bytes that a request may come to need."""
-        slots = len(request.prompt) + request.max_new_tokens + SCRATCH
-        return slots * self.target.kv_bytes_per_token if self.limit is not None else 0
+        """Bytes that a request may come to need, if it is alone."""
+        return self._bytes([_slots(request)]) if self.limit is not None else 0
+
+    def _bytes(self, texts: Sequence[int]) -> int:
+        """Bytes that texts of so many slots take together."""
+        cache = rectangle_of(self.target)
+        return (sum(texts) if cache is None else prod(cache.rectangle(texts))) * self.target.kv_bytes_per_token
 
     def check(self, request: Request) -> None:
         """Refuse what could never be admitted.
@@ -121,11 +133,21 @@ class KvBudget:
 
     def admits(self, run: Running) -> bool:
         """Reserve what a request needs, if there is room."""
-        need = self.need(run.request)
-        if self.limit is not None and sum(self.reserved.values()) + need > self.limit:
-            return False
+        need = _slots(run.request)
+        if self.limit is not None:
+            texts, cache = [*self.reserved.values(), need], rectangle_of(self.target)
+            if self._bytes(texts) > self.limit:
+                return False
+            if cache is not None and not cache.fit(texts, self.limit // self.target.kv_bytes_per_token):
+                return False
         self.reserved[run.id] = need
         return True
+
+    def most_texts(self, most: int) -> int:
+        """How many texts of the shortest kind fit together, up to ``most``; at least 1."""
+        while self.limit is not None and most > 1 and self._bytes([1] * most) > self.limit:
+            most //= 2
+        return most
 
     def free(self, run: Running) -> None:
         """A request has left."""
@@ -133,5 +155,13 @@ class KvBudget:
 
     @property
     def left(self) -> int | None:
-        """Bytes that no request has reserved; ``None`` without a limit."""
-        return None if self.limit is None else self.limit - sum(self.reserved.values())
+        """Bytes that no request has reserved, and no rectangle holds; ``None`` without a limit."""
+        if self.limit is None:
+            return None
+        cache = rectangle_of(self.target)
+        held = 0 if cache is None else cache.num_bytes()
+        return max(0, self.limit - max(held, self._bytes([*self.reserved.values()])))
+
+
+def _slots(request: Request) -> int:
+    return len(request.prompt) + request.max_new_tokens + SCRATCH

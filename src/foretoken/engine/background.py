@@ -154,6 +154,7 @@ class AsyncLlm:
             engine.texts.prefixes.nbytes,
             engine.texts.prefixes.limit,
             len(engine.texts.prefixes),
+            getattr(engine.target, "graphs_off", "none") == "",
         )
 
     # -- asking ------------------------------------------------------------------------------------------------------

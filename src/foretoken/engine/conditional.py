@@ -160,6 +160,7 @@ class ConditionalVerifier(Verifier):
 
     name = "conditional"
     kinds = frozenset({Kind.POINT})
+    reads_logits = True
 
     def __init__(self, whole: Sequence[bool], ends: frozenset[int], greedy: bool, uniforms: Sequence[float]) -> None:
         self.whole, self.ends, self.greedy, self.uniforms = whole, ends, greedy, uniforms

@@ -30,6 +30,7 @@ from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Emission, Origin, Running
 from foretoken.engine.requests import CHANGED, Requests, Turn
 from foretoken.engine.trace import trace
+from foretoken.models.attention import few_plans
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.clock import now
 from foretoken.trees.operations import truncate
@@ -134,10 +135,11 @@ class Engine(Requests):
         """
         before = {run.id: len(run.context.tokens) for run in self.running}
         try:
-            self._drop_stale()
-            self._admit()
-            self._read()
-            emissions = self._round([run for run in self.running if run.started])
+            with few_plans(self._device):
+                self._drop_stale()
+                self._admit()
+                self._read()
+                emissions = self._round([run for run in self.running if run.started])
         except BaseException:
             self._recover(before)
             raise

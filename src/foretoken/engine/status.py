@@ -25,6 +25,7 @@ class EngineStatus:
         times: seconds of all rounds so far, each counted once however many requests took part.
         prefix_bytes: memory of kept texts, ``prefix_limit_bytes`` the most that they may take just now.
         prefix_texts: how many are kept.
+        graphs: whether the target's forwards run as CUDA graphs.
     """
 
     running: int
@@ -40,3 +41,4 @@ class EngineStatus:
     prefix_bytes: int = 0
     prefix_limit_bytes: int = 0
     prefix_texts: int = 0
+    graphs: bool = False

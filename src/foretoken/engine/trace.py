@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from foretoken.core import RoundTimes, Scores, TokenTree, Verdict
+if TYPE_CHECKING:
+    from foretoken.core import RoundTimes, Scores, TokenTree, Verdict
 
 
 @dataclass(frozen=True)

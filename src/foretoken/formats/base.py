@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foretoken.drafters.nets.store import WEIGHTS, load_weights, read_description, save_drafter
 from foretoken.formats.folders import NOTE, Found, write_json, write_tensors
+from foretoken.formats.values import whole
 from foretoken.loading import BUILTIN, drafter_folder, load_model, load_tokenizer, resolve
 from foretoken.models.base import LanguageModel
 from foretoken.models.finite import check_stored
@@ -269,32 +270,15 @@ def renamed(
     return {ours: tensors[theirs] for ours, theirs in names.items()}
 
 
-def number(config: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
-    """The first of these keys that a configuration has.
-
-    Raises:
-        ValueError: none of them, or no number.
-    """
-    for key in keys:
-        value = config.get(key)
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{key} in config.json is {value!r}, which is no number")
-            return value
-    if default is None:
-        raise ValueError(f"config.json lacks {keys[0]}")
-    return default
-
-
 def check_sizes(config: Mapping[str, Any], target: Target) -> None:
     """Hidden size and vocabulary must be the target's; a padded vocabulary may differ a little.
 
     Raises:
         ValueError: they are not.
     """
-    size = int(number(config, "hidden_size", default=target.parts.hidden_size))
+    size = whole(config, "hidden_size", default=target.parts.hidden_size)
     if size != target.parts.hidden_size:
         raise ValueError(f"the checkpoint is for a hidden size of {size}, the target's is {target.parts.hidden_size}")
-    vocab, mine = int(number(config, "vocab_size", default=target.parts.vocab_size)), target.parts.vocab_size
+    vocab, mine = whole(config, "vocab_size", default=target.parts.vocab_size), target.parts.vocab_size
     if abs(vocab - mine) > min(512, max(vocab, mine) // 100):
         raise ValueError(f"the checkpoint is for a vocabulary of {vocab}, the target's has {mine}")

@@ -44,6 +44,12 @@ LAYOUTS: tuple[Layout, ...] = (
     # Where two could read a checkpoint, the first one does.
     Layout("eagle3", "speculators", "eagle3_speculators:Eagle3Speculators", "vllm-project/speculators", {"vllm": ""}),
     Layout("eagle3", "plain", "eagle3_plain:Eagle3Plain", "EAGLE, SpecForge, AngelSlim", {"vllm": "", "sglang": ""}),
+    Layout("dflash", "speculators", "dflash_plain:DflashSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("dflash", "plain", "dflash_plain:DflashPlain", "z-lab's DFlash, SpecForge", {"vllm": ""}),
+    Layout("dflash2", "speculators", "dflash2_plain:Dflash2Speculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("dflash2", "plain", "dflash2_plain:Dflash2Plain", "z-lab's DFlash2", {"vllm": ""}),
+    Layout("dspark", "speculators", "dspark_plain:DsparkSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("dspark", "plain", "dspark_plain:DsparkPlain", "DeepSpec, SpecForge, LFM2's drafters", {"vllm": ""}),
     Layout("eagle", "vllm", "eagle_vllm:EagleVllm", "vLLM: the bias of fc is folded into the attention", {"vllm": ""}),
     Layout("eagle", "plain", "eagle_plain:EaglePlain", "EAGLE-1 and EAGLE-2, SGLang", {"sglang": ""}),
     Layout(
@@ -61,7 +67,14 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout("mtp", "native", "mtp_native:MtpNative", "the target's own checkpoint (Qwen)"),
 )
 
-DEFAULTS = {"eagle3": "plain", "eagle": "plain", "medusa": "original"}
+DEFAULTS = {
+    "eagle3": "plain",
+    "dflash": "plain",
+    "dflash2": "plain",
+    "dspark": "plain",
+    "eagle": "plain",
+    "medusa": "original",
+}
 """The layout of a method when none is named, if the engine can load it."""
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
-from foretoken.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, number, renamed
+from foretoken.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
 from foretoken.formats.folders import Found
 from foretoken.formats.llama_layer import layer_config, layer_keys, layer_names
+from foretoken.formats.values import listed, whole
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 OFF = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -70,7 +71,7 @@ class Eagle3Plain(NetFormat):
         if embedding is not None and not target.is_embedding(embedding):
             raise ValueError("embed_tokens.weight is not the target's embedding: give the --target it was trained for")
         layer = next((name for name in ("midlayer", "layers.0") if f"{name}.hidden_norm.weight" in tensors), self.layer)
-        maps = vocabulary(tensors, int(number(found.config, "draft_vocab_size", default=0)), target)
+        maps = vocabulary(tensors, whole(found.config, "draft_vocab_size", default=0, least=0), target)
         guessed = len(maps["d2t"])
         rows = maps["d2t"] + torch.arange(guessed)
         head = tensors.get("lm_head.weight")
@@ -126,8 +127,8 @@ def fused_layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor], targe
         ValueError: they are no depths of the target, or not as many as ``fc`` reads.
     """
     count, inner = target.parts.num_layers, config.get("eagle_config")
-    nested = inner.get(IDS) if isinstance(inner, dict) else None
-    found = config.get(IDS) or [i + 1 for i in nested or ()] or [2, count // 2, count - 3]
+    nested = listed(inner, IDS) if isinstance(inner, dict) else None
+    found = listed(config, IDS) or [i + 1 if type(i) is int else i for i in nested or ()] or [2, count // 2, count - 3]
     if not all(type(i) is int and 0 <= i <= count for i in found):
         raise ValueError(f"the checkpoint fuses the layers {found}, and the target has depths 0 to {count}")
     if "fc.weight" in tensors and tensors["fc.weight"].shape[1] != len(found) * target.parts.hidden_size:

@@ -13,6 +13,8 @@ from foretoken.formats.folders import Found
 from foretoken.formats.llama_layer import layer_keys
 
 KEY = "speculators_model_type"
+READ = ("eagle3", "mtp", "dflash", "dflash2", "dspark")
+"""Types of such checkpoints that are read."""
 VERSION = "0.9.0"
 """The version whose layout this is."""
 
@@ -29,8 +31,9 @@ class Eagle3Speculators(Eagle3Plain):
             ValueError: it is a drafter of another kind.
         """
         kind = found.config.get(KEY)
-        if kind not in (None, "eagle3", "mtp"):
-            raise ValueError(f"{found.path} is a speculators checkpoint of the type {kind!r}: eagle3 can be imported")
+        if kind not in (None, *READ):
+            known = ", ".join(READ)
+            raise ValueError(f"{found.path} is a speculators checkpoint of the type {kind!r}: {known} can be imported")
         return kind == "eagle3"
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 DEPTH, WIDTH, NODES = 5, 4, 16
 """Levels, children and nodes of a tree, as our own drafters have them."""
-VLLM_METHODS = {"model": "draft_model"}
+VLLM_METHODS = {"model": "draft_model", "dflash2": "dflash"}
 SGLANG_METHODS = {"model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 
 
@@ -25,8 +25,12 @@ def ready_line(engine: str, method: str, out: Path, written: Path) -> str:
 
 
 def _vllm(method: str, out: Path, written: Path) -> str:
-    """A chain: vLLM verifies no trees."""
-    heads = _config(written).get("num_heads") if method == "medusa" else None
+    """A chain: vLLM verifies no trees.  A block is drafted whole."""
+    told = _config(written) if method != "model" else {}
+    heads = told.get("num_heads") if method == "medusa" else None
+    if "block_size" in told:
+        inner = {**told, **told.get("dflash_config", {})}
+        heads = inner["block_size"] - (not inner.get("sample_from_anchor"))
     chosen = {
         "method": VLLM_METHODS.get(method, method),
         "model": str(out),

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken.drafters.nets.store import CONFIG as OURS
+from foretoken.io.drafter_folders import OURS
 from foretoken.io.files import replacing
 from foretoken.loading import PICKLES
 from foretoken.models.finite import check_finite

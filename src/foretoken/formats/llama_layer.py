@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from foretoken.drafters.nets.decoder import LayerConfig
-from foretoken.formats.base import Target, number
+from foretoken.formats.base import Target
+from foretoken.formats.values import listed, number, positive, whole
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 REFUSED: dict[str, Any] = {
@@ -59,17 +60,17 @@ def layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: a key is missing, or asks for what our layer does not do.
     """
     _refuse(config)
-    heads = int(number(config, "num_attention_heads"))
-    size = int(number(config, "hidden_size"))
+    heads = whole(config, "num_attention_heads")
+    size = whole(config, "hidden_size")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {
         "hidden_size": size,
         "heads": heads,
-        "kv_heads": int(number(config, "num_key_value_heads", default=heads)),
-        "head_dim": int(number(config, "head_dim", default=size // heads)),
-        "ffn": int(number(config, "intermediate_size")),
-        "rope_theta": float(number({**rope, **config}, "rope_theta", default=10000.0)),
-        "eps": float(number(config, "rms_norm_eps", default=1e-6)),
+        "kv_heads": whole(config, "num_key_value_heads", default=heads),
+        "head_dim": whole(config, "head_dim", default=size // heads),
+        "ffn": whole(config, "intermediate_size"),
+        "rope_theta": positive({**rope, **config}, "rope_theta", default=10000.0),
+        "eps": positive(config, "rms_norm_eps", default=1e-6),
     }
 
 
@@ -86,5 +87,5 @@ def _refuse(config: Mapping[str, Any]) -> None:
     for key, usual in REFUSED.items():
         if config.get(key) not in (None, usual):
             raise ValueError(f"the checkpoint has {key} = {config[key]!r}, which our layer does not do")
-    if "sliding_attention" in (config.get("layer_types") or ()):
+    if "sliding_attention" in (listed(config, "layer_types") or ()):
         raise ValueError("the checkpoint has a sliding window, which our layer does not do")

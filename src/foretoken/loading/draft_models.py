@@ -10,14 +10,19 @@ from safetensors import SafetensorError, safe_open
 
 from foretoken.loading.checkpoints import BUILTIN, is_builtin, resolve
 from foretoken.loading.handed import check_handed_in, unwrapped
-from foretoken.loading.models import load_model
+from foretoken.loading.models import AUTO, load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.models import wrap
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.graphs import follow
 from foretoken.models.packing import pays_packed
 from foretoken.models.product_costs import step_s
+from foretoken.models.quantised_linear import KINDS
 
+NONE = "none"
+QUANTIZE = (AUTO, NONE, *KINDS)
+"""What a draft model's weights are quantised to: what is fastest on this CPU, nothing, or one kind.  ``auto`` leaves
+small models as they are, of which a step is calls, and models that are to be trained."""
 COMPILED_ROWS = 32
 """Rows up to which a packed draft model's products are compiled when it is loaded: eight requests with a new token and
 three of the last draft each."""
@@ -31,15 +36,15 @@ def build_draft_model(
     device: Any,
     drafter: str = "model",
     packed: bool = True,
-    quantize: str | None = None,
+    quantize: str = NONE,
 ) -> LanguageModel:
     """The draft model of a ``model:PATH`` spec (or of another ``drafter`` with one), checked against the target.
 
     It is loaded on ``device``, or on the target's where that is ``None``.  Unless it is ``packed``, its weights stay
-    where they can be trained.  ``quantize`` as in :func:`~foretoken.loading.models.load_model`.
+    where they can be trained.  ``quantize`` is one of :data:`QUANTIZE`.
 
     Raises:
-        ValueError: no path and no built-in draft for this target, or another tokenizer.
+        ValueError: no path and no built-in draft for this target, another tokenizer, or another ``quantize``.
     """
     if path is None and not is_builtin(target_source):
         raise ValueError(
@@ -78,7 +83,13 @@ def given_draft_model(given: Any, target: LanguageModel, tokenizer: Any | None) 
 
 
 def build_foreign_draft_model(
-    name: str, path: str | None, target: LanguageModel, target_source: Any, tokenizer: Any | None, device: Any
+    name: str,
+    path: str | None,
+    target: LanguageModel,
+    target_source: Any,
+    tokenizer: Any | None,
+    device: Any,
+    quantize: str = NONE,
 ) -> tuple[LanguageModel, Any]:
     """The draft model of a ``name:PATH`` spec and its own tokenizer, which may be another than the target's.
 
@@ -92,7 +103,7 @@ def build_foreign_draft_model(
     if tokenizer is None:
         raise ValueError(f"drafter {name!r} needs the target's tokenizer: pass tokenizer=... to load")
     path = BUILTIN if path is None else path
-    draft = _load_draft_model(path, target, device)
+    draft = _load_draft_model(path, target, device, quantize=quantize)
     own = load_tokenizer(resolve(path, "draft"))
     if own is None:
         raise ValueError(
@@ -102,8 +113,10 @@ def build_foreign_draft_model(
 
 
 def _load_draft_model(
-    path: str, target: LanguageModel, device: Any, packed: bool = True, quantize: str | None = None
+    path: str, target: LanguageModel, device: Any, packed: bool = True, quantize: str = NONE
 ) -> LanguageModel:
+    if quantize not in QUANTIZE:
+        raise ValueError(f"quantize must be one of {', '.join(QUANTIZE)} for a draft model, not {quantize!r}")
     # A draft model's distribution may be anything: small ones run in bfloat16 where the CPU has products of that in
     # which a step is faster than in float32 (docs/log.md).  A few bits of packed ones depend on the batch, so that only
     # a target that is like that itself gets one.
@@ -118,7 +131,7 @@ def _load_draft_model(
         dtype=("bfloat16" if half else "float32") if small else None,
         device=device,
         exact="approximate" if small or not packed else "distribution",
-        quantize=quantize,
+        quantize=None if quantize == NONE or (quantize == AUTO and (small or not (on_cpu and packed))) else quantize,
     )
     if small and half:
         _compile(draft)

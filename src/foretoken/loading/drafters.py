@@ -14,7 +14,8 @@ from foretoken.drafters.base import BuildContext, Drafter, Verify
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.nested import works_nested
-from foretoken.drafters.nets.store import IMPORTED
+from foretoken.io.drafter_folders import IMPORTED
+from foretoken.io.named_models import named_model
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model
 from foretoken.loading.native_heads import has_head, read_head
@@ -36,17 +37,15 @@ class LoadingContext(BuildContext):
         """By the kind of the tree and of the request."""
         return inner_rule
 
-    def draft_model(
-        self, name: str, path: str | None, *, packed: bool = True, quantize: str | None = None
-    ) -> LanguageModel:
+    def draft_model(self, name: str, path: str | None, *, packed: bool = True, quantize: str = "auto") -> LanguageModel:
         """From a folder or hub id, or the built-in one."""
         return build_draft_model(
             path, self.target, self.source, self.tokenizer, self.device, name, packed=packed, quantize=quantize
         )
 
-    def foreign_draft_model(self, name: str, path: str | None) -> tuple[LanguageModel, Any]:
+    def foreign_draft_model(self, name: str, path: str | None, *, quantize: str = "auto") -> tuple[LanguageModel, Any]:
         """From a folder or hub id, or the built-in one."""
-        return build_foreign_draft_model(name, path, self.target, self.source, self.tokenizer, self.device)
+        return build_foreign_draft_model(name, path, self.target, self.source, self.tokenizer, self.device, quantize)
 
     def drafter(self, spec: str) -> Drafter | None:
         """By its row in the registry."""
@@ -163,8 +162,9 @@ def build_drafter(
 
 
 def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
-    """What ``drafter="auto"`` means: for the built-in target its draft model and n-grams; for any other what is free
-    (:meth:`~foretoken.drafters.base.Drafter.free_for`).  Of several the controller picks one, or none.
+    """What ``drafter="auto"`` means: for the built-in target its draft model and n-grams; for a named model what its
+    entry says; for any other what is free (:meth:`~foretoken.drafters.base.Drafter.free_for`).  Of several the
+    controller picks one, or none.
 
     Plain decoding (``None``) for a target whose state cannot be rolled back.
     """
@@ -172,6 +172,9 @@ def default_drafter(target: LanguageModel, target_source: Any) -> str | None:
         return None
     if _has_draft(target_source):
         return DEFAULT_GROUP
+    named = named_model(target_source)
+    if named is not None and named.drafter != "auto":
+        return named.drafter
     free = free_drafters(target, target_source)
     return f"router,drafters=({'|'.join(free)})" if len(free) > 1 else next(iter(free), None)
 

@@ -1,17 +1,23 @@
-"""GGUF files: how they are told from other checkpoints, and which options they take."""
+"""GGUF files: how they are told from other checkpoints, what runs them, and which options they take.
+
+Files of covered architectures become Transformers models with the file's own numbers (:mod:`foretoken.models.gguf`);
+llama.cpp runs the others, and any file on request.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from foretoken.loading.checkpoints import LoadError
+import torch
+
+from foretoken.loading.checkpoints import LoadError, cause_of, resolve
 from foretoken.loading.checkpoints import is_gguf as is_gguf
 
-if TYPE_CHECKING:
-    from foretoken.models.gguf import GgufModel
-    from foretoken.models.gguf_tokenizer import GgufTokenizer
-
+BACKENDS = ("auto", "native", "llama.cpp")
+"""What runs a GGUF file: our own reader where it covers the file and else llama.cpp, or one of them."""
 REASONS = {
     "dtype": "its weights are stored as they run; choose a file with other weights",
     "device": "it runs where llama.cpp was built for",
@@ -20,46 +26,132 @@ REASONS = {
     "quantize": "llama.cpp's own tools quantise such files (docs/gguf.md)",
     "pack": "llama.cpp arranges its weights itself",
 }
-"""Why a GGUF file does not take an option."""
+"""Why a GGUF file that llama.cpp runs does not take an option."""
+OWN_REASONS = {
+    "device": "its weights are multiplied on the cpu; leave device out",
+    "inflate": "inflate the model that it was made of, and convert that (docs/gguf.md)",
+    "quantize": "its weights keep the bits that they have; take a file with fewer",
+}
+"""The same where it is read by us."""
 USUAL = (None, "", "auto", False)
 """Values of an option that ask for nothing."""
 
 
-def load_gguf(path: str | Path, **options: Any) -> GgufModel:
-    """The model of a GGUF file.
-
-    Args:
-        path: the file.
-        options: what the caller was asked for; a GGUF file takes none of them but ``device="cpu"``.
+def check_backend(backend: str, source: Any) -> None:
+    """Refuse an unknown backend, and one for what is no GGUF file.
 
     Raises:
-        LoadError: an option that a GGUF file does not take, a missing, damaged or unknown file, or llama-cpp-python is
-            not installed.
+        ValueError: either.
     """
-    from foretoken.models.gguf import GgufModel
-    from foretoken.models.llama_cpp import GgufError
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {backend!r}")
+    if backend != "auto" and not is_gguf(source):
+        raise ValueError(f"backend={backend} is for GGUF files, and {source} is none: leave backend out")
 
-    for name, value in options.items():
-        usual = (*USUAL, "cpu") if name == "device" else (*USUAL, "distribution", "approximate")
-        if str(value) not in map(str, usual):
-            raise LoadError(f"a GGUF file takes no {name}={value}: {REASONS[name]}")
+
+def load_gguf(path: str | Path, backend: str = "auto", **options: Any) -> Any:
+    """The model of a GGUF file: a ``PreTrainedModel`` that is read by us, or a :class:`LanguageModel` of llama.cpp.
+
+    Args:
+        path: the file, or a model's name.
+        backend: one of :data:`BACKENDS`.
+        options: what the caller was asked for: ``dtype``, ``device``, ``exact``, ``inflate``, ``pack``, ``quantize``.
+
+    Raises:
+        LoadError: an option that the file does not take, a missing, damaged or unknown file, or one that needs
+            llama-cpp-python, which is not installed.
+    """
+    from foretoken.models.gguf.file import GgufError, UncoveredError
+    from foretoken.models.refusals import refusal
+
+    path = resolve(path)
+    if backend == "llama.cpp":
+        return _load_llama_cpp(path, options)
     try:
-        return GgufModel(path)
+        return _read_network(path, options)
+    except UncoveredError as error:
+        if backend == "auto" and has_llama_cpp():
+            refusal("GGUF reader", str(error), "llama.cpp runs it, without heads and the bitwise promise")
+            return _load_llama_cpp(path, options)
+        raise LoadError(f"{error}: {remedy(backend)}") from None
     except GgufError as error:
         raise LoadError(str(error)) from None
 
 
-def load_gguf_tokenizer(path: str | Path) -> GgufTokenizer | None:
+def has_llama_cpp() -> bool:
+    """Whether llama-cpp-python is installed."""
+    return importlib.util.find_spec("llama_cpp") is not None
+
+
+def remedy(backend: str) -> str:
+    """What to do about a file that we do not cover."""
+    if has_llama_cpp():
+        return "load it with backend=llama.cpp"
+    how = "llama.cpp may run it" if backend == "auto" else "backend=llama.cpp may run it"
+    return f"{how} (pip install 'foretoken[gguf]', which compiles it), or give a Transformers folder of the model"
+
+
+def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
+    """The ``PreTrainedModel`` of a file that is read by us."""
+    from foretoken.models.gguf.file import read_gguf
+    from foretoken.models.gguf.network import build_network
+
+    for name, reason in OWN_REASONS.items():
+        usual = (*USUAL, "cpu") if name == "device" else USUAL
+        if str(options.get(name)) not in map(str, usual):
+            raise LoadError(f"a GGUF file takes no {name}={options[name]}: {reason}")
+    dtype = options.get("dtype")
+    if dtype == torch.float64:
+        raise LoadError("a GGUF file takes no dtype=float64: its numbers are float32 at most; use dtype=float32")
+    return build_network(read_gguf(path), dtype)
+
+
+def _load_llama_cpp(path: str | Path, options: Mapping[str, Any]) -> Any:
+    from foretoken.models.gguf.file import GgufError
+    from foretoken.models.llama_cpp_model import LlamaCppModel
+
+    for name, value in options.items():
+        usual = (*USUAL, "cpu") if name == "device" else (*USUAL, "distribution", "approximate")
+        if str(value) not in map(str, usual):
+            raise LoadError(f"a GGUF file takes no {name}={str(value).removeprefix('torch.')}: {REASONS[name]}")
+    try:
+        return LlamaCppModel(path)
+    except GgufError as error:
+        raise LoadError(str(error)) from None
+
+
+def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
     """The tokenizer inside a GGUF file; ``None`` where it holds no vocabulary.
 
     Raises:
-        LoadError: as :func:`load_gguf`.
+        LoadError: as :func:`load_gguf`, or a vocabulary of a kind that we do not read.
     """
-    from foretoken.models.gguf_tokenizer import GgufTokenizer, has_vocabulary
+    from foretoken.models.gguf.file import GgufError, UncoveredError, read_gguf
+    from foretoken.models.gguf.tokenizer import build_tokenizer
+
+    path = resolve(path)
+    try:
+        if backend != "llama.cpp":
+            return build_tokenizer(read_gguf(path, header_only=True))
+    except UncoveredError as error:
+        if backend == "native" or not has_llama_cpp():
+            raise LoadError(f"{error}: pass tokenizer=FOLDER, or {remedy(backend)}") from None
+    except GgufError as error:
+        raise LoadError(str(error)) from None
+    except Exception as error:  # a damaged vocabulary fails in many ways, some of them with error classes of their own
+        raise LoadError(
+            f"{path} holds a vocabulary that cannot be read ({cause_of(error)}): convert the model again, or pass "
+            "tokenizer=FOLDER"
+        ) from error
+    return _llama_cpp_tokenizer(path)
+
+
+def _llama_cpp_tokenizer(path: str | Path) -> Any | None:
     from foretoken.models.llama_cpp import GgufError, Weights
+    from foretoken.models.llama_cpp_tokenizer import LlamaCppTokenizer, has_vocabulary
 
     try:
         weights = Weights(path, vocab_only=True)
     except GgufError as error:
         raise LoadError(str(error)) from None
-    return GgufTokenizer(weights) if has_vocabulary(weights) else None
+    return LlamaCppTokenizer(weights) if has_vocabulary(weights) else None

@@ -7,24 +7,27 @@ from typing import Any
 
 import torch
 
+from foretoken.io import hub_ids
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import (
     LoadError,
     cause_of,
     check_folder,
+    check_no_drafter,
     file_of,
     is_adapter,
     local_folder,
     place_of,
     resolve,
 )
-from foretoken.loading.gguf import is_gguf, load_gguf
+from foretoken.loading.gguf import check_backend, is_gguf, load_gguf
 from foretoken.loading.handed import check_handed_in, unwrapped
 from foretoken.loading.memory import moved
 from foretoken.loading.stored import check_method, check_storage, quantisation_of
 from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
+from foretoken.models.draft_bits import fastest_kind
 from foretoken.models.finite import REMEDY, first_not_finite, weights_of
 from foretoken.models.inflated import InflatedModel
 from foretoken.models.inflation import inflate as inflate_network
@@ -40,6 +43,10 @@ DTYPES = {
 }
 
 
+AUTO = "auto"
+"""A draft model's ``quantize`` that takes what is fastest."""
+
+
 def load_model(
     source: Any,
     *,
@@ -52,23 +59,25 @@ def load_model(
     pack: bool | str = "auto",
     quantize: str | None = None,
     tensor_parallel: int = 1,
+    backend: str = "auto",
 ) -> LanguageModel:
     """A target or draft model from a path, a hub id, ``"builtin"``, a ``PreTrainedModel`` or a :class:`LanguageModel`.
 
-    A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  The path of a
-    GGUF file loads through llama.cpp, which takes none of the other options.  ``inflate``
+    A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  A GGUF file keeps
+    the bits that it has, and ``backend`` says what runs it (:mod:`foretoken.loading.gguf`).  ``inflate``
     (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
     :mod:`foretoken.models.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps and cpu
     that there is; ``None``: the cpu); a model that is handed in stays where it is.  ``pack`` says whether linear layers
     may be laid out anew, in place, where this machine then multiplies them faster: by default those of models that are
     loaded here (but of ``"approximate"`` ones, which may be trained or written), ``True`` also those of a model that is
-    handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``) replaces the weights of what is loaded by
-    quantised ones, see :mod:`foretoken.models.quantised_linear`.  ``tensor_parallel`` above 1 splits the model over so
-    many processes of this machine, see :mod:`foretoken.models.parallel`.
+    handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``, with ``-a8`` behind it for activations of 8 bits)
+    replaces the weights of what is loaded by quantised ones, see :mod:`foretoken.models.quantised_linear`; ``"auto"``,
+    for draft models, where that is faster (:mod:`foretoken.models.draft_bits`).  ``tensor_parallel`` above 1 splits
+    the model over so many processes of this machine, see :mod:`foretoken.models.parallel`.
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.
-        ValueError: unknown dtype, no such device, a model that cannot be inflated to that size or split so, or
+        ValueError: unknown dtype or backend, no such device, a model that cannot be inflated or split so, or
             ``pack=True`` or ``quantize`` for one that cannot be packed or quantised.
     """
     source = unwrapped(source)
@@ -80,8 +89,12 @@ def load_model(
 
         others = {"inflate": inflate, "quantize": quantize, "pack": pack}
         return load_parallel(source, tensor_parallel, dtype=dtype, device=device, exact=exact, **others)
+    check_backend(backend, source)
+    auto = quantize == AUTO and role == "draft"
+    quantize = None if auto else quantize
     if is_gguf(source):
-        return load_gguf(source, dtype=dtype, device=device, exact=exact, inflate=inflate, pack=pack, quantize=quantize)
+        how = {"dtype": dtype, "device": device, "exact": exact, "inflate": inflate, "pack": pack, "quantize": quantize}
+        return _load_file(source, role, backend, lean, how)
     if quantize is not None:
         check_kind(quantize)
     ours = pack is True or (pack == "auto" and exact != "approximate")
@@ -99,10 +112,23 @@ def load_model(
         _check_finite(network, source, role)
     if pack is True:
         check_packable(network)
+    quantize = fastest_kind(network) if auto else quantize
     if quantize is not None:
         quantise_linears(network, quantize, wide=exact != "bitwise")
     in_place = ours and (not given or pack is True)
     return wrap(network, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(source))
+
+
+def _load_file(file: str | Path, role: str, backend: str, lean: bool, how: dict[str, Any]) -> LanguageModel:
+    """The model of a GGUF file."""
+    pack, exact = how["pack"], str(how["exact"])
+    loaded = load_gguf(file, backend, **{**how, "dtype": parse_dtype(how["dtype"])})
+    if isinstance(loaded, LanguageModel):
+        return loaded
+    if role == "draft":
+        _check_finite(loaded, file, role)
+    in_place = pack is True or (pack == "auto" and exact != "approximate")
+    return wrap(loaded, exact=exact, lean=lean, in_place=in_place, probe=lambda: ordinary_text(file))
 
 
 def _check_finite(network: Any, source: str | Path, role: str) -> None:
@@ -200,6 +226,7 @@ def _from_pretrained(
             **({} if split is None else {"distributed_config": split}),
         )
     except Exception as error:  # a damaged checkpoint fails in many ways, some of them with error classes of their own
+        _check_fetched(path)
         raise LoadError(f"cannot load a model from {place}: {cause_of(error)}") from error
     finally:
         hf_logging.set_verbosity(before)
@@ -214,10 +241,22 @@ def _from_pretrained(
         )
     missing = [k for k in info.get("missing_keys", ()) if "rotary" not in k]
     if missing:
+        _check_fetched(path)
         raise LoadError(
             f"{place} lacks {len(missing)} weights (first: {sorted(missing)[0]}): the checkpoint is incomplete"
         )
     return moved(model, device, path)
+
+
+def _check_fetched(path: str) -> None:
+    """Look whether a hub id is a drafter's, once its files are here.
+
+    Raises:
+        LoadError: it is; says how it is used.
+    """
+    folder = path if Path(path).is_dir() else hub_ids.cached_folder(path)
+    if folder is not None:
+        check_no_drafter(Path(folder))
 
 
 def _check_decoder_alone(path: str) -> None:

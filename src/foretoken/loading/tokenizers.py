@@ -17,17 +17,19 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 TEMPLATE = "chat_template.jinja"
 
 
-def load_tokenizer(source: Any) -> Any | None:
+def load_tokenizer(source: Any, backend: str = "auto") -> Any | None:
     """The tokenizer that belongs to a model source, or ``None`` when it has none.
+
+    ``backend`` says what reads a GGUF file's (:mod:`foretoken.loading.gguf`); llama.cpp's models have its own.
 
     Raises:
         LoadError: its files are damaged, or Transformers cannot read them.
     """
     source = unwrapped(source)
     if isinstance(source, LanguageModel):
-        source = getattr(source, "path", source)
+        source, backend = getattr(source, "path", source), "llama.cpp" if hasattr(source, "path") else backend
     if is_gguf(source):
-        return load_gguf_tokenizer(source)
+        return load_gguf_tokenizer(source, backend)
     from transformers import AutoTokenizer
 
     if not isinstance(source, str | Path):
@@ -109,7 +111,7 @@ def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> No
     """
     if target is None or draft is None:
         return
-    mine, theirs = target.get_vocab(), draft.get_vocab()
+    mine, theirs = _written(target), _written(draft)
     if mine == theirs:
         return
     differing = sorted(set(mine.items()) ^ set(theirs.items()), key=lambda item: item[1])
@@ -119,6 +121,11 @@ def check_same_tokenizer(target: Any | None, draft: Any | None, name: str) -> No
         f"{token!r} = {index}): use it as 'shared_vocab:{name}' or 'retokenize:{name}', or a drafter that needs no "
         "draft model, for example 'ngram'"
     )
+
+
+def _written(tokenizer: Any) -> dict[str, int]:
+    """Its vocabulary without the names that converters to GGUF give the places which only fill up a matrix."""
+    return {token: place for token, place in tokenizer.get_vocab().items() if token != f"[PAD{place}]"}
 
 
 def check_vocabularies(target: LanguageModel, draft: LanguageModel, name: str) -> None:

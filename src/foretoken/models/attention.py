@@ -35,6 +35,38 @@ def watching_queries() -> Iterator[dict[int, Tensor]]:
         _WATCHED.reset(token)
 
 
+@contextmanager
+def few_plans(device: torch.device | None) -> Iterator[None]:
+    """Inside the block, attention that PyTorch chooses for a CUDA device is not cuDNN's.
+
+    cuDNN makes a plan for every shape that it meets, which takes longer than the attention; with a mask the shape is
+    another one whenever the longest text grows (162 plans in 478 eager forwards).
+    """
+    if device is None or device.type != "cuda" or not torch.backends.cuda.cudnn_sdp_enabled():
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+def attention_for(exact: str, device: torch.device) -> str:
+    """The name of the attention function for a kind of exactness.
+
+    Raises:
+        ValueError: sums in float64 on a device that has none.
+    """
+    if exact != "bitwise":
+        return FOLDED
+    if device.type == "mps":
+        raise ValueError(
+            "exact='bitwise' sums attention in float64, which mps has not: leave it out, or use device=cpu"
+        )
+    return EXACT
+
+
 def _note(module: nn.Module, query: Tensor) -> None:
     found = _WATCHED.get()
     if found is not None:

@@ -198,7 +198,8 @@ class LanguageModel(ABC):
         capabilities: what the model offers.
         run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
         run_rows: rows of hidden states that it computed in this time, padding included.
-        forward_name: what computes its forwards where no lean one does: ``"public"`` for Transformers' own.
+        forward_name: what computes its forwards: ``"public"`` for Transformers' own, ``"lean"``, ``"native"``.
+        stored_as: how its weights are stored, where that is not in the dtype of its activations.
         exactness: ``"bitwise"``: the bits of a token's logits do not depend on what is scored beside it, so that text
             with drafts, in batches and alone is the same; ``"rounding"``: near-ties may fall differently.
         exactness_why: how that is known, in words.
@@ -213,6 +214,7 @@ class LanguageModel(ABC):
     _watch: Watch | None = None
 
     forward_name: str = "public"
+    stored_as: str = ""
     exactness: str = "rounding"
     exactness_why: str = "this kind of model was not tried"
     refused: tuple[Refusal, ...] = ()
@@ -230,14 +232,16 @@ class LanguageModel(ABC):
         return None
 
     def describe(self) -> dict[str, Any]:
-        """How the model runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``."""
+        """How it runs: ``forward``, ``weights``, ``exactness``, ``exactness_why``, ``threads``, ``refused``,
+        ``graphs_off``."""
         return {
-            "forward": "lean" if getattr(self, "is_lean", False) else self.forward_name,
-            "weights": str(getattr(self, "dtype", "")).removeprefix("torch."),
+            "forward": self.forward_name,
+            "weights": " ".join(filter(None, (self.stored_as, str(getattr(self, "dtype", "")).removeprefix("torch.")))),
             "exactness": self.exactness,
             "exactness_why": self.exactness_why,
             "threads": torch.get_num_threads(),
             "refused": [asdict(refusal) for refusal in self.refused],
+            "graphs_off": getattr(self, "graphs_off", f"{type(self).__name__} runs no fixed shapes"),
         }
 
     def follow(self) -> None:

@@ -9,14 +9,36 @@ that a commit only moves rows: rotary embeddings are already right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from foretoken.models.window import Cut
+
 CHUNK = 64
 """Slots by which the cache grows at least, so that growing is rare and little is left empty."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Where the next forward writes.
+
+    Attributes:
+        low: its first row.
+        starts: the first slot of each of its rows.
+        used: slots that attention sees.
+    """
+
+    low: int
+    starts: Sequence[int]
+    used: int
+
+
+Moves = dict[int, list[tuple[int, int]]]
+"""By row: from which slot to which, all at once."""
 
 
 class TreeCache(Cache):
@@ -28,14 +50,16 @@ class TreeCache(Cache):
 
     Attributes:
         texts: the sequences whose rows these are, in order (:mod:`foretoken.models.bands`).
+        reads: the slots that the planned forward reads; ``None``: all.
     """
 
     def __init__(self, num_layers: int, max_slots: int) -> None:
         super().__init__(layers=[])
         self.num_layers = num_layers
         self.max_slots = max_slots
-        self.keys: list[Tensor | None] = [None] * num_layers
-        self.values: list[Tensor | None] = [None] * num_layers
+        self._moves: Moves = {}
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
         self.texts: list[Any] = []
         self.num_rows = 1
         self.num_slots = CHUNK
@@ -43,8 +67,21 @@ class TreeCache(Cache):
         self._starts: list[int] = [0]
         self._uniform = True
         self._used = 0
+        self.reads: Cut | None = None
         self._rows = self._slots = torch.empty(0, dtype=torch.long)
         self._rows_from = 0
+
+    @property
+    def keys(self) -> list[Tensor | None]:
+        """Keys by layer, with every committed path in its place."""
+        self.flush()
+        return self._keys
+
+    @property
+    def values(self) -> list[Tensor | None]:
+        """Values by layer, with every committed path in its place."""
+        self.flush()
+        return self._values
 
     @torch.inference_mode()
     def reserve(self, num_rows: int, num_slots: int) -> None:
@@ -82,10 +119,11 @@ class TreeCache(Cache):
     def plan(self, low: int, high: int, starts: Sequence[int], count: int, used: int) -> None:
         """The next forward covers rows ``low:high`` and writes ``count`` slots of each from ``starts`` on.
 
-        ``used`` is how many slots attention sees.
+        ``used`` is how many slots attention sees.  What waits to be moved is moved first.
         """
+        self.flush()
         self.reserve(high, max(used, max(starts) + count))
-        self._low, self._high, self._used = low, high, used
+        self._low, self._high, self._used, self.reads = low, high, used, None
         self._starts = list(starts)
         self._uniform = len(set(self._starts)) == 1
         if not self._uniform:
@@ -93,6 +131,18 @@ class TreeCache(Cache):
             if self._rows.shape[:1] != (high - low,) or self._rows_from != low:
                 self._rows, self._rows_from = torch.arange(low, high, device=device)[:, None], low
             self._slots = torch.tensor([range(start, start + count) for start in self._starts], device=device)
+
+    @property
+    def planned(self) -> Planned:
+        """What :meth:`plan` was told."""
+        return Planned(self._low, self._starts, self._used)
+
+    def buffers(self, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values [rows, H, slots, D] of all layers, for who writes them himself; made for keys ``like``
+        [H, n, D] where there are none."""
+        stores = (self.keys, self.values)
+        keys, values = ([self._buffer(store, like, i) for i in range(self.num_layers)] for store in stores)
+        return keys, values
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -113,7 +163,8 @@ class TreeCache(Cache):
             if self._rows.device != new.device:
                 self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
             buffer[self._rows, :, self._slots] = new.transpose(1, 2).to(buffer.dtype)
-        return view[:, :, : self._used].to(new.dtype)  # a copy only for who computes in another dtype than wrote
+        seen = view[:, :, : self._used] if self.reads is None else self.reads.slots(view[:, :, : self._used])
+        return seen.to(new.dtype)  # a copy only for who computes in another dtype than wrote
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
         """The buffer of a layer, made for tensors ``like`` [..., H, n, D] when there is none."""
@@ -142,22 +193,44 @@ class TreeCache(Cache):
     @property
     def slot_bytes(self) -> int:
         """What one slot of one row takes in all layers; 0 before anything was stored."""
-        stored = [buffer for store in (self.keys, self.values) for buffer in store if buffer is not None]
-        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in stored)
+        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in self._buffers())
 
     @torch.inference_mode()
     def keep(self, row: int, start: int, path: Sequence[int]) -> None:
-        """Move the scratch slots ``start + path[i]`` of a row to ``start + i``."""
+        """Move the scratch slots ``start + path[i]`` of a row to ``start + i``.
+
+        On a device they are moved when somebody looks, all texts' together: where they go is sent there once.
+        """
         first = next((i for i, node in enumerate(path) if node != i), None)
         if first is None:
             return
-        for store in (self.keys, self.values):
-            for buffer in store:
-                if buffer is not None:
-                    source = torch.tensor(path[first:], device=buffer.device) + start
-                    # index_select copies before the write, so overlapping moves are safe.
-                    moved = buffer[row].index_select(1, source)
-                    buffer[row, :, start + first : start + len(path)] = moved
+        if row in self._moves:
+            self.flush()
+        buffers = self._buffers()
+        if any(buffer.device.type != "cpu" for buffer in buffers):
+            self._moves[row] = [(start + node, start + i) for i, node in enumerate(path) if node != i]
+            return
+        for buffer in buffers:
+            # index_select copies before the write, so overlapping moves are safe.
+            moved = buffer[row].index_select(1, torch.tensor(path[first:]) + start)
+            buffer[row, :, start + first : start + len(path)] = moved
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Move what waits to be moved, or, where memory is full, nothing."""
+        if not self._moves:
+            return
+        buffers = self._buffers()
+        moves = torch.tensor([(row, *pair) for row, pairs in self._moves.items() for pair in pairs])
+        places = {device: moves.to(device).T for device in {buffer.device for buffer in buffers}}
+        read = []
+        for buffer in buffers:
+            rows, source, _ = places[buffer.device]
+            read.append(buffer[rows, :, source])
+        for buffer, moved in zip(buffers, read, strict=True):
+            rows, _, target = places[buffer.device]
+            buffer[rows, :, target] = moved
+        self._moves.clear()
 
     @torch.inference_mode()
     def move_row(self, source: int, target: int, slots: int) -> None:
@@ -178,7 +251,8 @@ class TreeCache(Cache):
 
     def clear(self) -> None:
         """Drop all buffers: the next forward makes new ones, in its own dtype."""
-        self.keys, self.values = [None] * self.num_layers, [None] * self.num_layers
+        self._moves = {}
+        self._keys, self._values = [None] * self.num_layers, [None] * self.num_layers
         self.num_rows, self.num_slots = 1, CHUNK
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -196,7 +270,7 @@ class TreeCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether anything was stored."""
-        return self.keys[0] is not None
+        return self._keys[0] is not None
 
     @property
     def is_compileable(self) -> bool:
@@ -212,8 +286,12 @@ class TreeCache(Cache):
         return self.num_layers
 
     def num_bytes(self) -> int:
-        """Memory held by the buffers."""
-        return sum(b.numel() * b.element_size() for s in (self.keys, self.values) for b in s if b is not None)
+        """Memory held by the buffers; asked for by other threads, too."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
+
+    def _buffers(self) -> list[Tensor]:
+        """All buffers as they are, whatever waits to be moved."""
+        return [buffer for store in (self._keys, self._values) for buffer in store if buffer is not None]
 
 
 def _whole_chunks(slots: int) -> int:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from foretoken.models.base import CapabilityError
 
-Run = Callable[[], tuple[list[Tensor], dict[str, Tensor]]]
+Run = Callable[[], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Recorder(Protocol):
@@ -58,17 +58,25 @@ class CudaGraphs:
         return torch.zeros(size, dtype=torch.int32, pin_memory=True)
 
     def record(self, program: Run) -> Run:
-        """Run the program once, so that libraries allocate what they need, then capture it."""
-        with torch.cuda.device(self.device):
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                program()
-            torch.cuda.current_stream().wait_stream(self.stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                left = program()
+        """Run the program once, so that libraries allocate what they need, then capture it.
 
-        def replay() -> tuple[list[Tensor], dict[str, Tensor]]:
+        PyTorch ends a capture that failed with another error, and leaves its stream the current one: whatever ran
+        after that would be unordered with what had run before.  So the stream is put back here.
+        """
+        with torch.cuda.device(self.device):
+            before = torch.cuda.current_stream()
+            try:
+                self.stream.wait_stream(before)
+                with torch.cuda.stream(self.stream):
+                    program()
+                before.wait_stream(self.stream)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                    left = program()
+            finally:
+                torch.cuda.set_stream(before)
+
+        def replay() -> tuple[Tensor, dict[str, Tensor]]:
             graph.replay()
             return left
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 Probe = Callable[[], Sequence[int] | None]
 """Ids of an ordinary text in the model's own tokenizer; ``None`` where there is none."""
 WORTH_KEEPING_S = 0.2
-"""What takes less is checked again in another process: a file of tiny models would only grow."""
+"""Results of a model of which no check takes longer are made again in another process: a file of tiny models would only
+grow.  Of other models all results are kept: where the first path is remembered, its weights are laid out without a
+judge, and what is checked after it would be judged by a network that computes in another way."""
 MOST_KEPT = 256
 SAMPLED = 16
 """Numbers of every weight that a fingerprint looks at, spread over it."""
@@ -50,6 +52,7 @@ class Checks:
     def __init__(self, owner: HuggingFaceModel, probe: Probe | None) -> None:
         self.owner, self.probe = owner, probe
         self.key = fingerprint(owner.model)
+        self._is_slow = False
 
     @cached_property
     def ids(self) -> Sequence[int]:
@@ -84,25 +87,28 @@ class Checks:
         return [] if reason is None else [reason]
 
     def _remembered(self, path: str, check: Callable[[], list[str]]) -> str | None:
-        name = self._name(path)
-        result = None if self.key is None else _read(name)
-        if result is None:
-            began = perf_counter()
-            result = check()
-            if self.key is not None:
-                _keep(name, result, perf_counter() - began)
+        result = self._known_or_made(self._name(path), check)
         return result[0] if result else None
 
     def exactness(self, path: str) -> tuple[str, str]:
         """:func:`foretoken.models.bits.exactness_of` the model as it now runs, remembered."""
         name = self._name(f"bits {path} {torch.get_num_threads()} threads")
-        result = None if self.key is None else _read(name)
-        if result is None:
-            began = perf_counter()
-            result = list(exactness_of(self.owner, self.ids))
-            if self.key is not None:
-                _keep(name, result, perf_counter() - began)
+        result = self._known_or_made(name, lambda: list(exactness_of(self.owner, self.ids)))
         return result[0], result[1]
+
+    def _known_or_made(self, name: str, make: Callable[[], list[str]]) -> list[str]:
+        """A result, from this process, from the file, or made now."""
+        if self.key is None:
+            return make()
+        known = _read(name)
+        if known is not None:
+            self._is_slow |= name in _read_file()
+            return known
+        began = perf_counter()
+        result = make()
+        self._is_slow |= perf_counter() - began >= WORTH_KEEPING_S
+        _keep(name, result, self._is_slow)
+        return result
 
     def _name(self, path: str) -> str:
         return f"{self.key} {path}"
@@ -120,12 +126,12 @@ def fingerprint(model: nn.Module) -> str | None:
         digest.update(f"{name} {type(module).__module__} {type(module).__qualname__}\n".encode())
         product: Any = getattr(module, "product", None)
         if product is not None:  # quantised: its numbers are not among the parameters
-            digest.update(f"{product.name} {product.shape}\n".encode())
+            digest.update(f"{product.name} {product.shape} {getattr(product, 'mark', '')}\n".encode())
     for name, weight in model.named_parameters():
         if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta:  # spread over processes, or elsewhere
             return None
         flat = weight.detach().flatten()
-        some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].double().cpu()
+        some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].cpu().double()
         digest.update(f"{name} {weight.dtype} {weight.device} {tuple(weight.shape)}".encode() + some.numpy().tobytes())
     config: Any = getattr(model, "config", None)
     digest.update(b"" if config is None else str(config.to_json_string(use_diff=False)).encode())
@@ -163,9 +169,9 @@ def _read_file() -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _keep(name: str, result: list[str], took_s: float) -> None:
+def _keep(name: str, result: list[str], in_file: bool) -> None:
     _KNOWN[name] = result
-    if took_s < WORTH_KEEPING_S:
+    if not in_file:
         return
     kept = {**_read_file(), name: result}
     try:

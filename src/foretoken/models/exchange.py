@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.lean import LeanForward
 from foretoken.models.rotary import ChangingRotary
 from foretoken.models.traits import attention_configs
 from foretoken.models.watch import Watch
@@ -21,7 +20,7 @@ def over(model: HuggingFaceModel, network: Any) -> HuggingFaceModel:
     other.model, other._configs = network, attention_configs(network)
     other.rotary = ChangingRotary.of(network)
     if model.is_lean:
-        other._lean = LeanForward(other)
+        other._lean = model._lean.again(other)
     other._watch = Watch(network)
     return other
 

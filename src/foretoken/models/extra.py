@@ -36,7 +36,7 @@ def check_rows(network: Any, rows: Tensor) -> None:
     embedding = find() if find is not None else None
     if not isinstance(embedding, nn.Embedding):
         raise CapabilityError(f"{type(network).__name__} has no token embedding that rows could be added to")
-    size = embedding.weight.shape[1]
+    size = embedding.embedding_dim
     if rows.dim() != 2 or rows.shape[1] != size:
         raise ValueError(f"extra embeddings must be [k, {size}], not {list(rows.shape)}")
 

@@ -7,6 +7,7 @@ feature.  Run this way they have the library's cache, masks, ragged batches and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.draft_head import DraftHead
-from foretoken.models.huggingface import SCRATCH_ROOM, SPARED, HuggingFaceModel
+from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
 from foretoken.models.layers import WHOLE
+from foretoken.models.lean import SPARED
 from foretoken.models.lean_heads import HeadRun, LeanHead
 from foretoken.models.masks import LayerMask
 from foretoken.models.parts import TargetParts
+from foretoken.models.window import Cut, Window
 
 
 class FeatureModel(HuggingFaceModel):
@@ -32,6 +35,9 @@ class FeatureModel(HuggingFaceModel):
         parts: the target's embedding and vocabulary projection.
         target: the model that is drafted for (its context length and end-of-text ids).
         project: logits [m, V_d] of states [m, D]; over the target's vocabulary by default.
+
+    Attributes:
+        window: what is read of long texts, for a network without a window of its own; everything by default.
     """
 
     def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
@@ -46,10 +52,11 @@ class FeatureModel(HuggingFaceModel):
         self.dtype = torch.float32
         self.exact, self.spared = "distribution", SPARED
         self.layer_masks = {"": getattr(net, "mask", LayerMask())}
+        self.window = Window()
         self.num_layers = 1
         self.num_layer_runs = 0.0
         self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
-        self._lean = self  # the one way to run it
+        self._lean, self.forward_name = self, "lean"  # the one way to run it
         self.head = LeanHead.of(self.model)
 
     @torch.inference_mode()
@@ -73,6 +80,9 @@ class FeatureModel(HuggingFaceModel):
 
     def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
+        cut = self._cut(call)
+        if cut is not None:
+            call = replace(call, masks={name: cut.mask(mask) for name, mask in call.masks.items()})
         if self.head is None:
             return self._run_module(call)
         run = HeadRun(self.head, call)
@@ -85,6 +95,12 @@ class FeatureModel(HuggingFaceModel):
         else:
             logits = kept.new_zeros(0, self.vocab_size)
         return [logits[start:end] for start, end in spans], {"state": places.padded(output)}
+
+    def _cut(self, call: Call) -> Cut | None:
+        """What is read by a call, which the cache then hands out; ``None``: everything, or by a mask of its own."""
+        trained = any(mask.kind != "full" for mask in self.layer_masks.values())
+        call.cache.reads = None if trained else self.window.cut(call.cache.planned.starts)
+        return call.cache.reads
 
     def _run_module(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The same through the network's own forward, for one whose layer is the target's."""

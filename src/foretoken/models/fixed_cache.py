@@ -15,15 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.models.cache import TreeCache
+from foretoken.models.cache import Moves, TreeCache
 
 CHUNK = 256
 """Slots by which it grows, and the least that a step looks at: every size is a graph of its own."""
 PATH = 16
 """Nodes of an accepted path that a fixed step moves; of a longer one the rest of the library takes care at once."""
-
-Moves = dict[int, list[tuple[int, int]]]
-"""By row: from which slot to which, all at once."""
 
 
 class FixedCache(TreeCache):
@@ -34,35 +31,16 @@ class FixedCache(TreeCache):
 
     Attributes:
         generation: grows when a buffer moves to other memory: graphs that were captured before are void.
+        ceiling: slots beyond which its rows are not doubled, but made as long as they must be.
     """
 
     def __init__(self, num_layers: int, max_slots: int) -> None:
         self._stacks: list[Tensor | None] = [None, None]
-        self._moves: Moves = {}
         self._places: tuple[Tensor, Tensor] | None = None  # rows [b, 1] and slots [b, n] of a fixed step
         self.generation = 0
         super().__init__(num_layers, max_slots + 1)
         self.num_slots = CHUNK
-
-    @property
-    def keys(self) -> list[Tensor | None]:
-        """Keys by layer, with every committed path in its place."""
-        self.flush()
-        return self._keys
-
-    @keys.setter
-    def keys(self, buffers: list[Tensor | None]) -> None:
-        self._keys = buffers
-
-    @property
-    def values(self) -> list[Tensor | None]:
-        """Values by layer, with every committed path in its place."""
-        self.flush()
-        return self._values
-
-    @values.setter
-    def values(self, buffers: list[Tensor | None]) -> None:
-        self._values = buffers
+        self.ceiling = self.max_slots
 
     @property
     def is_initialized(self) -> bool:
@@ -89,17 +67,53 @@ class FixedCache(TreeCache):
         rows = 1 << (max(num_rows, self.num_rows) - 1).bit_length()
         slots = self.num_slots
         if num_slots + 1 > slots:
-            slots = max(num_slots + 1, min(2 * slots, self.max_slots))
-            slots = -(-slots // CHUNK) * CHUNK
-        for index, store in enumerate((self._keys, self._values)):
-            stack = self._stacks[index]
-            if stack is not None:
-                grown = self._stacks[index] = _grown(stack, rows, slots)
-                store[:] = grown.unbind(0)
+            slots = _whole_chunks(max(num_slots + 1, min(2 * slots, self.ceiling)))
+        self._rebuild(rows, slots)
+
+    @staticmethod
+    def rectangle(texts: Sequence[int]) -> tuple[int, int]:
+        """Rows and slots that texts of so many slots take together: every row is as long as the longest of them."""
+        return (1 << (len(texts) - 1).bit_length(), _whole_chunks(max(texts) + 1)) if texts else (0, 0)
+
+    def fit(self, texts: Sequence[int], most: int) -> bool:
+        """Whether texts that come to need so many slots fit into ``most`` slots of all rows; then it stays below that.
+
+        What earlier texts have left behind is given back where there would be no room otherwise.
+
+        Args:
+            texts: slots of each text that is open, and of one more.
+            most: slots of all rows together.
+        """
+        open_texts = [text.num_slots for text in self.texts]
+        rows, slots = self.rectangle([*texts, *[1] * (len(open_texts) + 1 - len(texts))])
+        slots = max(slots, _whole_chunks(max(open_texts, default=0) + 1))
+        if rows * slots > most:
+            return False
+        if max(rows, self.num_rows) * max(slots, self.num_slots) > most:
+            if self.texts:
+                self.flush()
+                self._rebuild(rows, slots)
             else:
-                store[:] = [None if old is None else _grown(old[None], rows, slots)[0] for old in store]
-        self.num_rows, self.num_slots = rows, slots
+                self.clear()
+        self.ceiling = slots
+        return True
+
+    def _rebuild(self, rows: int, slots: int) -> None:
+        """Move everything to buffers of another size, or, where memory is full, nothing.
+
+        Keys alone in new memory would leave graphs that read what was freed, so both are there before either is taken.
+        """
+        stores = (self._keys, self._values)
+        stacks = [None if old is None else _resized(old, rows, slots) for old in self._stacks]
+        buffers: list[list[Tensor | None]] = [
+            [None if old is None else _resized(old[None], rows, slots)[0] for old in store]
+            if stack is None
+            else [*stack.unbind(0)]
+            for stack, store in zip(stacks, stores, strict=True)
+        ]
         self.generation += 1
+        self._stacks, (self._keys, self._values) = stacks, buffers
+        self.num_rows, self.num_slots = rows, slots
 
     def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
         index = 0 if store is self._keys else 1
@@ -109,14 +123,16 @@ class FixedCache(TreeCache):
             store[:] = stack.unbind(0)
         buffer = store[layer]
         if buffer is None or (buffer.shape[1], buffer.shape[3]) != (like.shape[-3], like.shape[-1]):
+            new = like.new_zeros(self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
+            own = store
             if (
                 self._stacks[index] is not None
             ):  # another layer's shape: every layer has a buffer of its own from now on
-                self._stacks[index] = None
-                store[:] = [None if one is None else one.clone() for one in store]
-            store[layer] = None
+                own = [None if one is None else one.clone() for one in store]
             self.generation += 1
-            return super()._buffer(store, like, layer)
+            self._stacks[index] = None
+            store[:] = own
+            store[layer] = buffer = new
         return buffer
 
     def _parts(self) -> list[Tensor]:
@@ -128,31 +144,32 @@ class FixedCache(TreeCache):
 
     # -- ordinary forwards -------------------------------------------------------------------------------------------
 
-    def plan(self, low: int, high: int, starts: Sequence[int], count: int, used: int) -> None:
-        """As in :class:`TreeCache`; what waits to be moved is moved first."""
-        self.flush()
-        super().plan(low, high, starts, count, used)
-
     def keep(self, row: int, start: int, path: Sequence[int]) -> None:
         """Note which scratch slots ``start + path[i]`` of a row belong to ``start + i``: the next step moves them."""
         moves = [(start + node, start + i) for i, node in enumerate(path) if node != i]
         if row in self._moves or len(moves) > PATH:
             self.flush()
-        if len(moves) > PATH:
-            super().keep(row, start, path)
-        elif moves:
+        if moves:
             self._moves[row] = moves
+        if len(moves) > PATH:
+            self.flush()
 
     @torch.inference_mode()
     def flush(self) -> None:
         """Move what waits to be moved."""
         if not self._moves or self._places is not None:
             return
-        moves = self.take_moves(self.num_rows)
         device = next(part.device for part in self._parts())
-        for row, pairs in moves.items():
-            places = torch.tensor([[row] * len(pairs), *zip(*pairs, strict=True)], device=device)
-            self.move(*places)
+        moves = [(row, source, target) for row, pairs in self._moves.items() for source, target in pairs]
+        self.move(*torch.tensor(moves, device=device).T)  # one tensor is sent, however many texts there are
+        self._moves.clear()
+
+    def clear(self) -> None:
+        """Drop all buffers, and what waits to be moved in them."""
+        self.generation += 1
+        self._stacks = [None, None]
+        super().clear()
+        self.num_slots = CHUNK
 
     # -- fixed steps -------------------------------------------------------------------------------------------------
 
@@ -163,10 +180,13 @@ class FixedCache(TreeCache):
     def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` to slots ``target`` of ``rows`` in all layers, all reads before all writes.
 
-        The three have shapes that broadcast.
+        The three have shapes that broadcast.  Where memory is full nothing has moved: keys without their values would
+        be another text.
         """
-        for part in self._parts():
-            part[:, rows, :, target] = part[:, rows, :, source]
+        parts = self._parts()
+        read = [part[:, rows, :, source] for part in parts]
+        for part, moved in zip(parts, read, strict=True):
+            part[:, rows, :, target] = moved
 
     @contextmanager
     def fixed(self, slots: Tensor, view: int) -> Iterator[None]:
@@ -197,9 +217,20 @@ class FixedCache(TreeCache):
         return buffer[: self._high, :, : self._used]
 
 
-def _grown(stack: Tensor, rows: int, slots: int) -> Tensor:
-    """[L, R, H, S, D] with more rows and slots, zeros where nothing was."""
+def _resized(stack: Tensor, rows: int, slots: int) -> Tensor:
+    """[L, R, H, S, D] with other numbers of rows and slots, zeros where nothing was."""
     layers, old_rows, heads, old_slots, dim = stack.shape
     new = stack.new_zeros(layers, rows, heads, slots, dim)
-    new[:, :old_rows, :, :old_slots] = stack
+    kept_rows, kept_slots = min(rows, old_rows), min(slots, old_slots)
+    new[:, :kept_rows, :, :kept_slots] = stack[:, :kept_rows, :, :kept_slots]
     return new
+
+
+def _whole_chunks(slots: int) -> int:
+    return -(-slots // CHUNK) * CHUNK
+
+
+def rectangle_of(model: Any) -> FixedCache | None:
+    """The cache of a model that runs graphs, where every text takes the room of the longest; ``None`` for others."""
+    cache = getattr(model, "cache", None)
+    return cache if isinstance(cache, FixedCache) else None

@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foretoken.models.cache import Moves
 from foretoken.models.call import Call
-from foretoken.models.fixed_cache import PATH, FixedCache, Moves
-from foretoken.models.masks import LayerMask, RowPlan, ancestor_matrix
+from foretoken.models.fixed_cache import PATH, FixedCache
+from foretoken.models.masks import LayerMask, RowPlan, ancestor_matrix, unseen
 
 if TYPE_CHECKING:
     from foretoken.models.huggingface import HuggingFaceModel
@@ -144,9 +145,29 @@ def fixed_mask(numbers: Mapping[str, Tensor], layer: LayerMask, slots: int, dtyp
     padding = torch.arange(w, device=device) >= numbers["count"]
     allowed[:, :, 0] |= padding
     allowed = allowed[:, None, :, :slots]
-    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(
-        allowed.logical_not(), torch.finfo(dtype).min
-    )
+    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(allowed.logical_not(), unseen(dtype))
+
+
+class Outputs:
+    """Memory that all steps of a model leave their results in: whoever runs one copies them out before the next.
+
+    Results of their own would stay in memory for every graph, and logits are the largest tensors of a small batch.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Tensor] = {}
+
+    def place(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """A tensor of that shape, and of the dtype of ``like``, over the memory of that name.
+
+        Where that is too small there is a larger one from now on.  A step that was captured before keeps what it has,
+        so that the largest step should come first.
+        """
+        size = math.prod(shape)
+        known = self._by_name.get(name)
+        if known is None or known.dtype != like.dtype or known.numel() < size:
+            known = self._by_name[name] = like.new_empty(size)
+        return known[:size].view(*shape)
 
 
 class FixedStep:
@@ -157,15 +178,18 @@ class FixedStep:
         cache: where keys and values are.
         bucket: the shape.
         host: as for :class:`Numbers`.
+        outputs: where it leaves its results.
     """
 
-    def __init__(self, owner: HuggingFaceModel, cache: FixedCache, bucket: Bucket, host: Tensor) -> None:
-        self.owner, self.cache, self.bucket = owner, cache, bucket
+    def __init__(
+        self, owner: HuggingFaceModel, cache: FixedCache, bucket: Bucket, host: Tensor, outputs: Outputs
+    ) -> None:
+        self.owner, self.cache, self.bucket, self.outputs = owner, cache, bucket, outputs
         self.numbers = Numbers(bucket, cache.spare, host, owner.device)
         self.run: Any = self.program
 
-    def program(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Move the last path together, run the network; logits [w, V] per row, and taps [b, w, D].
+    def program(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Move the last path together, run the network; logits [b, w, V] and taps [b, w, D], in ``outputs``.
 
         It depends on nothing but the numbers, the cache and the weights, and asks the device for nothing.
         """
@@ -177,4 +201,9 @@ class FixedStep:
         }
         wanted = [(row, 0, bucket.width) for row in range(bucket.batch)]
         with self.cache.fixed(numbers["slots"], bucket.slots):
-            return owner._run(Call(self.cache, numbers["ids"], numbers["positions"], masks, wanted, bucket.taps))
+            logits, taps = owner._run(
+                Call(self.cache, numbers["ids"], numbers["positions"], masks, wanted, bucket.taps)
+            )
+        rows = self.outputs.place("logits", logits[0], (bucket.batch, *logits[0].shape))
+        torch.stack(logits, out=rows)
+        return rows, {name: self.outputs.place(name, state, state.shape).copy_(state) for name, state in taps.items()}

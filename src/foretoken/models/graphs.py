@@ -19,11 +19,12 @@ from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.capture import CudaGraphs, HostFree, Recorder
 from foretoken.models.clock import now
 from foretoken.models.fixed_cache import FixedCache
-from foretoken.models.fixed_step import TREE, Bucket, FixedStep, size_of
+from foretoken.models.fixed_step import TREE, Bucket, FixedStep, Outputs, size_of
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.judging import APART, MOST, ROUNDING, WIDER, ordinary_ids, widened
 from foretoken.models.layers import WHOLE
 from foretoken.models.masks import RowPlan
+from foretoken.models.placement import is_split
 
 if TYPE_CHECKING:
     from foretoken.models.base import SequenceState
@@ -48,12 +49,15 @@ class Graphs:
     Attributes:
         recorder: shared by a target and its draft model, which run in turns.
         stopped: why no graph runs any more; empty as long as they do.
+        followers: graphs of draft models, which run in turns with these.
     """
 
     def __init__(self, owner: HuggingFaceModel, recorder: Recorder) -> None:
         self.owner, self.recorder = owner, recorder
         self.stopped = ""
+        self.followers: list[Graphs] = []
         self._steps: OrderedDict[Bucket, FixedStep] = OrderedDict()
+        self._outputs = Outputs()
         self._stamp: tuple[Any, ...] = ()
 
     def __len__(self) -> int:
@@ -83,7 +87,7 @@ class Graphs:
             self._cache.take_moves(bucket.batch),
         )
         left, hidden = step.run()
-        logits = torch.stack(left)  # copies: the next replay of any graph may overwrite what this one has left
+        logits = left.clone()  # the next replay of any graph overwrites what this one has left
         hidden = {name: states.clone() for name, states in hidden.items()}
         owner.run_s += now(owner.device) - began
         owner.run_rows += bucket.batch * bucket.width
@@ -98,11 +102,28 @@ class Graphs:
     @torch.inference_mode()
     def warm_up(self, batches: Sequence[int] = (1,), rows: Sequence[int] = ROWS, taps: Sequence[str] = ()) -> None:
         """Capture the steps of these sizes for texts up to the length that the cache has room for, largest first."""
+        self._cache.reserve(max(batches), 1)
         slots = self._cache.view_of(self._cache.num_slots)
         wanted = [Bucket(b, w, slots, tuple(taps)) for b in batches for w in rows if b * w <= MOST_ROWS]
-        self._cache.reserve(max(batches), 1)
         for bucket in sorted(wanted, key=lambda one: one.batch * one.width, reverse=True):
-            self._step(bucket)
+            if not self.stopped:
+                self._step(bucket)
+
+    def capture_ladder(self, texts: int, nodes: int, fed: int, taps: Sequence[str] = ()) -> int:
+        """Capture every step that rounds of up to so many texts with so many nodes each may need, those of draft models
+        included, so that no request waits for a capture; returns how many there are then.
+
+        Args:
+            texts: requests that run together.
+            nodes: nodes of a request's tree, the root included.
+            fed: tokens of a request that a draft model is fed at once.
+            taps: hidden states that the drafter asks for.
+        """
+        batches = _up_to(texts, BATCHES)
+        self.warm_up(batches, _up_to(nodes, ROWS), taps)
+        for follower in self.followers:
+            follower.warm_up(batches, _up_to(fed, ROWS))
+        return sum(len(graphs) for graphs in (self, *self.followers))
 
     def _bucket(self, feeds: Sequence[Feed], places: Sequence[RowPlan], taps: tuple[str, ...]) -> Bucket | None:
         """The smallest shape that holds these nodes, if there is one."""
@@ -129,7 +150,7 @@ class Graphs:
         step = self._steps.get(bucket)
         if step is None:
             try:
-                step = FixedStep(self.owner, self._cache, bucket, self.recorder.host(size_of(bucket)))
+                step = FixedStep(self.owner, self._cache, bucket, self.recorder.host(size_of(bucket)), self._outputs)
                 with HostFree():
                     step.program()
                 step.run = self.recorder.record(step.program)
@@ -150,18 +171,32 @@ class Graphs:
             self._stamp = stamp
 
     def stop(self, reason: str) -> None:
-        """From now on everything runs as it would without graphs."""
+        """From now on everything runs as it would without graphs, and the log says so."""
         self.stopped = reason
         self._steps.clear()
-        self.owner.graphs_off = reason
+        _note_off(self.owner, reason)
 
 
-def _first_line(error: Exception) -> str:
+def _note_off(model: HuggingFaceModel, reason: str) -> None:
+    model.graphs_off = reason
+    model.refuse("CUDA graphs", reason, "every forward launches its kernels one by one")
+
+
+def _first_line(error: BaseException) -> str:
+    """What came first: the end of a capture that failed raises another error on top of it."""
+    while error.__context__ is not None:
+        error = error.__context__
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _at_least(count: int, sizes: Sequence[int]) -> int | None:
     return next((size for size in sizes if size >= count), None)
+
+
+def _up_to(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """All sizes up to the one that holds ``count``."""
+    last = _at_least(count, sizes) or sizes[-1]
+    return tuple(size for size in sizes if size <= last)
 
 
 # -- whether a model gets them -----------------------------------------------------------------------------------------
@@ -192,6 +227,8 @@ def with_graphs(model: LanguageModel, choice: bool | str, recorder: Recorder | N
         reason = f"they need a CUDA device, and the model is on {device}"
     elif model.graphs is None:
         reason = _attach(model, recorder)
+        if reason and choice is not True:
+            _note_off(model, reason)
     if isinstance(model, HuggingFaceModel) and model.graphs is None:
         model.graphs_off = reason
     if reason and choice is True:
@@ -204,6 +241,8 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
     """Give a model graphs and compare them with its ordinary forward; returns why it has none, or nothing."""
     if model._sequences:
         return "texts are open already"
+    if is_split(model.model):
+        return "its layers are on several devices, and a graph runs on one"
     if model.rotary is not None:
         return "its rotary embeddings change with the length of the text"
     if model.context_length < CHECKED_TOKENS:
@@ -253,7 +292,7 @@ def _sample(model: HuggingFaceModel) -> Tensor:
     finally:
         for sequence in reversed(sequences):
             model.release(sequence)
-    return torch.cat(logits).double()
+    return torch.cat(logits).cpu().double()
 
 
 def _truth(model: HuggingFaceModel) -> Tensor | None:
@@ -290,4 +329,7 @@ def follow(draft: LanguageModel, target: Any) -> LanguageModel:
     graphs: Graphs | None = getattr(target, "graphs", None)
     if graphs is None or not isinstance(draft, HuggingFaceModel) or draft.device != graphs.owner.device:
         return draft
-    return with_graphs(draft, "auto", graphs.recorder)
+    with_graphs(draft, "auto", graphs.recorder)
+    if draft.graphs is not None and draft.graphs not in graphs.followers:
+        graphs.followers.append(draft.graphs)
+    return draft

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.models.alone import alone
-from foretoken.models.attention import EXACT, FOLDED
+from foretoken.models.attention import attention_for
 from foretoken.models.bands import Bands, in_bands, picked
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState, Snapshot
 from foretoken.models.cache import TreeCache
@@ -22,8 +22,9 @@ from foretoken.models.checks import Checks, Probe
 from foretoken.models.clock import now
 from foretoken.models.extra import check_rows
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers
-from foretoken.models.lean import LeanForward, build_lean
+from foretoken.models.lean import build_lean
 from foretoken.models.masks import RowPlan, additive_mask
+from foretoken.models.native_forward import fastest_of
 from foretoken.models.packing import Packing, unpack_linears
 from foretoken.models.placement import device_of
 from foretoken.models.provisional import comes_before, keep_common, without_first
@@ -37,8 +38,6 @@ from foretoken.models.watch import Watch, has_hooks
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
-SPARED, SPARED_NATIVE = 24, 4
-"""Rows of padding from which on a lean forward leaves it out: gathering costs as much as fewer do (``docs/log.md``)."""
 SCRATCH_ROOM = 512
 """Slots beyond the context for scratch nodes."""
 
@@ -78,6 +77,8 @@ class HuggingFaceModel(LanguageModel):
     """What runs forwards as CUDA graphs (:mod:`foretoken.models.graphs`), if anything does."""
     graphs_off: str = "not asked for"
     """Why nothing does; empty where it does."""
+    native_off: str = "not tried"
+    """Why its forwards are not native ones (:mod:`foretoken.models.native_forward`); empty where they are."""
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class HuggingFaceModel(LanguageModel):
             raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
         self.model = model.eval()
         self.config = model.config.get_text_config()
+        self.stored_as = getattr(model, "stored_as", "")
         self.capabilities: Capabilities = detect(model)
         if not self.capabilities.tree_mask:
             raise CapabilityError(f"this model cannot take trees: {self.capabilities.missing['tree_mask']}")
@@ -99,11 +101,10 @@ class HuggingFaceModel(LanguageModel):
         self.rotary = ChangingRotary.of(model)
         self.context_length, self.context_why = context_of(model, context_length_of(self.config), self.rotary)
         self.eos_token_ids = eos_ids(model)
-        self.device: torch.device = device_of(model)
-        self.dtype: torch.dtype = model.dtype
+        self.device, self.dtype = device_of(model), model.dtype
         self.exact = exact
         self.layer_masks = layer_masks(model)
-        self._attention = EXACT if exact == "bitwise" else FOLDED
+        self._attention = attention_for(exact, self.device)
         self._configs = attention_configs(model)
         self.cache_argument = cache_argument(model)
         self._single_mask = set(self.layer_masks) == {""}
@@ -121,20 +122,21 @@ class HuggingFaceModel(LanguageModel):
         """Lay the linear layers out and build the lean forward, where that can be: it calls no hooks."""
         exact = self.exact == "bitwise"
         self.packing = Packing.of(self.model, self.dtype, self.device, exact, self._in_place)
-        self.spared = SPARED_NATIVE if self.packing.layout == "native" else SPARED
         checks = Checks(self, self._probe)
-        self.refused, self._lean = (), None
+        self.refused, self._lean, self.forward_name, self.native_off = (), None, "public", "no lean forward"
         if self._wants_lean:
             self._lean = build_lean(self, checks)
-        if not self.is_lean:
+        if self._lean is None:
             lay_out(self, checks)
+        else:
+            self._lean = fastest_of(self._lean, checks)
         if self.exact != "approximate":
             self.exactness, self.exactness_why = checks.exactness(self.way)
 
     @property
     def way(self) -> str:
         """What makes the forwards of one network different ones."""
-        return f"{'lean' if self.is_lean else 'public'} {self.packing.way} {self.exact}"
+        return f"{self.forward_name} {self.packing.way} {self.exact}"
 
     def refuse(self, path: str, why: str, costs: str) -> None:
         """Note, and say once, that a fast path is not taken."""
@@ -145,12 +147,13 @@ class HuggingFaceModel(LanguageModel):
         self.device, self.dtype = device_of(self.model), self.model.dtype
         if self._in_place and not has_hooks(self.model):  # hooks are called where packed layers have taken the place
             unpack_linears(self.model)
-        if self.graphs is not None:
-            self.graphs, self.graphs_off = None, "the model was changed after it was loaded"
+        graphs, self.graphs = self.graphs, None
         self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
         self._configs = attention_configs(self.model)
         self._watch = None  # the checks open texts of their own
         self._choose_forward()
+        if graphs is not None:
+            graphs.stop("the model was changed after it was loaded")
         self._watch = Watch(self.model)
 
     @property
@@ -174,7 +177,7 @@ class HuggingFaceModel(LanguageModel):
         if self._sequences:
             raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
         unpack_linears(self.model)
-        self._lean, self._second = None, {}
+        self._lean, self._second, self.forward_name, self.native_off = None, {}, "public", "the model was unpacked"
         self._wants_lean = self._in_place = False
         self.graphs, self.graphs_off = None, "the model was unpacked"
         self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
@@ -214,7 +217,7 @@ class HuggingFaceModel(LanguageModel):
             for mine, new in zip(self.model.parameters(), source.parameters(), strict=True):
                 mine.copy_(new)
         if self._lean is not None:
-            self._lean = LeanForward(self)  # its fused weights are copies
+            self._lean = self._lean.again(self)  # its fused weights are copies
         if self._watch is not None:
             self._watch = Watch(self.model)
         self.weights_version += 1
@@ -546,13 +549,12 @@ class HuggingFaceModel(LanguageModel):
     def _counts(self, rows: Sequence[RowPlan], width: int) -> list[int] | None:
         """Nodes by row, where leaving out the padding saves more than it costs."""
         counts = [row.new for row in rows]
-        return None if self._lean is None or len(rows) * width - sum(counts) < self.spared else counts
+        return None if self._lean is None or len(rows) * width - sum(counts) < self._lean.spared else counts
 
     def _run_all(self, calls: Sequence[Call]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
         """One run for all where the forward takes several caches at once, else one each."""
         if len(calls) > 1 and hasattr(self._lean, "run_all") and not calls[0].plan.weights:
-            found: list[tuple[list[Tensor], dict[str, Tensor]]] = self._lean.run_all(calls)
-            return found
+            return list(self._lean.run_all(calls))
         return [self._run(call) for call in calls]
 
     def _run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:

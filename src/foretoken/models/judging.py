@@ -37,6 +37,14 @@ forward happens to have none."""
 APART = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """The same where a network cannot be widened, so that its public forward is the judge: then both round."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+
+
+def wider(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """The next wider precision of a device; ``None`` where there is none."""
+    wide = WIDER.get(dtype)
+    return None if wide == torch.float64 and device.type == "mps" else wide
+
+
 SLAB_BYTES = 4 << 20
 """Rows of a weight that are widened together, which takes half as long as the whole weight (1.0 and 2.1 s at 1.5B)."""
 CHAIN = 16
@@ -100,9 +108,12 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def without_kernels(model: nn.Module) -> Iterator[None]:
-    """Inside the block quantised layers multiply by the numbers that their weights stand for, in float32."""
+    """Inside the block quantised layers multiply by the numbers that their weights stand for, in float32.
+
+    Where a kernel reads activations in few bits, they are rounded as it does: that is a part of what it computes.
+    """
     quantised = [module for module in model.modules() if hasattr(module, "joined")]
-    handles = [module.register_forward_hook(_by_numbers(torch.float32)) for module in quantised]
+    handles = [module.register_forward_hook(_by_numbers(torch.float32, as_read=True)) for module in quantised]
     try:
         yield
     finally:
@@ -119,13 +130,13 @@ def _by_slabs(module: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     return torch.cat([F.linear(x, slab.to(dtype), bias) for slab, bias in zip(slabs, biases, strict=True)], -1)
 
 
-def _by_numbers(dtype: torch.dtype) -> Callable[[Any, Any, Tensor], Tensor]:
+def _by_numbers(dtype: torch.dtype, as_read: bool = False) -> Callable[[Any, Any, Tensor], Tensor]:
     """A hook that replaces a quantised layer's output by that of its dense weight."""
 
     def replaced(module: Any, args: Any, out: Tensor) -> Tensor:
-        bias = module.product.bias
-        wide = F.linear(args[0].to(dtype), module.product.dense().to(dtype), None if bias is None else bias.to(dtype))
-        return wide.to(args[0].dtype)
+        x = args[0]
+        wide: Tensor = module.product.by_numbers(module.product.read(x) if as_read else x, dtype)
+        return wide.to(x.dtype)
 
     return replaced
 
@@ -146,7 +157,7 @@ def probe_logits(owner: HuggingFaceModel, run: Run, dtype: torch.dtype, ids: Seq
     owner.cache.plan(0, 1, [0], ROWS, ROWS)
     positions = torch.tensor([depths], device=owner.device)
     try:
-        logits = run(Call(owner.cache, tokens, positions, masks, [(0, 0, ROWS)], ()))[0][0].double()
+        logits = run(Call(owner.cache, tokens, positions, masks, [(0, 0, ROWS)], ()))[0][0].cpu().double()
     except RuntimeError:  # experts in a dtype that their kernel lacks: who uses the model will be told
         return None
     finally:
@@ -173,7 +184,7 @@ class Judge:
 
     Attributes:
         ids: the probe.
-        truth: [24, V] float64 logits.
+        truth: [24, V] float64 logits, on the CPU: not every device has such numbers.
         public: the public forward's errors.
         rounding: what a path may add to those, by dtype.
     """
@@ -190,7 +201,7 @@ class Judge:
             own = probe_logits(owner, owner._run_public, owner.dtype, ids)
         if own is None:
             return None
-        wide, truth = WIDER.get(owner.dtype), None
+        wide, truth = wider(owner.dtype, owner.device), None
         if wide is not None:
             with widened(owner.model, wide):
                 truth = probe_logits(owner, owner._run_public, wide, ids)

@@ -6,7 +6,7 @@
     oneDNN's blocked layout, made once.  A plain bfloat16 layer hands oneDNN its weight in row order, which repacks it
     at every call; float32 products of two rows and more gain as well, where MKL's kernels are made for many rows.
 ``native``
-    Blocks of 32 outputs for a kernel of our own (:mod:`foretoken.models.native`): bfloat16 on CPUs with AVX512-BF16.
+    Blocks of 32 outputs for a kernel of our own (:mod:`foretoken.models.native`): bfloat16 on x86-64 CPUs from AVX2 on.
 ``half``
     Float16 weights for FBGEMM's kernels, which widen them in registers and multiply float32 activations: half the bytes
     of float32 and the same arithmetic.  A bfloat16 number has 8 significant bits and a float16 number has 11, so that,

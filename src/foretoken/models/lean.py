@@ -6,7 +6,7 @@ Transformers layer takes three times as many as :class:`foretoken.models.lean_la
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MAX_PARAMETERS = 400_000_000
 """Above this the fused copies of the weights cost memory and the overhead that they save is small."""
+SPARED, SPARED_NATIVE = 24, 4
+"""Rows of padding from which on a lean forward leaves it out: gathering costs as much as fewer do (``docs/log.md``)."""
 PATH = "lean forward"
 COSTS = "a step of a small model takes about twice as long, and near-ties may differ with drafts and in batches"
 
@@ -60,6 +62,8 @@ class LeanForward:
         ValueError: a model of a family that is not covered.
     """
 
+    name = "lean"
+
     def __init__(self, owner: HuggingFaceModel) -> None:
         config, family = owner.config, family_of(owner.config)
         if family is None:
@@ -67,6 +71,7 @@ class LeanForward:
         decoder: Any = part(owner.model, family.decoder)
         self.owner = owner
         packing = owner.packing
+        self.spared = SPARED_NATIVE if packing.layout == "native" else SPARED
         self.dtype = packing.activations(owner.dtype)
         self.size = Heads.of(config)
         kinds: Any = getattr(config, "layer_types", None)
@@ -87,12 +92,16 @@ class LeanForward:
         self.final_norm: Norm = norm_of(part(decoder, family.final_norm), packing, family.norm_offset) or _same
         self.head, self.head_dtype = _head(owner.model.lm_head, owner)
         embedding = part(decoder, family.embedding)
-        self.embedding = embedding.weight.detach()
+        self.look_up: Callable[[Tensor], Tensor] = getattr(embedding, "rows", None) or _table(embedding)
         scale = getattr(embedding, "embed_scale", None)
         self.embedding_scale: Tensor | None = None if scale is None else scale.to(owner.dtype)
         self.input_scale = float(getattr(decoder, "embedding_multiplier", None) or 1.0)
         self.logit_scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def again(self, owner: HuggingFaceModel) -> LeanForward:
+        """The same forward for a model of the same kind with other weights."""
+        return LeanForward(owner)
 
     @property
     def is_coarse(self) -> bool:
@@ -167,7 +176,7 @@ class LeanForward:
     def _embed(self, ids: Tensor) -> Tensor:
         """What the first layer reads [n, D] of ids [n]."""
         rows, first = self.owner.extra_rows, self.owner.vocab_size
-        x = F.embedding(ids if rows is None else known_ids(ids, first), self.embedding).to(self.dtype)
+        x = self.look_up(ids if rows is None else known_ids(ids, first)).to(self.dtype)
         if self.embedding_scale is not None:
             x = x * self.embedding_scale
         if rows is not None:
@@ -184,10 +193,18 @@ class LeanForward:
 
     def _logits(self, x: Tensor) -> Tensor:
         """[n, V] of states [n, D] behind the final norm."""
-        logits = self.head(x.to(self.head_dtype)).to(self.dtype)
+        return self._behind(self.head(x.to(self.head_dtype)).to(self.dtype))
+
+    def _behind(self, logits: Tensor) -> Tensor:
+        """What the family does to its logits behind the projection."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap
+
+
+def _table(embedding: Any) -> Callable[[Tensor], Tensor]:
+    weight: Tensor = embedding.weight.detach()
+    return lambda ids: F.embedding(ids, weight)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -205,10 +205,15 @@ class Rotary:
     """
 
     def __init__(self, frequencies: Tensor, scale: float, dtype: torch.dtype) -> None:
+        self.frequencies = frequencies
         half = frequencies.to(torch.float32)
         # rotate_half(x) * sin(a) == roll(x, half) * sin(-a of the first half, a of the second), and cos(-a) == cos(a).
         self.signed = torch.cat([-half, half])
         self.scale, self.dtype = scale, dtype
+
+    def to(self, dtype: torch.dtype) -> Rotary:
+        """The same in another dtype."""
+        return Rotary(self.frequencies, self.scale, dtype)
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine [n, 1, r] of positions [n]."""

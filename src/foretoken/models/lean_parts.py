@@ -101,7 +101,9 @@ Mlp = Callable[[Tensor, Tensor], Tensor]
 """Normalised inputs and the residual stream, both [n, D] -> [n, D]."""
 
 
-class _GatedMlp:
+class GatedMlp:
+    """``down(activation(gate(x)) * up(x))``."""
+
     def __init__(self, gate_up: Projection, activation: Callable[[Tensor], Tensor], output: Output) -> None:
         self.gate_up, self.activation, self.output = gate_up, activation, output
         self.projections = (gate_up, output.projection)
@@ -150,4 +152,4 @@ def mlp_of(module: Any, family: Family, joined: Joined, packing: Packing) -> Mlp
     output = Output(packing.projection(part(module, family.down)), joined)
     if family.up is not None:
         return _PlainMlp(packing.projection(part(module, family.up)), activation, output)
-    return _GatedMlp(packing.projection(*(part(module, n) for n in family.gate_up)), activation, output)
+    return GatedMlp(packing.projection(*(part(module, n) for n in family.gate_up)), activation, output)

@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.io.checkpoints import gguf_fault
+from foretoken.models.gguf.file import GgufError as GgufError
 
 ERROR_LEVEL = 4
 """``GGML_LOG_LEVEL_ERROR``."""
 TRUNCATED = ("not within the file bounds", "failed to read", "exceeds remaining file size")
 """What llama.cpp says of a file that ends before its header or its weights do."""
-
-
-class GgufError(ValueError):
-    """A GGUF file cannot be used; the message says what to do."""
 
 
 class MissingLlamaCppError(GgufError):

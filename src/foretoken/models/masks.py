@@ -17,6 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+def unseen(dtype: torch.dtype) -> float:
+    """What is added to the score of a slot that is not seen: half of the dtype's lowest number.
+
+    A score that is added to the lowest number itself may overflow to -inf, and kernels that take a row in blocks make
+    NaN of a block of nothing but -inf.
+    """
+    return torch.finfo(dtype).min / 2
+
+
 @dataclass(frozen=True)
 class LayerMask:
     """What a layer type may look at.
@@ -100,7 +109,7 @@ def row_allowed(row: RowPlan, layer: LayerMask, used: int) -> NDArray[np.bool_]:
 def additive_mask(
     rows: Sequence[RowPlan], layer: LayerMask, width: int, used: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """[b, 1, width, used] additive mask: 0 where a node may look, the dtype's minimum elsewhere.
+    """[b, 1, width, used] additive mask: 0 where a node may look, :func:`unseen` elsewhere.
 
     ``None`` when nothing is masked (one row, one node).  Padding nodes see the committed prefix at least, or slot 0, so
     that no row is ever fully masked.
@@ -113,7 +122,7 @@ def additive_mask(
         if row.new:
             allowed[i, 0, : row.new] = row_allowed(row, layer, used)
         allowed[i, 0, row.new :, : max(row.committed, 1)] = True
-    mask = torch.full(allowed.shape, torch.finfo(dtype).min, dtype=dtype)
+    mask = torch.full(allowed.shape, unseen(dtype), dtype=dtype)
     return mask.masked_fill_(torch.from_numpy(allowed), 0.0).to(device)
 
 
@@ -126,5 +135,5 @@ def _chains(first: Sequence[int], width: int, used: int, dtype: torch.dtype, dev
 
 @lru_cache(maxsize=64)
 def _step(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[2 size] zeros, then the dtype's minimum: every row of the mask of a chain is a part of it."""
-    return torch.tensor([0.0, torch.finfo(dtype).min], dtype=dtype, device=device).repeat_interleave(size)
+    """[2 size] zeros, then :func:`unseen`: every row of the mask of a chain is a part of it."""
+    return torch.tensor([0.0, unseen(dtype)], dtype=dtype, device=device).repeat_interleave(size)

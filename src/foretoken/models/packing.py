@@ -282,8 +282,10 @@ def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def dtype_of(linear: Any) -> torch.dtype:
-    """Of a linear layer's weight, packed or not; nothing is unpacked."""
-    found: torch.dtype = linear.projection.dtype if isinstance(linear, PackedLinear) else linear.weight.dtype
+    """Of a linear layer's weight, packed, quantised or neither; nothing is unpacked."""
+    if isinstance(linear, PackedLinear):
+        return linear.projection.dtype
+    found: torch.dtype = linear.dtype if hasattr(linear, "joined") else linear.weight.dtype
     return found
 
 
@@ -389,7 +391,7 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 def _embedded(model: nn.Module) -> set[int]:
     """Ids of the weights of embeddings."""
-    return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
 def _detached(bias: Tensor | None) -> Tensor | None:

@@ -21,6 +21,8 @@ from foretoken.models.taps import decoder_layers, find_decoder, recording
 
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
 """What Transformers' decoders call the norm behind their last layer."""
+GGUF = "GGUF"
+"""What the storage of weights from a GGUF file begins with."""
 SAMPLED_ROWS = 64
 """Embedding rows that go into a fingerprint."""
 LAYER_ROWS = 4
@@ -78,6 +80,8 @@ class Fingerprint:
     def _is_stored_otherwise(self, other: Fingerprint) -> bool:
         """Whether quantisation explains that weights differ: what it leaves alone must be the same."""
         known = bool(self.kept and other.kept)
+        if GGUF in (self.storage.split(" ")[0], other.storage.split(" ")[0]):  # which quantises embeddings as well
+            return known and self.kept == other.kept and self.storage != other.storage
         same = self.weights == other.weights and (self.kept == other.kept or not known)
         return same and self.storage != other.storage
 
@@ -92,9 +96,18 @@ def _digest(weights: Iterable[Tensor], count: int) -> str:
     return found.hexdigest()
 
 
+def _sampled(module: Any, count: int) -> Any:
+    """The weight of a module; of one whose weight is made when it is asked for, the rows that a hash reads."""
+    sampled = getattr(module, "sampled", None)
+    return getattr(module, "weight", None) if sampled is None else sampled(count)
+
+
 def storage_of(network: Any) -> str:
     """What a network's weights are quantised to, ``"int8"`` or the name of the package that did it; empty for full
     ones."""
+    stored_as = getattr(network, "stored_as", "")
+    if stored_as:
+        return f"{GGUF} {stored_as.removeprefix(GGUF).split(',')[0].strip()}"
     bits = {module.product.bits for module in network.modules() if isinstance(module, QuantisedLinear)}
     if bits:
         return f"int{min(bits)}"
@@ -127,7 +140,7 @@ class TargetParts:
         self.config = config
         self.embed: Any = network.get_input_embeddings()
         self.head: Any = network.get_output_embeddings()
-        self.hidden_size = int(self.head.weight.shape[1])
+        self.hidden_size = int(getattr(self.head, "in_features", 0) or self.head.weight.shape[1])
         self.vocab_size = model.vocab_size
         self.num_layers = int(config.num_hidden_layers)
         self.device: torch.device = network.device
@@ -140,14 +153,14 @@ class TargetParts:
 
     def fingerprint(self) -> Fingerprint:
         """Shapes and hashes of the weights."""
-        found = (getattr(module, "weight", None) for module in decoder_layers(self.network).modules())
+        found = (_sampled(module, LAYER_ROWS) for module in decoder_layers(self.network).modules())
         layers = [weight for weight in found if isinstance(weight, Tensor)]
         kept = [weight for weight in layers if weight.ndim == 1]
         return Fingerprint(
             self.hidden_size,
             self.vocab_size,
             self.num_layers,
-            _digest([self.embed.weight], SAMPLED_ROWS),
+            _digest([_sampled(self.embed, SAMPLED_ROWS)], SAMPLED_ROWS),
             _digest(layers, LAYER_ROWS),
             _digest(kept, SAMPLED_ROWS) if kept else "",
             storage_of(self.network),

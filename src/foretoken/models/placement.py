@@ -26,6 +26,13 @@ def is_offloaded(model: Any) -> bool:
     return any(weight.device.type == "meta" for weight in model.parameters())
 
 
+def is_split(model: Any) -> bool:
+    """Whether its layers run on several devices, or accelerate takes weights and inputs where they run
+    (``device_map``)."""
+    devices = {weight.device for weight in model.parameters()}
+    return len(devices) > 1 or any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
 def has_no_weights(model: Any) -> bool:
     """Whether a model was made without weights, and nothing will read them when it runs."""
     return is_offloaded(model) and not any(hasattr(module, "_hf_hook") for module in model.modules())

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from foretoken.io.files import cache_folder, write_json
 from foretoken.models.layouts import LAYOUTS, Layout, Maker, usable_layouts
+from foretoken.models.native import library
 
 ROWS = (1, 2, 5, 8)
 """Rows that are timed: a plain step, the beginning of speculation, usual rounds."""
@@ -109,7 +110,7 @@ def _measure(make: Maker, dtype: torch.dtype, out: int, inner: int) -> Times:
     """Per number of rows what the quickest quarter of all calls takes at most: others met another process."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(out, inner, generator=generator) / inner**0.5).bfloat16().to(dtype)
-    copies = min(MOST_COPIES, max(2, _copies_bytes() // weight.nbytes))
+    copies = min(MOST_COPIES, max(2, cache_bytes() // weight.nbytes))
     products: list[Layout] = [make(weight.clone()) for _ in range(copies)]
     inputs = [torch.randn(rows, inner, generator=generator).to(products[0].activations) for rows in ROWS]
     calls: dict[int, list[float]] = {rows: [] for rows in ROWS}
@@ -133,8 +134,8 @@ def _one_thread() -> Iterator[None]:
 
 
 @cache
-def _copies_bytes() -> int:
-    """Twice the last cache's size, where Linux tells it."""
+def cache_bytes() -> int:
+    """What no cache of this machine holds: twice the last one's size, where Linux tells it."""
     sizes = [0]
     for file in CACHES.glob("index*/size"):
         with suppress(OSError, ValueError):
@@ -178,7 +179,8 @@ def machine_key() -> str:
     about = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
     lines = [line for line in about if line.startswith(("model name", "flags", "model\t", "stepping"))]
     pages = os.environ.get("THP_MEM_ALLOC_ENABLE", "")
-    way = f"{_clock.__name__} {_copies_bytes()} {pages}"  # what was measured in another way is measured again
+    # What was measured in another way is measured again.
+    way = f"{_clock.__name__} {cache_bytes()} {pages} {library.level()}"
     text = "\n".join([*lines, platform.processor(), platform.machine(), str(os.cpu_count()), torch.__version__, way])
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 

@@ -11,30 +11,57 @@ from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError
 from foretoken.models.packing import is_plain
-from foretoken.models.quantised import available, fastest_target_product, make_product, wide_rows
-from foretoken.models.quantised_products import QuantisedProduct
+from foretoken.models.quantised import (
+    WITHOUT_BYTES,
+    available,
+    fastest_target_product,
+    make_product,
+    multiplies_bytes,
+    wide_rows,
+)
+from foretoken.models.quantised_products import QuantisedProduct, side_by_side
 
-KINDS = ("int8", "int4")
-"""What weights can be quantised to."""
+KINDS = ("int8", "int4", "int8-a8", "int4-a8")
+"""What weights can be quantised to; ``a8``: activations of 8 bits instead of 15 or 16."""
 GROUP = 32
 """Weights that share an int4 scale."""
 
 
 class QuantisedLinear(nn.Module):
-    """Drop-in for an ``nn.Linear`` on CPU, for models that the library loaded itself."""
+    """Drop-in for an ``nn.Linear`` on CPU, for models that the library loaded itself.
 
-    def __init__(self, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> None:
+    Args:
+        product: what multiplies.
+        dtype: of the model.
+    """
+
+    def __init__(self, product: QuantisedProduct, dtype: torch.dtype) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.out_features, self.in_features = product.shape
+        self.product, self._dtype = product, dtype
+
+    @classmethod
+    def of(cls, linear: nn.Linear, product: type[QuantisedProduct], wide: bool = True) -> QuantisedLinear:
+        """A layer's weight, quantised."""
         bias = None if linear.bias is None else linear.bias.detach()
-        self.product = make_product(product, linear.weight, bias, GROUP)
-        self.product.wide = wide_rows if wide else None
-        self._dtype = linear.weight.dtype
+        made = make_product(product, linear.weight, bias, GROUP)
+        made.wide = wide_rows if wide else None
+        return cls(made, linear.weight.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model."""
+        return self._dtype
 
     @property
     def weight(self) -> Tensor:
         """[out, in] as an ordinary tensor: made every time that it is asked for."""
         return self.product.dense().to(self._dtype)
+
+    def sampled(self, count: int) -> Tensor:
+        """``count`` rows of the weight, evenly spaced."""
+        step = max(1, self.out_features // count)
+        return self.product.some(slice(None, None, step))[:count].to(self._dtype)
 
     @property
     def bias(self) -> Tensor | None:
@@ -49,6 +76,10 @@ class QuantisedLinear(nn.Module):
     @staticmethod
     def joined(linears: Sequence[Any]) -> SideBySide:
         """The products of several layers of one input, some of which may be plain ones."""
+        if len(linears) > 1 and all(isinstance(one, QuantisedLinear) for one in linears):
+            whole = side_by_side(linears)
+            if whole is not None:
+                return SideBySide([whole])
         return SideBySide([one.product if isinstance(one, QuantisedLinear) else _plain(one) for one in linears])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,6 +124,11 @@ class SideBySide:
         return residual + self(x)
 
 
+def is_stored(module: Any) -> bool:
+    """Whether a layer multiplies by the numbers of a GGUF file, which may be quantised once more to draft with."""
+    return isinstance(module, QuantisedLinear) and module.product.stored
+
+
 def is_ready_made(model: Any) -> bool:
     """Whether a network was read from a checkpoint whose weights are quantised (GPTQ, AWQ, compressed-tensors, ...)."""
     return getattr(model.config, "quantization_config", None) is not None
@@ -116,7 +152,7 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
 
     Args:
         model: a network on the CPU that is ours to change.
-        kind: ``"int8"`` or ``"int4"``.
+        kind: one of :data:`KINDS`.
         wide: let calls of many rows dequantise a layer where that is faster; a row's bits then depend on how many there
             are.
 
@@ -129,6 +165,9 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
         raise CapabilityError(f"quantize={kind} is for the cpu, and the weights are on {model.device}: use device=cpu")
     if not available():
         raise CapabilityError("this build of PyTorch has no products of quantised weights")
+    bits, _, short = kind.removeprefix("int").partition("-a")
+    if short and not multiplies_bytes():
+        raise CapabilityError(f"quantize={kind}: {WITHOUT_BYTES}: use quantize=int{bits}")
     if is_ready_made(model):
         raise CapabilityError("the weights of this checkpoint are quantised already: leave quantize out")
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -138,10 +177,10 @@ def quantise_linears(model: Any, kind: str, wide: bool = True) -> int:
         for name, child in list(parent.named_children()):
             if not isinstance(child, nn.Linear) or not is_plain(child) or id(child.weight) in embeddings:
                 continue
-            bits = "8" if child is head else kind.removeprefix("int")
-            product = fastest_target_product(child.out_features, child.in_features, GROUP, bits)
+            own = "8" if child is head else bits
+            product = fastest_target_product(child.out_features, child.in_features, GROUP, own, short or "15")
             if product is not None and child.weight.is_floating_point():
-                setattr(parent, name, QuantisedLinear(child, product, wide))
+                setattr(parent, name, QuantisedLinear.of(child, product, wide))
                 found += 1
     if found <= isinstance(model.get_output_embeddings(), QuantisedLinear):
         raise CapabilityError(

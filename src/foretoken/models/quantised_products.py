@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foretoken.models.native import integers, why_not
+from foretoken.models.native import integers, integers8, linear, why_not
+from foretoken.models.native.library import address
+from foretoken.models.native.linear import Linear, bytes_linear
 from foretoken.models.quantised_weights import Int4Weight, Int8Weight, Quantised, block4, unpacked4
 
 WIDE = 64
@@ -37,13 +39,17 @@ class QuantisedProduct(ABC):
             numbers, summed in another order), as a function that measures it; ``None``: never.
         has_wide: whether that can be faster at all.
         alone: whether a row's bits do not depend on the other rows.
+        activations: bits of the input that it multiplies.
+        stored: whether the numbers are those of the model's own file, and not quantised by us.
     """
 
     name: str
     bits: int
+    activations: int = 15
     wide: Callable[[type[QuantisedProduct], int, int, int], int] | None = None
     has_wide: bool = True
     alone: bool = False
+    stored: bool = False
 
     def __init__(self, shape: tuple[int, int], bias: Tensor | None) -> None:
         self.shape = shape
@@ -67,13 +73,33 @@ class QuantisedProduct(ABC):
         """The same product with memory of its own, without laying the weight out once more."""
         return copy.deepcopy(self)
 
+    @classmethod
+    def fused(cls, products: Sequence[QuantisedProduct]) -> QuantisedProduct | None:
+        """Products of one input as one, with their outputs side by side; ``None`` where there is no such thing."""
+        return None
+
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
         """x [n, in] -> x W^T [n, out] in any float dtype."""
 
+    def read(self, x: Tensor) -> Tensor:
+        """x [..., in] as the product reads it: rounded, where it takes activations in few bits."""
+        if self.activations != 8:
+            return x
+        return integers8.rounded(x.to(torch.bfloat16).flatten(0, -2)).view(x.shape)
+
     def dense(self) -> Tensor:
         """The weight [out, in] that the numbers stand for, in float32 (made anew, to 8 bits or more)."""
         return self.product(torch.eye(self.shape[1])).float().t().contiguous()
+
+    def some(self, rows: slice) -> Tensor:
+        """Some rows of :meth:`dense`."""
+        return self.dense()[rows]
+
+    def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x [..., in] -> x W^T (+ bias) [..., out] in ``dtype``, with the numbers that the weight stands for."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x.to(dtype), self.dense().to(dtype), bias)
 
     def by_dense(self, x: Tensor) -> Tensor:
         """What :meth:`product` gives, in bfloat16, by an ordinary product with the dequantised weight."""
@@ -83,6 +109,59 @@ class QuantisedProduct(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Memory of the weight."""
+
+
+class Share(QuantisedProduct):
+    """Some of the outputs of a product that several layers share.
+
+    Args:
+        whole: the product.
+        start, stop: which outputs.
+    """
+
+    def __init__(self, whole: QuantisedProduct, start: int, stop: int) -> None:
+        super().__init__((stop - start, whole.shape[1]), None if whole.bias is None else whole.bias[start:stop])
+        self.whole, self.start, self.stop = whole, start, stop
+        self.name, self.bits, self.alone, self.stored = whole.name, whole.bits, whole.alone, whole.stored
+        self.mark = getattr(whole, "mark", "")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [n, in] -> [n, stop - start]."""
+        return self.whole(x)[:, self.start : self.stop]
+
+    def product(self, x: Tensor) -> Tensor:
+        """Without the bias."""
+        return self.whole.product(x)[:, self.start : self.stop]
+
+    def dense(self) -> Tensor:
+        """[stop - start, in] float32."""
+        return self.whole.some(slice(self.start, self.stop))
+
+    def some(self, rows: slice) -> Tensor:
+        """Some rows of it."""
+        places = range(self.start, self.stop)[rows]
+        return self.whole.some(slice(places.start, places.stop, places.step))
+
+    @property
+    def nbytes(self) -> int:
+        """Its part of the memory."""
+        return self.whole.nbytes * self.shape[0] // self.whole.shape[0]
+
+
+def side_by_side(linears: Sequence[Any]) -> QuantisedProduct | None:
+    """One product for several quantised layers of one input, which share it from now on; ``None`` where their weights
+    cannot be joined."""
+    products = [linear.product for linear in linears]
+    shared = products[0].whole if isinstance(products[0], Share) else None
+    if shared is not None and all(isinstance(product, Share) and product.whole is shared for product in products):
+        return shared
+    whole: QuantisedProduct | None = type(products[0]).fused(products)
+    start = 0
+    if whole is not None:
+        for linear in linears:
+            linear.product = Share(whole, start, start + linear.out_features)
+            start += linear.out_features
+    return whole
 
 
 class Dequantised(QuantisedProduct):
@@ -206,7 +285,7 @@ class IntegerProduct(QuantisedProduct):
 
 
 class NativeProduct(QuantisedProduct):
-    """What our own kernel's two products have in common: the input as integers of 15 bits, the result in bfloat16.
+    """What the products of our own kernels have in common: the input as integers, the result in bfloat16.
 
     Raises:
         RuntimeError: this machine has no such kernel, or it does not take the shape.
@@ -223,9 +302,16 @@ class NativeProduct(QuantisedProduct):
         if reason is not None or not integers.fits(self.shape[1]):
             raise RuntimeError(reason or f"inputs come in eights, not in {self.shape[1]}")
 
+    @abstractmethod
+    def linear(self) -> Linear:
+        """The weight as the kernels read it, without its bias."""
+
     def product(self, x: Tensor) -> Tensor:
         """bfloat16."""
-        return integers.product(x.to(torch.bfloat16), self.packed, self.scales, self.shape[0], self.group)
+        x = x.to(torch.bfloat16)
+        if self.activations == 8:
+            return integers8.product(x, self.linear())
+        return integers.product(x, self.packed, self.scales, self.shape[0], self.group)
 
     @property
     def nbytes(self) -> int:
@@ -241,6 +327,11 @@ class NativeInt8Product(NativeProduct):
     def __init__(self, weight: Int8Weight, bias: Tensor | None) -> None:
         super().__init__(weight, bias)
         self.packed, self.scales = integers.laid_out8(weight)
+
+    def linear(self) -> Linear:
+        """With a scale for each output."""
+        out, inner = self.shape
+        return Linear(linear.EIGHT, inner, out, inner, address(self.packed), address(self.scales))
 
     def dense(self) -> Tensor:
         """[out, in] float32, exactly."""
@@ -258,11 +349,39 @@ class NativeInt4Product(NativeProduct):
         self.group = weight.group
         self.packed, self.scales = integers.laid_out4(weight)
 
+    def linear(self) -> Linear:
+        """With scales and zeros of groups."""
+        out, inner = self.shape
+        return Linear(linear.FOUR, inner, out, self.group, address(self.packed), address(self.scales))
+
     def dense(self) -> Tensor:
         """[out, in] float32, exactly."""
         out = self.shape[0]
         scale, zero = self.scales.permute(2, 0, 3, 1).flatten(1, 2)[:, :out].contiguous()
         return Int4Weight(integers.values4(self.packed, out), scale, zero, self.group).dequantised()
+
+
+class NativeInt8ByteProduct(NativeInt8Product):
+    """The same weights, activations of 8 bits."""
+
+    name, activations = "int8 weights, own kernel, 8-bit input", 8
+
+    def linear(self) -> Linear:
+        """With a scale for each output."""
+        return bytes_linear(
+            self.shape, 8, self.shape[1], self.packed, self.scales, form=linear.PER_ROW, middle=integers.MIDDLE8
+        )
+
+
+class NativeInt4ByteProduct(NativeInt4Product):
+    """The same weights, activations of 8 bits."""
+
+    name, activations = "int4 weights, own kernel, 8-bit input", 8
+
+    def linear(self) -> Linear:
+        """With scales and zeros of groups."""
+        form, middle = linear.PAIRS, integers.MIDDLE4
+        return bytes_linear(self.shape, 4, self.group, self.packed, self.scales, form=form, zeros=True, middle=middle)
 
 
 @contextmanager

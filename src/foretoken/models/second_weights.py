@@ -23,13 +23,14 @@ from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.inflation import available_bytes
 from foretoken.models.layers import LayerPlan, _replace
 from foretoken.models.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
-from foretoken.models.quantised import available, fastest_draft_product, make_product
-from foretoken.models.quantised_linear import QuantisedLinear, is_ready_made
+from foretoken.models.quantised import WITHOUT_BYTES, available, fastest_draft_product, make_product, multiplies_bytes
+from foretoken.models.quantised_linear import QuantisedLinear, is_ready_made, is_stored
 from foretoken.models.quantised_products import QuantisedProduct
 from foretoken.models.quantised_weights import GROUPS, fits_int4
 from foretoken.models.taps import decoder_layers
 
 BITS = ("4", "8", "auto")
+ACTIVATIONS = ("8", "15", "auto")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Scheme:
     Attributes:
         bits: ``"4"``, ``"8"``, or ``"auto"``: the faster of both for each layer, by measurement.
         group: weights of a row that share an int4 scale.
+        activations: bits of the inputs: ``"8"``, ``"15"`` or more, or ``"auto"``: 8 where that is faster.
+        head: whether the vocabulary projection is quantised, too; not where another takes its place.
 
     Raises:
         ValueError: a value outside its choices.
@@ -46,24 +49,26 @@ class Scheme:
 
     bits: str = "auto"
     group: int = 32
+    activations: str = "auto"
+    head: bool = True
 
     def __post_init__(self) -> None:
-        for name, choices in (("bits", BITS), ("group", GROUPS)):
+        for name, choices in (("bits", BITS), ("group", GROUPS), ("activations", ACTIVATIONS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {getattr(self, name)}")
 
     @property
     def name(self) -> str:
         """Tells sets of one model apart."""
-        return f"{self.bits}-{self.group}"
+        return f"{self.bits}-{self.group}-{self.activations}{'' if self.head else '-layers'}"
 
     def product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
         """The product for a weight [out, in]; ``None`` leaves the layer as it is."""
-        return fastest_draft_product(shape[0], shape[1], self.group, self.bits)
+        return fastest_draft_product(shape[0], shape[1], self.group, self.bits, self.activations)
 
     def head_product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
         """The same for the vocabulary projection: always int8, because its errors are errors of logits."""
-        return fastest_draft_product(shape[0], shape[1], self.group, "8")
+        return fastest_draft_product(shape[0], shape[1], self.group, "8", self.activations) if self.head else None
 
 
 class QuantisedWeights:
@@ -90,7 +95,7 @@ class QuantisedWeights:
         if owner.is_lean:
             shadow = copy.copy(owner)
             shadow.packing = QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
-            self._lean = type(owner._lean)(shadow)
+            self._lean = owner._lean.again(shadow)
             self._lean.owner = None  # whoever runs it brings its own
         else:
             for linear in linears(owner.model):
@@ -140,6 +145,11 @@ class QuantisedPacking:
         """As for the model's own weights."""
         return self.base.blocks
 
+    @property
+    def layout(self) -> str:
+        """Of what is not quantised."""
+        return self.base.layout
+
     def activations(self, dtype: torch.dtype) -> torch.dtype:
         """As for the model's own weights: both read one cache."""
         return self.base.activations(dtype)
@@ -174,7 +184,7 @@ def linears(model: Any) -> Iterator[Any]:
     """The linear layers of a Transformers model that a draft reads: those of its decoder layers, and its head."""
     head = model.get_output_embeddings()
     for module in [m for layer in decoder_layers(model) for m in layer.modules()] + [head]:
-        if is_plain(module) or isinstance(module, PackedLinear):
+        if is_plain(module) or isinstance(module, PackedLinear) or is_stored(module):
             yield module
 
 
@@ -192,7 +202,10 @@ def check_quantisable(owner: HuggingFaceModel, scheme: Scheme) -> None:
         )
     if not available():
         raise CapabilityError("this build of PyTorch has no products of quantised weights")
-    if is_ready_made(owner.model) or any(isinstance(module, QuantisedLinear) for module in owner.model.modules()):
+    if scheme.activations == "8" and not multiplies_bytes():
+        raise CapabilityError(f"activations=8: {WITHOUT_BYTES}: leave it out")
+    quantised = [module for module in owner.model.modules() if isinstance(module, QuantisedLinear)]
+    if is_ready_made(owner.model) or not all(map(is_stored, quantised)):
         raise CapabilityError("the target's weights are quantised already: use another drafter, for example ngram")
     head = owner.model.get_output_embeddings()
     inner = [linear for linear in linears(owner.model) if linear is not head]
@@ -213,7 +226,7 @@ def check_quantisable(owner: HuggingFaceModel, scheme: Scheme) -> None:
 
 def _size_of(head: Any) -> int:
     """Numbers in the vocabulary projection, which may be missing, or none of PyTorch's."""
-    if isinstance(head, nn.Linear | PackedLinear):
+    if isinstance(head, nn.Linear | PackedLinear | QuantisedLinear):
         return head.out_features * head.in_features
     return 0 if head is None else int(head.weight.numel())
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from foretoken.models.base import Feed
-from foretoken.models.judging import MOST, WIDER, ordinary_ids, widened
+from foretoken.models.judging import MOST, ordinary_ids, widened, wider
 from foretoken.models.state_cache import StateCache, tensors_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _fresh(model: StatefulModel, text: list[int]) -> _Reading:
 
 def _truth(model: StatefulModel, text: list[int]) -> _Reading | None:
     """The same in the next wider precision; ``None`` where the network has none (float64, or a kernel of one dtype)."""
-    wide = WIDER.get(model.dtype)
+    wide = wider(model.dtype, model.device)
     if wide is None:
         return None
     try:
@@ -132,5 +132,5 @@ def relative(mine: Tensor, theirs: Tensor) -> float:
     """Size of the difference in units of ``theirs``."""
     if mine.shape != theirs.shape:
         return float("inf")
-    size = theirs.double().norm()
-    return float((mine.double() - theirs.double()).norm() / size.clamp_min(1e-30))
+    own, judge = mine.cpu().double(), theirs.cpu().double()
+    return float((own - judge).norm() / judge.norm().clamp_min(1e-30))

@@ -20,6 +20,7 @@ from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
 from foretoken.models.features import FeatureModel
 from foretoken.models.huggingface import SCRATCH_ROOM
+from foretoken.models.masks import unseen
 from foretoken.models.native_mtp import Keep, NativeModule
 from foretoken.models.parts import TargetParts
 
@@ -50,8 +51,10 @@ class StackedModel(FeatureModel):
         count: M.
     """
 
-    def __init__(self, net: StackedModules, parts: TargetParts, target: LanguageModel) -> None:
-        super().__init__(net, parts, target)
+    def __init__(
+        self, net: StackedModules, parts: TargetParts, target: LanguageModel, project: Any | None = None
+    ) -> None:
+        super().__init__(net, parts, target, project)
         self.count = len(net.steps)
         self.cache = TreeCache(self.count, self.context_length + SCRATCH_ROOM)
         self._read: dict[int, list[Tensor]] = {}  # per sequence what its places hand to the next ones, [n, (M - 1) D]
@@ -111,6 +114,7 @@ class StackedModel(FeatureModel):
         given: Any = call.states
         inputs = given.unflatten(-1, (self.count, -1))  # [b, width, M, D]
         outputs: list[Tensor] = []
+        cut = self._cut(call)
         for index, module in enumerate(self.model.steps):
             if index < min(step, self.count - 1):
                 outputs.append(inputs[:, :, index])  # its step is over
@@ -120,8 +124,9 @@ class StackedModel(FeatureModel):
                 features = inputs[:, :, index - 1]
             elif index and not step:  # within a feed the place before is the row before
                 features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
-            keep = self._keep(call.cache, index)
-            outputs.append(module(embeddings, features, call.positions, self._mask(call, index), keep))
+            keep, mask = self._keep(call.cache, index), self._mask(call, index)
+            mask = mask if cut is None else cut.mask(mask)
+            outputs.append(module(embeddings, features, call.positions, mask, keep))
         output = torch.cat(outputs, -1)
         kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
         logits = (
@@ -144,4 +149,4 @@ class StackedModel(FeatureModel):
             mask = torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=self.dtype, device=self.device)
         void = torch.arange(used, device=self.device) < index
         late = call.positions[:, None, :, None] >= index
-        return mask.masked_fill(void & late, torch.finfo(self.dtype).min)
+        return mask.masked_fill(void & late, unseen(self.dtype))

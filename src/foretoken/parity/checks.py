@@ -170,7 +170,7 @@ def _eos_bias(target: LanguageModel, prompt: list[int], output: list[int], place
     if not target.eos_token_ids:
         return {}
     eos = min(target.eos_token_ids)
-    logits = next_logits(target, [*prompt, *output[:place]]).double()
+    logits = next_logits(target, [*prompt, *output[:place]]).cpu().double()
     gap = float(logits.max() - logits[eos])
     return {"logit_bias": {eos: gap + 0.5}} if math.isfinite(gap) else {}
 

@@ -77,7 +77,7 @@ def first_difference(
     tolerance = tie_tolerance(logits, getattr(target, "rounds_like", logits.dtype))
     if position == shorter:
         return Difference(position, None, tolerance)
-    gap = _logit_gap(sampler, logits.double(), prefix, (one[position], other[position]), tolerance)
+    gap = _logit_gap(sampler, logits.cpu().double(), prefix, (one[position], other[position]), tolerance)
     return Difference(position, gap if math.isfinite(gap) else None, tolerance)
 
 

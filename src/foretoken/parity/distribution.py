@@ -128,7 +128,7 @@ def _collect(r: Reference, outputs: Sequence[Sequence[list[int]]]) -> Evidence:
             for (i, output), logits in zip(jobs, _scored(r.target, sequences, r.prompts, jobs), strict=True):
                 prefixes = [[*r.prompts[i], *output[:n]] for n in range(len(output))]
                 distributions = makers[i].distributions(logits, prefixes)
-                for n, (token, distribution) in enumerate(zip(output, distributions.double().cpu(), strict=True)):
+                for n, (token, distribution) in enumerate(zip(output, distributions.cpu().double(), strict=True)):
                     found.places.append(uniform_place(distribution, token, coins.uniform()))
                     beginning = (i, tuple(output[:n]))
                     if begin[beginning] >= LEAST:

@@ -25,7 +25,7 @@ class Settings:
         model: as for :func:`foretoken.load`.
         served_name: what clients call it; its last path part by default.
         host, port: where it listens.
-        drafter, verifier, controller, dtype, device, quantize, profile: as for :func:`foretoken.load`.
+        drafter, verifier, controller, dtype, device, quantize, backend, profile: as for :func:`foretoken.load`.
         exact: ``"distribution"``, or ``"bitwise"``: a model that cannot keep that is not served.
         tensor_parallel: processes of this machine (on CUDA: devices) that the model is split over.
         max_running: requests that run together.
@@ -69,6 +69,7 @@ class Settings:
     dtype: str = "auto"
     device: str = "auto"
     quantize: str = ""
+    backend: str = "auto"
     exact: str = "distribution"
     profile: str = ""
     tensor_parallel: int = 1

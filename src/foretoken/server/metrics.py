@@ -57,6 +57,7 @@ class Metrics:
                 ("prefix_cache_bytes", "Memory of kept texts.", lambda s: s.prefix_bytes),
                 ("prefix_cache_limit_bytes", "The most that they may take.", lambda s: s.prefix_limit_bytes),
                 ("prefix_cache_texts", "Texts that are kept.", lambda s: s.prefix_texts),
+                ("cuda_graphs", "1 where the target's forwards run as CUDA graphs.", lambda s: float(s.graphs)),
                 ("spec_predicted_speedup", "Of the plan in use over plain decoding, as the cost model says.", _speedup),
             ):
                 gauge = Gauge(f"{prefix}:{name}", what, ["model_name"], registry=self.registry)

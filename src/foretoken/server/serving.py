@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from foretoken.conversation import has_template
+from foretoken.drafters.texts import BESIDE
 from foretoken.engine.background import AsyncLlm, EngineStatus
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
 from foretoken.llm import Llm, load
@@ -44,6 +45,7 @@ def load_llm(settings: Settings) -> Llm:
         device=settings.device,
         profile=settings.profile or None,
         quantize=settings.quantize or None,
+        backend=settings.backend,
         exact=settings.exact,
         known=True,
         tensor_parallel=settings.tensor_parallel,
@@ -84,6 +86,21 @@ def warm_up(llm: Llm) -> None:
         log.info("no structured output: pip install 'foretoken[grammar]' brings it")
     except (ValueError, RuntimeError) as error:
         log.info("no structured output: %s", str(error).splitlines()[0])
+
+
+def capture(llm: Llm, texts: int) -> None:
+    """Capture the CUDA graphs that rounds of up to so many texts need, so that no request waits for one."""
+    graphs = getattr(llm.target, "graphs", None)
+    if graphs is None:
+        return
+    began, drafter = time.perf_counter(), llm.drafter
+    nodes = 1
+    if drafter is not None:
+        nodes += drafter.max_nodes if drafter.traits.draws_trees else drafter.max_depth
+    texts = llm.engine.budget.most_texts(texts)
+    count = graphs.capture_ladder(texts, nodes, max(nodes, 1 + BESIDE), llm.engine.taps)
+    if not graphs.stopped:
+        log.info("captured %d CUDA graphs in %.1f s", count, time.perf_counter() - began)
 
 
 @dataclass
@@ -141,6 +158,7 @@ class Serving:
                 prefix_bytes=settings.prefix_bytes,
                 on_end=self.metrics.ended,
             )
+            await asyncio.to_thread(capture, llm, settings.max_running)
             await engine.start()
             self.lengths = await asyncio.to_thread(Lengths, llm.tokenizer)
             await in_thread(GRAMMARS, lambda: warm_up(llm))

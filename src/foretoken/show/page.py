@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 
 from foretoken.bench.report.markup import Markup, join, tag
 from foretoken.bench.report.page import resource
 from foretoken.show.run import Round, Shown
 from foretoken.show.texts import visible
+from foretoken.show.totals import HEADS, Total
 from foretoken.show.tree import draw_tree
 
 MOST_ROUNDS = 200
 """Rounds that are drawn; the text has all of them."""
 MOST_REASONS = 16
+MOST_TOTALS = 500
 
 MEANINGS = {
     "accepted": "an accepted draft token",
@@ -23,15 +26,20 @@ MEANINGS = {
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def render(run: Shown) -> str:
-    """The page."""
+def render(run: Shown, totals: Sequence[Total] = ()) -> str:
+    """The page.
+
+    Args:
+        run: what is drawn.
+        totals: rows of a table, of a trace with several requests or of an engine that tells totals alone.
+    """
     drawn = run.rounds[:MOST_ROUNDS]
     left = len(run.rounds) - len(drawn)
     body = join(
         tag("h1", "What speculation did"),
         _facts(run),
-        legend(),
-        _ribbon(run),
+        _totals(totals) if totals else "",
+        join(legend(), _ribbon(run)) if run.rounds else "",
         *(_section(i, one) for i, one in enumerate(drawn)),
         tag("p", f"{left} more rounds are not drawn.", class_="caption") if left else "",
     )
@@ -61,6 +69,15 @@ def legend() -> Markup:
 def _facts(run: Shown) -> Markup:
     rows = [join(tag("dt", name), tag("dd", value)) for name, value in run.facts]
     return tag("dl", *rows, class_="facts")
+
+
+def _totals(totals: Sequence[Total]) -> Markup:
+    head = tag("tr", *(tag("th", name) for name in HEADS))
+    rows = [tag("tr", *(tag("td", cell) for cell in total.cells)) for total in totals[:MOST_TOTALS]]
+    left = len(totals) - len(rows)
+    table = tag("table", tag("thead", head), tag("tbody", *rows))
+    more = tag("p", f"{left} more rows are not shown.", class_="caption") if left else ""
+    return join(tag("div", table, class_="scroll", tabindex=0), more)
 
 
 def _ribbon(run: Shown) -> Markup:

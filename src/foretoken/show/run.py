@@ -108,19 +108,22 @@ def shown(output: Output, tokenizer: Any, prompt: str, facts: Sequence[tuple[str
     return Shown(printable(prompt), facts, rounds)
 
 
-def _round(trace: RoundTrace, tokenizer: Any, words: Sequence[Word]) -> Round:
-    def text(token: int) -> str:
-        return token_text(tokenizer, token)
-
-    origin = origin_of(trace)
+def own_meaning(origin: str, text: str, p: float | None) -> str:
+    """Where the target's own token came from, in words that begin with ``origin`` and a colon."""
     meaning = {
         "recovered": "recovered: {} in place of what was rejected",
         "bonus": "bonus: {} on top, every draft of the path was accepted",
         "plain": "plain: {}",
-    }[origin].format(quoted(text(trace.next_token)))
-    if trace.verifier != "greedy" and trace.next_p is not None:
-        meaning += f" (p = {trace.next_p:.2g})"
+    }[origin].format(quoted(text))
+    return meaning if p is None else f"{meaning} (p = {p:.2g})"
+
+
+def _round(trace: RoundTrace, tokenizer: Any, words: Sequence[Word]) -> Round:
+    def text(token: int) -> str:
+        return token_text(tokenizer, token)
+
     next_p = None if trace.verifier == "greedy" else trace.next_p
+    meaning = own_meaning(origin_of(trace), text(trace.next_token), next_p)
     own = Node(-1, -1, trace.next_token, text(trace.next_token), "accepted", meaning, next_p, None)
     nodes = nodes_of(trace, text)
     if trace.verifier == "greedy":  # one-hot distributions: 0 or 1 says no more than the colour

@@ -115,7 +115,7 @@ def _node(node: Node, box: Box, class_: str, round_corners: bool = False) -> Mar
     numbers = _numbers(node)
     text_y = box.y + (16 if numbers else 24)
     parts = [
-        tag("title", f"{quoted(node.text)}, token {node.token}: {node.why}"),
+        tag("title", f"{quoted(node.text)}{f', token {node.token}' if node.token >= 0 else ''}: {node.why}"),
         tag(
             "rect", x=f"{box.x:.1f}", y=f"{box.y:.1f}", width=f"{box.width:.1f}", height=HEIGHT,
             rx=14 if round_corners else 4, class_=f"node {class_}",

@@ -57,6 +57,8 @@ class Verifier(ABC):
         greedy_only: whether the rule is right at temperature 0 only.
         races: whether sampled requests need noise (:class:`foretoken.core.noise.Noise`), on which drafters then draw
             too.
+        asks_choices: whether all that it asks of a greedy request, or of one with noise, is the token after a node.
+        reads_logits: whether it looks at the logits of requests that sample, not at their distributions alone.
     """
 
     name: ClassVar[str]
@@ -65,6 +67,8 @@ class Verifier(ABC):
     chains_only: ClassVar[bool] = False
     greedy_only: ClassVar[bool] = False
     races: ClassVar[bool] = False
+    asks_choices: ClassVar[bool] = False
+    reads_logits: ClassVar[bool] = False
 
     @abstractmethod
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:

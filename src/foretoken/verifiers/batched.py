@@ -17,6 +17,7 @@ from torch import Tensor
 from foretoken.core import Rng, Scores, TokenTree, Verdict, is_large
 from foretoken.sampling import fixed_tokens
 from foretoken.verifiers.base import Coins, Verifier, draw_all
+from foretoken.verifiers.on_device import bring_home
 
 
 class LateCoins(Coins):
@@ -47,11 +48,16 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
         ValueError: a chain rule met a node with two children.
         NonFiniteLogitsError: NaN logits, or no finite logit left.
     """
-    if len(all_scores) == 1 or any(type(one).verify is not Verifier.verify for one in verifiers):
+    if any(type(one).verify is not Verifier.verify for one in verifiers):
         each = zip(verifiers, all_scores, rngs, strict=True)
         return [verifier.verify(scores.tree, scores, rng) for verifier, scores, rng in each]
-    make_distributions(verifiers, all_scores)
-    make_choices(all_scores)
+    if all_scores[0].logits.device.type != "cpu":
+        all_scores = bring_home(verifiers, all_scores)
+    elif len(all_scores) == 1:
+        return [verifiers[0].verify(all_scores[0].tree, all_scores[0], rngs[0])]
+    else:
+        make_distributions(verifiers, all_scores)
+        make_choices(all_scores)
     verdicts: list[Verdict] = []
     late: dict[int, tuple[Tensor, float]] = {}
     for verifier, scores, rng in zip(verifiers, all_scores, rngs, strict=True):
@@ -59,8 +65,10 @@ def verify_batch(verifiers: Sequence[Verifier], all_scores: Sequence[Scores], rn
         verdicts.append(verifier.decide_fast(scores.tree, scores, coins))
         if isinstance(coins, LateCoins) and coins.later is not None:
             late[len(verdicts) - 1] = coins.later
-    for index, token in zip(late, draw_all(list(late.values())), strict=True):
-        verdicts[index] = replace(verdicts[index], next_token=token)
+    for is_home in (True, False):
+        here = {index: one for index, one in late.items() if (one[0].device.type == "cpu") == is_home}
+        for index, token in zip(here, draw_all(list(here.values())), strict=True):
+            verdicts[index] = replace(verdicts[index], next_token=token)
     return verdicts
 
 

@@ -21,6 +21,7 @@ class CoupledVerifier(Verifier):
 
     name = "coupled"
     races = True
+    asks_choices = True
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """The race itself, on the distribution of every visited node; no coin is tossed.

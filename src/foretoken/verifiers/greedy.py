@@ -16,6 +16,7 @@ class GreedyVerifier(Verifier):
 
     name = "greedy"
     greedy_only = True
+    asks_choices = True
 
     def decide(self, tree: TokenTree, scores: Scores, coins: Coins) -> Verdict:
         """Follow the argmax; no coin is tossed."""

@@ -25,6 +25,7 @@ from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.exchange import exchange, over
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.packing import PackedLinear
+from foretoken.models.quantised_linear import QuantisedLinear
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,11 @@ class Learner:
         tokenizer: Any | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if not isinstance(model, HuggingFaceModel) or any(isinstance(m, PackedLinear) for m in model.model.modules()):
-            raise CapabilityError("online learns a draft model's weights: give a Transformers model, not packed")
+        fixed = PackedLinear, QuantisedLinear
+        if not isinstance(model, HuggingFaceModel) or any(isinstance(m, fixed) for m in model.model.modules()):
+            raise CapabilityError(
+                "online learns a draft model's weights: give a Transformers model, neither packed nor quantised"
+            )
         self.config, self.folder, self.tokenizer, self.clock = config, save, tokenizer, clock
         served = copy.deepcopy(model.model).requires_grad_(False)
         self.served = HuggingFaceModel(served, exact=model.exact, lean=model.is_lean)

@@ -14,15 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from foretoken.io.drafter_folders import IMPORTED, OURS, is_whole_model
 from foretoken.io.files import save_described
 from foretoken.models.finite import check_finite, check_stored
 from foretoken.models.parts import Fingerprint, QuantisedTargetWarning
 
-CONFIG = "drafter.json"
+CONFIG = OURS
 WEIGHTS = "model.safetensors"
 VERSION = 1
-IMPORTED = ("eagle", "eagle3", "medusa", "mtp")
-"""Methods whose drafters other projects train, in layouts that ``foretoken import`` reads."""
 PUBLIC = (".json", ".safetensors", ".bin", ".pt")
 """Files of such a layout."""
 
@@ -95,6 +94,11 @@ def read_stored(folder: Path, method: str, what: str = "drafter") -> tuple[dict[
     """
     file = folder / CONFIG
     if not file.exists():
+        if folder.is_dir() and is_whole_model(folder):
+            raise ValueError(
+                f"{folder} is a whole model, not a drafter of the method {method}: give it as MODEL, or with --drafter "
+                f"model:{folder} to draft with it"
+            )
         if method in IMPORTED and folder.is_dir() and any(file.suffix in PUBLIC for file in folder.iterdir()):
             raise ValueError(
                 f"{folder} is in another project's layout (it has no {CONFIG}): import it first, "

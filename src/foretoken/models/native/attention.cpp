@@ -1,134 +1,113 @@
-// Attention of a few rows over cached bfloat16 keys and values, for CPUs with AVX512-BF16.
+// Attention of a few rows over cached bfloat16 keys and values.
 //
 // A row first lists the slots that it sees, then works in the order of that list, in float32: what it does not see
 // takes no part, wherever it lies.  So a token inside a tree gets the bits that it gets in plain decoding.
 
-#include <cstdint>
-#include <immintrin.h>
-
-extern "C" int omp_get_thread_num(void);
-extern "C" int omp_get_num_threads(void);
-
-#define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-#define UNROLL _Pragma("GCC unroll 16")
+#include "attention.h"
 
 namespace {
 
-typedef std::uint16_t bfloat16;
-constexpr long KEYS = 16;              // scores that are made together
 constexpr long ONE_THREAD = 1 << 14;   // products of numbers that one thread makes before a second has woken up
 
-AVX512_BF16 inline __m512 widened(__m256i x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-
-// The sums of sixteen vectors, each over its numbers, side by side.
-AVX512_BF16 inline __m512 sums_of(__m512 (&x)[KEYS]) {
-    UNROLL for (int i = 0; i < 8; i++)
-        x[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-    UNROLL for (int i = 0; i < 4; i++) {
-        const __m512d a = _mm512_castps_pd(x[2 * i]), b = _mm512_castps_pd(x[2 * i + 1]);
-        x[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+// Weights [count], filled up to whole vectors with zeros, before they are divided by the sum that is returned.
+template <int SIZE>
+float weigh(const bfloat16 *query, Slots keys, const std::int32_t *seen, long count, float scale, float *weights) {
+    constexpr int PARTS = SIZE / (2 * LANES);
+    Words q[PARTS];
+    UNROLL for (int part = 0; part < PARTS; part++) q[part] = load_words(query + 2 * LANES * part);
+    const Floats least = spread(-__builtin_inff());
+    Floats top = least;
+    for (long from = 0; from < count; from += LANES) {
+        Floats sums[LANES];
+        UNROLL for (long i = 0; i < LANES; i++) {
+            const bfloat16 *key = keys[seen[from + i < count ? from + i : from]];
+            sums[i] = no_floats();
+            UNROLL for (int part = 0; part < PARTS; part++)
+                sums[i] = plus_pairs(sums[i], q[part], load_words(key + 2 * LANES * part));
+        }
+        const Floats scores = totals(sums) * spread(scale);
+        top = larger(top, first_of(scores, count - from, least));
+        store_floats(weights + from, scores);
     }
-    UNROLL for (int i = 0; i < 2; i++)
-        x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88),
-                             _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xdd));
-    return _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
+    const Floats most = spread(largest(top));
+    Floats sum = no_floats();
+    for (long from = 0; from < count; from += LANES) {
+        const Floats weight = first_of(exponential(load_floats(weights + from) - most), count - from, no_floats());
+        store_floats(weights + from, weight);
+        sum = sum + weight;
+    }
+    return total(sum);
 }
 
-// e^x for x <= 0, to one unit of the last place: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Taylor, 7 terms).
-AVX512_BF16 inline __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-104));
-    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), r);
-    __m512 p = _mm512_set1_ps(1.0f / 5040);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 720));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
+// `NUMBERS` of each head of result [HEADS, size], which is sums of weights [HEADS, room] times values over the sums of
+// the weights.  A value is widened once for all heads.
+template <int NUMBERS, int HEADS>
+void mix(const float *weights, long room, const float *totals, Slots values, const std::int32_t *seen, long count,
+         bfloat16 *result, long size) {
+    constexpr int PARTS = NUMBERS / LANES;
+    Floats sums[HEADS][PARTS];
+    UNROLL for (int head = 0; head < HEADS; head++)
+        UNROLL for (int part = 0; part < PARTS; part++) sums[head][part] = no_floats();
+    for (long i = 0; i < count; i++) {
+        const bfloat16 *value = values[seen[i]];
+        Floats shares[HEADS];
+        UNROLL for (int head = 0; head < HEADS; head++) shares[head] = spread(weights[head * room + i]);
+        UNROLL for (int part = 0; part < PARTS; part++) {
+            const Floats wide = load_bfloat16(value + LANES * part);
+            UNROLL for (int head = 0; head < HEADS; head++)
+                sums[head][part] = times_plus(shares[head], wide, sums[head][part]);
+        }
+    }
+    UNROLL for (int head = 0; head < HEADS; head++) {
+        const Floats share = spread(1.0f / totals[head]);
+        UNROLL for (int part = 0; part < PARTS; part++)
+            store_bfloat16(result + size * head + LANES * part, sums[head][part] * share);
+    }
 }
 
-// Keys or values of one head: slots are `stride` numbers apart.
-struct Slots {
-    const bfloat16 *start;
-    long stride;
+typedef float (*Weigh)(const bfloat16 *, Slots, const std::int32_t *, long, float, float *);
+typedef void (*Mix)(const float *, long, const float *, Slots, const std::int32_t *, long, bfloat16 *, long);
+const Weigh WEIGH[9] = {nullptr, weigh<32>, weigh<64>, weigh<96>, weigh<128>, nullptr, nullptr, nullptr, weigh<256>};
+#define HEADS_OF(numbers) {nullptr, mix<numbers, 1>, mix<numbers, 2>, mix<numbers, 3>}
+static_assert(HEADS_AT_ONCE == 3, "as many as the table has");
+// Numbers whose sums registers hold for all heads, by 32 numbers of a head.
+#if defined(__AVX512F__)
+constexpr long MOST_NUMBERS = 128;
+const Mix MIX[5][4] = {{}, HEADS_OF(32), HEADS_OF(64), HEADS_OF(96), HEADS_OF(128)};
+#else
+constexpr long MOST_NUMBERS = 32;
+const Mix MIX[2][4] = {{}, HEADS_OF(32)};
+#endif
 
-    const bfloat16 *operator[](long slot) const { return start + slot * stride; }
-};
+}  // namespace
 
-// Slots that a row sees: those where its mask is zero, all without a mask.
-AVX512_BF16 long listed(const bfloat16 *mask, long slots, std::int32_t *seen) {
+long listed(const bfloat16 *mask, long slots, std::int32_t *seen) {
     long count = 0;
-    __m512i numbers = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    for (long slot = 0; slot < slots; slot += 16) {
-        const __mmask16 real = slots - slot >= 16 ? 0xffff : (1u << (slots - slot)) - 1;
-        __mmask16 open = real;
-        if (mask)  // without the sign: -0 is zero, too
-            open = _mm256_mask_testn_epi16_mask(real, _mm256_maskz_loadu_epi16(real, mask + slot), _mm256_set1_epi16(0x7fff));
-        _mm512_storeu_si512(seen + count, _mm512_maskz_compress_epi32(open, numbers));
-        numbers = _mm512_add_epi32(numbers, _mm512_set1_epi32(16));
+    Words numbers = count_up();
+    for (long slot = 0; slot < slots; slot += LANES) {
+        const long left = slots - slot;
+        const unsigned all = left < LANES ? (1u << left) - 1 : (1u << LANES) - 1;
+        const unsigned open = mask ? zeros(mask + slot, left) : all;
+        if (open == all)
+            store_words(seen + count, numbers);
+        else
+            store_chosen(seen + count, numbers, open);
+        numbers = plus(numbers, spread_word(LANES));
         count += __builtin_popcount(open);
     }
     return count;
 }
 
-// Weights [count], filled up to whole vectors with zeros, before they are divided by the sum that is returned.
-template <int PARTS>
-AVX512_BF16 float weigh(const bfloat16 *query, Slots keys, const std::int32_t *seen, long count, float scale, float *weights) {
-    __m512bh q[PARTS];
-    UNROLL for (int part = 0; part < PARTS; part++) q[part] = (__m512bh)_mm512_loadu_si512(query + 32 * part);
-    __m512 top = _mm512_set1_ps(-__builtin_inff());
-    for (long from = 0; from < count; from += KEYS) {
-        __m512 sums[KEYS];
-        UNROLL for (long i = 0; i < KEYS; i++) {
-            const bfloat16 *key = keys[seen[from + i < count ? from + i : from]];
-            sums[i] = _mm512_setzero_ps();
-            UNROLL for (int part = 0; part < PARTS; part++)
-                sums[i] = _mm512_dpbf16_ps(sums[i], q[part], (__m512bh)_mm512_loadu_si512(key + 32 * part));
-        }
-        const __m512 scores = _mm512_mul_ps(sums_of(sums), _mm512_set1_ps(scale));
-        const __mmask16 real = count - from >= KEYS ? 0xffff : (1u << (count - from)) - 1;
-        top = _mm512_mask_max_ps(top, real, top, scores);
-        _mm512_storeu_ps(weights + from, scores);
-    }
-    const __m512 most = _mm512_set1_ps(_mm512_reduce_max_ps(top));
-    __m512 total = _mm512_setzero_ps();
-    for (long from = 0; from < count; from += KEYS) {
-        const __mmask16 real = count - from >= KEYS ? 0xffff : (1u << (count - from)) - 1;
-        const __m512 weight = _mm512_maskz_mov_ps(real, exponential(_mm512_sub_ps(_mm512_loadu_ps(weights + from), most)));
-        _mm512_storeu_ps(weights + from, weight);
-        total = _mm512_add_ps(total, weight);
-    }
-    return _mm512_reduce_add_ps(total);
+void attend(const bfloat16 *query, long stride, long heads, Slots keys, Slots values, const std::int32_t *seen,
+            long count, long size, float scale, float *weights, bfloat16 *result) {
+    const long room = count + 16;
+    float totals[HEADS_AT_ONCE];
+    for (long head = 0; head < heads; head++)
+        totals[head] = WEIGH[size / 32](query + head * stride, keys, seen, count, scale, weights + head * room);
+    const long numbers = size < MOST_NUMBERS ? size : MOST_NUMBERS;
+    for (long from = 0; from < size; from += numbers)
+        MIX[numbers / 32][heads](weights, room, totals, {values.start + from, values.stride}, seen, count, result + from, size);
 }
-
-// result [32 PARTS] = sum of weights times values, over the sum of the weights.
-template <int PARTS>
-AVX512_BF16 void mix(const float *weights, float total, Slots values, const std::int32_t *seen, long count, bfloat16 *result) {
-    __m512 sums[2 * PARTS];
-    UNROLL for (int part = 0; part < 2 * PARTS; part++) sums[part] = _mm512_setzero_ps();
-    for (long i = 0; i < count; i++) {
-        const bfloat16 *value = values[seen[i]];
-        const __m512 weight = _mm512_set1_ps(weights[i]);
-        UNROLL for (int part = 0; part < 2 * PARTS; part++)
-            sums[part] = _mm512_fmadd_ps(weight, widened(_mm256_loadu_si256((const __m256i *)(value + 16 * part))), sums[part]);
-    }
-    const __m512 share = _mm512_set1_ps(1.0f / total);
-    UNROLL for (int part = 0; part < 2 * PARTS; part++)
-        _mm256_storeu_si256((__m256i *)(result + 16 * part), (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(sums[part], share)));
-}
-
-typedef float (*Weigh)(const bfloat16 *, Slots, const std::int32_t *, long, float, float *);
-typedef void (*Mix)(const float *, float, Slots, const std::int32_t *, long, bfloat16 *);
-const Weigh WEIGH[9] = {nullptr, weigh<1>, weigh<2>, weigh<3>, weigh<4>, nullptr, nullptr, nullptr, weigh<8>};
-const Mix MIX[9] = {nullptr, mix<1>, mix<2>, mix<3>, mix<4>, nullptr, nullptr, nullptr, mix<8>};
-
-}  // namespace
 
 // result [batch, rows, heads, size] of queries, keys, values [batch, heads or groups, rows or slots, size], which are
 // `strides` apart in their first three dimensions (query, keys, values), and mask [batch, rows, slots] or null, whose
@@ -137,8 +116,6 @@ extern "C" void attention(const bfloat16 *query, const bfloat16 *keys, const bfl
                           const bfloat16 *mask, long mask_batch, long mask_row, long batch, long heads, long groups,
                           long rows, long slots, long size, double scale, bfloat16 *result, float *work) {
     const long tasks = batch * rows * groups, each = heads / groups, room = slots + 16;
-    const Weigh weigh = WEIGH[size / 32];
-    const Mix mix = MIX[size / 32];
 #pragma omp parallel if (tasks * each * slots * size > ONE_THREAD)
     {
         const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
@@ -152,8 +129,8 @@ extern "C" void attention(const bfloat16 *query, const bfloat16 *keys, const bfl
             const Slots v = {values + text * strides[6] + group * strides[7], strides[8]};
             for (long head = group * each; head < (group + 1) * each; head++) {
                 const bfloat16 *q = query + text * strides[0] + head * strides[1] + row * strides[2];
-                const float total = weigh(q, k, seen, count, float(scale), weights);
-                mix(weights, total, v, seen, count, result + ((text * rows + row) * heads + head) * size);
+                bfloat16 *place = result + ((text * rows + row) * heads + head) * size;
+                attend(q, 0, 1, k, v, seen, count, size, float(scale), weights, place);
             }
         }
     }

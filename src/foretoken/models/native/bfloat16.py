@@ -60,6 +60,7 @@ def product(x: Tensor, packed: Tensor, out: int, bias: Tensor | None, residual: 
     if residual is not None and not residual.is_contiguous():
         residual = residual.contiguous()
     result = x.new_empty(rows, out)
-    places = address(bias), address(residual), address(result)
+    offset = None if bias is None else bias.float()
+    places = address(offset), address(residual), address(result)
     function("product", "pnnnpnppp")(address(x), rows, inner, x.stride(0), address(packed), out, *places)
     return result

@@ -1,215 +1,225 @@
-// Products of a few rows by weights in 8 or 4 bits, for CPUs that add up products of bytes (AVX512-VNNI).
+// Products of a few rows by weights in 8 or 4 bits, with activations of 15 bits and a sign.
 //
-// Activations become integers, row by row: x = scale * (whole + rest / REST), two signed bytes a number, as exact as
-// 15 bits.  Weights are unsigned bytes or halves of bytes.  Sums of integers are exact and sums of groups run in one
-// order, so a row has the same bits whatever stands beside it.
+// Activations become integers, row by row: x = scale * whole, a signed number of 16 bits.  Weights are unsigned bytes or
+// halves of bytes, which are widened to 16 bits in registers, where CPUs multiply pairs of such numbers and add them up.
+// Sums of integers are exact and sums of groups run in one order, so a row has the same bits whatever stands beside it.
 //
-// Stored are, for 32 outputs, four inputs (8 bits) or eight (4 bits) after the other: [out / 32][in / 4][32][4] bytes,
-// or [out / 32][in / 8][32][4] whose low halves are the first four inputs.
+// Weights lie, for 32 outputs, four inputs (8 bits) or eight (4 bits) after the other: [out / 32][in / 4][32][4] bytes,
+// or [out / 32][in / 8][32][4] whose low halves are the first four inputs.  Of the four bytes of an output the even ones
+// are a pair of numbers of 16 bits, and the odd ones another: in this order lie activations, too.
 
-#include <cstdint>
-#include <cstring>
-#include <immintrin.h>
-
-extern "C" int omp_get_thread_num(void);
-extern "C" int omp_get_num_threads(void);
-
-#define INTEGERS __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,avx512vnni")))
-#define UNROLL _Pragma("GCC unroll 16")
+#include "linear.h"
 
 namespace {
 
-constexpr long WIDTH = 32;             // outputs of a tile: two registers
-constexpr long MOST8 = 6, MOST4 = 4;   // rows of a tile: four and six registers each
 constexpr long CHUNK = 16;             // tiles that share a block of weights before the next one is read
 constexpr long ONE_THREAD = 1 << 16;   // weights that one thread multiplies before a second has woken up
-constexpr float WHOLE = 127, REST = 254;
+constexpr float LARGEST = 32767;
 constexpr int MIDDLE8 = 128;           // what is added to a weight in 8 bits to make it unsigned
 constexpr float MIDDLE4 = 8;
+constexpr long EXACT8 = 256, EXACT4 = 4096;  // so many products fit into a sum of 32 bits
 
-typedef std::uint16_t bfloat16;
-typedef std::int32_t __attribute__((may_alias)) four;  // bytes of four inputs
+constexpr long EACH = WIDTH / LANES;  // vectors of outputs
+// Rows of a tile.
+#if defined(__AVX512F__)
+constexpr long MOST8 = 8, MOST4 = 6;
+#else
+constexpr long MOST8 = 3, MOST4 = 3;
+#endif
 
-// sums += four products of bytes, unsigned times signed.  (By its intrinsic GCC moves every sum twice.)
-INTEGERS inline void add(__m512i &sums, __m512i weight, __m512i x) {
-    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(weight), "v"(x));
-}
+// Which of eight inputs lies where, so that pairs are those of the weights: of four 0 2, 1 3; of eight 0 2, 4 6, 1 3, 5 7.
+constexpr int ORDER8[8] = {0, 2, 1, 3, 4, 6, 5, 7}, ORDER4[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
-float widened(bfloat16 x) {
-    const std::uint32_t bits = std::uint32_t(x) << 16;
-    float found;
-    std::memcpy(&found, &bits, sizeof found);
-    return found;
-}
-
-INTEGERS inline __m512 expanded(__m256i numbers) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
-}
-
-INTEGERS inline __m512 expanded(const bfloat16 *from) { return expanded(_mm256_loadu_si256((const __m256i *)from)); }
-
-inline __mmask16 few(long left) { return left >= 16 ? 0xffff : (1u << left) - 1; }
-
-// Rows of activations as integers: bytes [rows, in / 4, 2, 4], whole numbers and rests of four inputs side by side, a
-// scale for each row, and sums for each group of inputs.
+// Rows of activations as integers, a scale for each row, and sums for each group of inputs.
 struct Activations {
-    std::int8_t *bytes;
-    float *scale, *sums;  // [rows], [rows, in / group]
+    std::int16_t *numbers;  // [rows, in], each eight in the order of the weights' pairs
+    float *scale, *sums;    // [rows], [rows, in / group]
 
     Activations(char *work, long rows, long in)
-        : bytes((std::int8_t *)work), scale((float *)(bytes + 2 * rows * in)), sums(scale + rows) {}
+        : numbers((std::int16_t *)work), scale((float *)(numbers + rows * in)), sums(scale + rows) {}
 
-    // Sixteen inputs at a time, the last ones masked; `group` is a multiple of 8.
-    INTEGERS void fill(const bfloat16 *x, long row, long in, long group) const {
+    // `group` is a multiple of 8.
+    void fill(const bfloat16 *x, long row, long in, long group, Kind kind) const {
         // The largest magnitude by its bits, so that what is not a number counts as larger than all others.
-        __m256i top = _mm256_setzero_si256();
-        for (long i = 0; i < in; i += 16) {
-            const __m256i bits = _mm256_maskz_loadu_epi16(few(in - i), x + i);
-            top = _mm256_max_epu16(top, _mm256_and_si256(bits, _mm256_set1_epi16(0x7fff)));
-        }
-        const int largest = _mm512_reduce_max_epi32(_mm512_cvtepu16_epi32(top));
-        const float size = largest ? widened(bfloat16(largest)) / WHOLE : 1.0f;
-        const __m512 inverse = _mm512_set1_ps(1.0f / size);
+        Words top = no_words();
+        for (long i = 0; i < in; i += LANES) top = larger(top, magnitude_bits(load(x + i, in - i)));
+        const std::int32_t bits = largest(top);
+        float size;
+        std::memcpy(&size, &bits, sizeof size);
+        size = bits ? size / LARGEST : 1.0f;
+        const Floats inverse = spread(1.0f / size);
         scale[row] = size;
-        std::int8_t *place = bytes + 2 * row * in;
         for (long from = 0; from < in; from += group) {
-            __m512i large = _mm512_setzero_si512(), small = _mm512_setzero_si512();
-            for (long i = from; i < from + group; i += 16, place += 32) {
-                const __mmask16 real = few(from + group - i);
-                const __m512 scaled = _mm512_mul_ps(expanded(_mm256_maskz_loadu_epi16(real, x + i)), inverse);
-                const __m512 near = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-                const __m512i first = _mm512_cvtps_epi32(near);
-                const __m512i second =
-                    _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_sub_ps(scaled, near), _mm512_set1_ps(REST)));
-                const __m128i whole = _mm512_cvtepi32_epi8(first), rest = _mm512_cvtepi32_epi8(second);
-                const __m256i both = _mm256_set_m128i(_mm_unpackhi_epi32(whole, rest), _mm_unpacklo_epi32(whole, rest));
-                _mm256_mask_storeu_epi16(place, real, both);
-                large = _mm512_add_epi32(large, first);
-                small = _mm512_add_epi32(small, second);
+            Words all = no_words();
+            for (long i = from; i < from + group; i += LANES) {
+                const Words whole = rounded(load(x + i, from + group - i) * inverse);
+                std::int16_t stored[LANES];
+                store_halves(stored, whole);
+                for (long j = 0; j < LANES && i + j < from + group; j += 8)
+                    store_ordered(numbers + row * in + i + j, stored + j, kind == FOUR ? ORDER4 : ORDER8);
+                all = plus(all, whole);
             }
-            sums[row * (in / group) + from / group] =
-                float(_mm512_reduce_add_epi32(large)) + float(_mm512_reduce_add_epi32(small)) / REST;
-            place = bytes + 2 * (row * in + from + group);
+            sums[row * (in / group) + from / group] = float(total(all));
         }
     }
 };
 
-// Sums times the rows' scales to `width` bfloat16 results of each row.
+// Sums of products of integers, EACH vectors of ROWS.  They are exact in any order, so that one or two rows, which do not
+// fill the CPU, have two sums each: an addition waits for the one before.
 template <int ROWS>
-INTEGERS inline void finish(const __m512 (&sums)[2][ROWS], const float *scale, bfloat16 *result, long out, int width) {
-    UNROLL for (int half = 0; half < 2; half++) {
-        const int left = width - 16 * half;
+struct Whole {
+    static constexpr int CHAINS = ROWS < 3 ? 2 : 1;
+    Words sums[CHAINS][EACH][ROWS];
+
+    Whole() {
+        UNROLL for (int chain = 0; chain < CHAINS; chain++)
+            UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++) sums[chain][v][r] = no_words();
+    }
+    // Pairs of weights, the `number`th of those that are stored together, times those of a row.
+    void add(int number, const Words (&pairs)[EACH], int row, std::int32_t inputs) {
+        const Words both = spread_word(inputs);
+        UNROLL for (int v = 0; v < EACH; v++) add_pairs(sums[number % CHAINS][v][row], pairs[v], both);
+    }
+    Floats sum(int v, int row) const {
+        return as_floats(CHAINS == 2 ? plus(sums[0][v][row], sums[CHAINS - 1][v][row]) : sums[0][v][row]);
+    }
+};
+
+// Sums times the rows' scales, plus bias [WIDTH] and the residual where they are not null, to `width` results a row.
+template <int ROWS>
+inline void finish(const Floats (&sums)[EACH][ROWS], const float *scale, const float *bias, const Outputs &y, int width) {
+    UNROLL for (int v = 0; v < EACH; v++) {
+        const long column = LANES * v, left = width - column;
         if (left <= 0) break;
-        const __mmask16 real = few(left);
         UNROLL for (int row = 0; row < ROWS; row++) {
-            const __m512 sum = _mm512_mul_ps(sums[half][row], _mm512_set1_ps(scale[row]));
-            _mm256_mask_storeu_epi16(result + row * out + 16 * half, real, (__m256i)_mm512_cvtneps_pbh(sum));
+            const long place = row * y.stride + column;
+            Floats sum = sums[v][row] * spread(scale[row]);
+            if (bias) sum = sum + load(bias + column, left);
+            if (y.residual) sum = sum + load(y.residual + place, left);
+            store(y.result + place, sum, left);
         }
     }
 }
 
 // Weights in 8 bits with a scale [WIDTH] for each output.
 template <int ROWS>
-INTEGERS void tile8(const Activations &x, long row, long in, long, const std::uint8_t *weight, const bfloat16 *scales,
-                    bfloat16 *result, long out, int width) {
-    const four *inputs = (const four *)(x.bytes + 2 * row * in);
-    __m512i large[2][ROWS], small[2][ROWS];
-    UNROLL for (int r = 0; r < ROWS; r++)
-        large[0][r] = large[1][r] = small[0][r] = small[1][r] = _mm512_setzero_si512();
-    for (long k = 0; k < in / 4; k++, weight += 4 * WIDTH) {
-        const __m512i first = _mm512_loadu_si512(weight), second = _mm512_loadu_si512(weight + 64);
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            const four *both = inputs + 2 * (r * (in / 4) + k);
-            const __m512i a = _mm512_set1_epi32(both[0]), b = _mm512_set1_epi32(both[1]);
-            add(large[0][r], first, a);
-            add(large[1][r], second, a);
-            add(small[0][r], first, b);
-            add(small[1][r], second, b);
+void tile8(const Activations &x, long row, const Linear &linear, long block, const Outputs &y, int width) {
+    const long in = linear.in;
+    const std::uint8_t *weight = (const std::uint8_t *)linear.weight + block * WIDTH * in;
+    const bfloat16 *scales = (const bfloat16 *)linear.scales + block * WIDTH;
+    const pair *inputs = (const pair *)(x.numbers + row * in);
+    Floats sums[EACH][ROWS];
+    UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++) sums[v][r] = no_floats();
+    for (long from = 0; from < in; from += EXACT8) {
+        Whole<ROWS> whole;
+        const long to = from + EXACT8 < in ? from + EXACT8 : in;
+        for (long i = from; i < to; i += 4, weight += 4 * WIDTH) {
+            Words pairs[2][EACH];
+            UNROLL for (int v = 0; v < EACH; v++) {
+                const Words stored = load_words(weight + 4 * LANES * v);
+                pairs[0][v] = bits_and(stored, spread_word(0x00ff00ff)), pairs[1][v] = shifted_pairs<8>(stored);
+            }
+            UNROLL for (int half = 0; half < 2; half++) UNROLL for (int r = 0; r < ROWS; r++)
+                whole.add(half, pairs[half], r, inputs[(r * in + i) / 2 + half]);
         }
+        UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++)
+            sums[v][r] = sums[v][r] + whole.sum(v, r);
     }
-    __m512 sums[2][ROWS];
-    UNROLL for (int half = 0; half < 2; half++) {
-        const __m512 scale = expanded(scales + 16 * half);
-        UNROLL for (int r = 0; r < ROWS; r++) {
-            __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(small[half][r]), _mm512_set1_ps(1 / REST),
-                                         _mm512_cvtepi32_ps(large[half][r]));
-            sum = _mm512_sub_ps(sum, _mm512_set1_ps(MIDDLE8 * x.sums[row + r]));
-            sums[half][r] = _mm512_mul_ps(sum, scale);
-        }
+    UNROLL for (int v = 0; v < EACH; v++) {
+        const Floats scale = load_bfloat16(scales + LANES * v);
+        UNROLL for (int r = 0; r < ROWS; r++)
+            sums[v][r] = (sums[v][r] - spread(MIDDLE8 * x.sums[row + r])) * scale;
     }
-    finish<ROWS>(sums, x.scale + row, result, out, width);
+    finish<ROWS>(sums, x.scale + row, linear.bias ? linear.bias + block * WIDTH : nullptr, y, width);
 }
 
 // Weights in 4 bits; scales and zeros [in / group][2][WIDTH].
 template <int ROWS>
-INTEGERS void tile4(const Activations &x, long row, long in, long group, const std::uint8_t *weight,
-                    const bfloat16 *scales, bfloat16 *result, long out, int width) {
-    const four *inputs = (const four *)(x.bytes + 2 * row * in);
-    const __m512i low = _mm512_set1_epi8(15);
-    __m512 sums[2][ROWS];
-    UNROLL for (int r = 0; r < ROWS; r++) sums[0][r] = sums[1][r] = _mm512_setzero_ps();
+void tile4(const Activations &x, long row, const Linear &linear, long block, const Outputs &y, int width) {
+    const long in = linear.in, group = linear.group;
+    const std::uint8_t *weight = (const std::uint8_t *)linear.weight + block * WIDTH * in / 2;
+    const bfloat16 *scales = (const bfloat16 *)linear.scales + block * 2 * WIDTH * (in / group);
+    const pair *inputs = (const pair *)(x.numbers + row * in);
+    Floats sums[EACH][ROWS];
+    UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int r = 0; r < ROWS; r++) sums[v][r] = no_floats();
     for (long g = 0; g < in / group; g++, scales += 2 * WIDTH) {
-        __m512i large[2][ROWS], small[2][ROWS];
-        UNROLL for (int r = 0; r < ROWS; r++)
-            large[0][r] = large[1][r] = small[0][r] = small[1][r] = _mm512_setzero_si512();
-        for (long k = g * group / 4; k < (g + 1) * group / 4; k += 2, weight += 4 * WIDTH) {
-            const __m512i first = _mm512_loadu_si512(weight), second = _mm512_loadu_si512(weight + 64);
-            const __m512i parts[2][2] = {
-                {_mm512_and_si512(first, low), _mm512_and_si512(second, low)},
-                {_mm512_and_si512(_mm512_srli_epi16(first, 4), low), _mm512_and_si512(_mm512_srli_epi16(second, 4), low)}};
-            UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int part = 0; part < 2; part++) {
-                const four *both = inputs + 2 * (r * (in / 4) + k + part);
-                const __m512i a = _mm512_set1_epi32(both[0]), b = _mm512_set1_epi32(both[1]);
-                UNROLL for (int half = 0; half < 2; half++) {
-                    add(large[half][r], parts[part][half], a);
-                    add(small[half][r], parts[part][half], b);
+        const long end = (g + 1) * group;
+        for (long from = g * group; from < end; from += EXACT4) {
+            Whole<ROWS> whole;
+            const long to = from + EXACT4 < end ? from + EXACT4 : end;
+            for (long i = from; i < to; i += 8, weight += 4 * WIDTH) {
+                Words pairs[4][EACH];
+                UNROLL for (int v = 0; v < EACH; v++) {
+                    const Words stored = load_words(weight + 4 * LANES * v), mask = spread_word(0x000f000f);
+                    pairs[0][v] = bits_and(stored, mask), pairs[1][v] = bits_and(shifted_pairs<4>(stored), mask);
+                    pairs[2][v] = bits_and(shifted_pairs<8>(stored), mask), pairs[3][v] = shifted_pairs<12>(stored);
                 }
+                UNROLL for (int quarter = 0; quarter < 4; quarter++) UNROLL for (int r = 0; r < ROWS; r++)
+                    whole.add(quarter, pairs[quarter], r, inputs[(r * in + i) / 2 + quarter]);
+            }
+            UNROLL for (int v = 0; v < EACH; v++) {
+                const Floats scale = load_bfloat16(scales + LANES * v);
+                UNROLL for (int r = 0; r < ROWS; r++) sums[v][r] = times_plus(whole.sum(v, r), scale, sums[v][r]);
             }
         }
-        UNROLL for (int half = 0; half < 2; half++) {
-            const __m512 scale = expanded(scales + 16 * half);
-            const __m512 zero = _mm512_fnmadd_ps(scale, _mm512_set1_ps(MIDDLE4), expanded(scales + WIDTH + 16 * half));
-            UNROLL for (int r = 0; r < ROWS; r++) {
-                const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(small[half][r]), _mm512_set1_ps(1 / REST),
-                                                   _mm512_cvtepi32_ps(large[half][r]));
-                const __m512 all = _mm512_set1_ps(x.sums[(row + r) * (in / group) + g]);
-                sums[half][r] = _mm512_fmadd_ps(sum, scale, _mm512_fmadd_ps(all, zero, sums[half][r]));
-            }
+        UNROLL for (int v = 0; v < EACH; v++) {
+            const Floats scale = load_bfloat16(scales + LANES * v);
+            const Floats zero = minus_times(scale, spread(MIDDLE4), load_bfloat16(scales + WIDTH + LANES * v));
+            UNROLL for (int r = 0; r < ROWS; r++)
+                sums[v][r] = times_plus(spread(x.sums[(row + r) * (in / group) + g]), zero, sums[v][r]);
         }
     }
-    finish<ROWS>(sums, x.scale + row, result, out, width);
+    finish<ROWS>(sums, x.scale + row, linear.bias ? linear.bias + block * WIDTH : nullptr, y, width);
 }
 
-typedef void (*Tile)(const Activations &, long, long, long, const std::uint8_t *, const bfloat16 *, bfloat16 *, long,
-                     int);
-const Tile TILES8[MOST8 + 1] = {nullptr, tile8<1>, tile8<2>, tile8<3>, tile8<4>, tile8<5>, tile8<6>};
-const Tile TILES4[MOST4 + 1] = {nullptr, tile4<1>, tile4<2>, tile4<3>, tile4<4>};
+typedef void (*Tile)(const Activations &, long, const Linear &, long, const Outputs &, int);
+const Tile TILES8[] = {nullptr, tile8<1>, tile8<2>, tile8<3>,
+#if defined(__AVX512F__)
+                       tile8<4>, tile8<5>, tile8<6>, tile8<7>, tile8<8>
+#endif
+};
+const Tile TILES4[] = {nullptr, tile4<1>, tile4<2>, tile4<3>,
+#if defined(__AVX512F__)
+                       tile4<4>, tile4<5>, tile4<6>
+#endif
+};
 
 }  // namespace
 
+void prepare_integers(const Linear &linear, const Inputs &x, long row) {
+    Activations(x.prepared, x.count, linear.in).fill(x.rows + row * x.stride, row, linear.in, linear.group,
+                                                       Kind(linear.kind));
+}
+
+void multiply_integers(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to) {
+    const long most = linear.kind == EIGHT ? MOST8 : MOST4, tiles = (x.count + most - 1) / most;
+    const Tile *tile = linear.kind == EIGHT ? TILES8 : TILES4;
+    const Activations activations(x.prepared, x.count, linear.in);
+    for (long chunk = 0; chunk < tiles; chunk += CHUNK)
+        for (long block = from; block < to; block++) {
+            const long column = block * WIDTH;
+            const int width = linear.out - column < WIDTH ? int(linear.out - column) : int(WIDTH);
+            for (long t = chunk; t < tiles && t < chunk + CHUNK; t++) {
+                const long row = x.count * t / tiles, at = row * y.stride + column;
+                tile[x.count * (t + 1) / tiles - row](
+                    activations, row, linear, block,
+                    {y.result + at, y.residual ? y.residual + at : nullptr, y.stride}, width);
+            }
+        }
+}
+
 // result [rows, out] = x [rows, in] weight^T with weights in `bits` 8 or 4.  x is `stride` numbers from row to row, `in` a
 // multiple of `group` and that of 8; `work` holds 2 rows in bytes and rows (1 + in / group) floats.
-extern "C" void integer_product(const bfloat16 *x, long rows, long in, long stride, const std::uint8_t *weight, long bits,
+extern "C" void integer_product(bfloat16 *x, long rows, long in, long stride, const std::uint8_t *weight, long bits,
                                 long group, const bfloat16 *scales, long out, bfloat16 *result, char *work) {
-    const long blocks = (out + WIDTH - 1) / WIDTH, most = bits == 8 ? MOST8 : MOST4, tiles = (rows + most - 1) / most;
-    const long weights = WIDTH * in * bits / 8, numbers = bits == 8 ? WIDTH : 2 * WIDTH * (in / group);
-    const Tile *tile = bits == 8 ? TILES8 : TILES4;
-    const Activations activations(work, rows, in);
+    const Linear linear = {bits == 8 ? EIGHT : FOUR, in, out, group, weight, scales, nullptr};
+    const Product alone = {&linear, 1};
+    const Inputs inputs = {x, stride, rows, work, 0};
 #pragma omp parallel if (in * out > ONE_THREAD)
     {
         const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        for (long row = thread; row < rows; row += threads) activations.fill(x + row * stride, row, in, group);
+        for (long row = thread; row < rows; row += threads) alone.prepare_row(inputs, row);
 #pragma omp barrier
-        const long from = blocks * thread / threads, to = blocks * (thread + 1) / threads;
-        for (long chunk = 0; chunk < tiles; chunk += CHUNK)
-            for (long block = from; block < to; block++) {
-                const long column = block * WIDTH;
-                const int width = out - column < WIDTH ? int(out - column) : int(WIDTH);
-                for (long t = chunk; t < tiles && t < chunk + CHUNK; t++) {
-                    const long row = rows * t / tiles;
-                    tile[rows * (t + 1) / tiles - row](activations, row, in, group, weight + block * weights,
-                                                       scales + block * numbers, result + row * out + column, out, width);
-                }
-            }
+        alone.run(inputs, {result, nullptr, out}, thread, threads);
     }
 }

@@ -1,8 +1,8 @@
 """Products by weights in 8 or 4 bits in a kernel of our own, which multiplies integers.
 
 PyTorch's weight-only products read their weights at half of the memory's speed and slow down with every row.  These
-take a row of activations apart into two signed bytes a number (15 bits, scaled by its own largest), so that the CPU
-adds up products of bytes: eight rows cost hardly more than one, and a row's bits do not depend on the others.
+turn a row of activations into whole numbers of 15 bits and a sign, scaled by its own largest, so that the CPU adds up
+products of whole numbers: eight rows cost hardly more than one, and a row's bits do not depend on the others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from foretoken.models.quantised_weights import Int4Weight, Int8Weight
 
 WIDTH, FOUR, EIGHT = 32, 4, 8
 """Outputs, and inputs in 8 and in 4 bits, that are stored together, as in the source."""
+MIDDLE8, MIDDLE4 = 128, 8
+"""What is added to a weight in so many bits to make it unsigned."""
 
 
 def fits(inner: int) -> bool:
@@ -25,7 +27,12 @@ def fits(inner: int) -> bool:
 
 def laid_out8(weight: Int8Weight) -> tuple[Tensor, Tensor]:
     """Bytes [ceil(out / 32), in / 4, 32, 4] and scales [ceil(out / 32) * 32]."""
-    return _blocks(weight.values.view(torch.uint8) ^ 128), _filled(weight.scale)  # plus 128
+    return packed8(weight.values), _filled(weight.scale)
+
+
+def packed8(values: Tensor) -> Tensor:
+    """Signed values [out, in] as :func:`laid_out8` stores them."""
+    return _blocks(values.view(torch.uint8) ^ MIDDLE8)  # plus 128
 
 
 def values8(packed: Tensor, out: int) -> Tensor:
@@ -34,12 +41,16 @@ def values8(packed: Tensor, out: int) -> Tensor:
 
 
 def laid_out4(weight: Int4Weight) -> tuple[Tensor, Tensor]:
-    """Bytes [ceil(out / 32), in / 8, 32, 4], of eight inputs the first four in the low halves, and scales and zeros
-    [ceil(out / 32), in / group, 2, 32]."""
-    eights = weight.values.to(torch.uint8).unflatten(1, (-1, 2, FOUR))
-    bytes_ = (eights[:, :, 0] | eights[:, :, 1] << 4).flatten(1)
+    """:func:`packed4` of the values, and scales and zeros [ceil(out / 32), in / group, 2, 32]."""
     both = _filled(torch.stack([weight.scale, weight.zero], -1))  # [out, in / group, 2]
-    return _blocks(bytes_), both.unflatten(0, (-1, WIDTH)).permute(0, 2, 3, 1).contiguous()
+    return packed4(weight.values.to(torch.uint8)), both.unflatten(0, (-1, WIDTH)).permute(0, 2, 3, 1).contiguous()
+
+
+def packed4(values: Tensor) -> Tensor:
+    """Values [out, in] of 0 to 15 as bytes [ceil(out / 32), in / 8, 32, 4], of eight inputs the first four in the low
+    halves."""
+    eights = values.unflatten(1, (-1, 2, FOUR))
+    return _blocks((eights[:, :, 0] | eights[:, :, 1] << 4).flatten(1))
 
 
 def values4(packed: Tensor, out: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The library of our own kernels, which the machine's C++ compiler makes once from the sources beside this file.
 
-It lies in the user's cache folder under the hash of its sources.  A machine without a compiler, or whose CPU has other
-instructions, uses PyTorch's products (:func:`why_not` says why).
+It lies in the user's cache folder under the hash of its sources, compiled for the highest of :data:`LEVELS` that the
+CPU has, or that the environment variable ``FORETOKEN_CPU`` allows.  A machine without a compiler, or whose CPU has
+other instructions, uses PyTorch's products (:func:`why_not` says why).
 """
 
 from __future__ import annotations
@@ -23,10 +24,30 @@ from torch import Tensor
 
 from foretoken.io.files import cache_folder, replacing
 
-SOURCES = [Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers")]
+SOURCES = [
+    Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers", "integers8", "forward")
+]
+HEADERS = [Path(__file__).with_name(f"{name}.h") for name in ("lanes", "integers8", "linear", "attention", "stages")]
 COMPILERS = ("g++", "c++")
 """Tried in this order; the environment's ``CXX`` comes first."""
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+LEVELS = {
+    "avx2": AVX2,
+    "avx2-vnni": (*AVX2, "-mavxvnni"),
+    "avx512": AVX512,
+    "avx512-vnni": (*AVX512, "-mavx512vnni"),
+    "avx512-bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
+}
+"""Instruction sets that kernels are written for, from the least to the most, and what the compiler is told of them."""
+SWITCH = "FORETOKEN_CPU"
+ALLOWED = {
+    "avx2": ("avx2", "avx2-vnni"),
+    "avx512": ("avx512", "avx512-vnni"),
+    "native": tuple(LEVELS),
+}
+"""Levels that a value of the environment variable leaves."""
 KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_long, "d": ctypes.c_double}
 """Arguments of functions: a pointer, a whole number, a number."""
 COMPILING_S = 120
@@ -34,9 +55,42 @@ COMPILING_S = 120
 
 
 def why_not() -> str | None:
-    """Why this machine has no such products, ``None`` where it has them."""
+    """Why this machine has no kernels of our own, ``None`` where it has them.
+
+    Raises:
+        ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
+    """
     found = _loaded()
     return found if isinstance(found, str) else None
+
+
+def level() -> str | None:
+    """The highest of :data:`LEVELS` that the CPU has and ``FORETOKEN_CPU`` allows; ``None`` where it has none.
+
+    Raises:
+        ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
+    """
+    asked = os.environ.get(SWITCH, "native")
+    if asked not in ALLOWED:
+        raise ValueError(f"{SWITCH} must be one of {', '.join(ALLOWED)}, not {asked!r}")
+    found = _cpu_level(ALLOWED[asked])
+    if found is None and asked != "native":
+        raise ValueError(f"{SWITCH}={asked}, and this CPU has no {asked.upper()}: leave it out")
+    return found
+
+
+def _cpu_level(allowed: tuple[str, ...]) -> str | None:
+    """The highest of some levels that the CPU has."""
+    vnni = _cpu_has("_is_vnni_supported")
+    wide = _cpu_has("_is_avx512_supported")
+    has = {
+        "avx2": _cpu_has("_is_avx2_supported"),
+        "avx2-vnni": _cpu_has("_is_avx2_supported") and "avx_vnni" in _cpu_flags(),
+        "avx512": wide,
+        "avx512-vnni": wide and vnni,
+        "avx512-bf16": vnni and _cpu_has("_is_avx512_bf16_supported"),
+    }
+    return next((name for name in reversed(LEVELS) if name in allowed and has[name]), None)
 
 
 @cache
@@ -83,9 +137,9 @@ def _lacking() -> str | None:
     """What of the kernel's conditions this machine does not meet."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return "made for Linux on x86-64"
-    if not (_cpu_has("_is_avx512_bf16_supported") and _cpu_has("_is_vnni_supported")):
-        return "the CPU has no AVX512-BF16"
-    if _cpu_has("_is_amx_tile_supported"):
+    if level() is None:
+        return "the CPU has no AVX2"
+    if _cpu_has("_is_amx_tile_supported") and os.environ.get(SWITCH, "native") == "native":
         return "not measured on CPUs with AMX, whose oneDNN products score 32 rows for the cost of one"
     if _compiler() is None:
         return f"no C++ compiler ({', '.join(COMPILERS)}, or what CXX names)"
@@ -97,6 +151,21 @@ def _cpu_has(question: str) -> bool:
     return bool(ask is not None and ask())
 
 
+@cache
+def _cpu_flags() -> frozenset[str]:
+    """What Linux says of the CPU's instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())
+
+
+def _flags() -> tuple[str, ...]:
+    """What the compiler is told."""
+    return (*FLAGS, *LEVELS[level() or "avx2"])
+
+
 def _compiler() -> str | None:
     names = [name for name in (os.environ.get("CXX"), *COMPILERS) if name]
     return next((found for name in names if (found := shutil.which(name)) is not None), None)
@@ -104,7 +173,7 @@ def _compiler() -> str | None:
 
 def _file() -> Path:
     """Where the library is kept: under the hash of what it is made from."""
-    text = "\n".join([*(source.read_text(encoding="utf-8") for source in SOURCES), *FLAGS])
+    text = "\n".join([*(source.read_text(encoding="utf-8") for source in (*SOURCES, *HEADERS)), *_flags()])
     return cache_folder() / f"native-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}.so"
 
 
@@ -131,7 +200,7 @@ def _compiled(file: Path) -> Path:
     with tempfile.TemporaryDirectory() as folder, replacing(file) as draft:
         objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
         for source, made in zip(SOURCES, objects, strict=True):
-            _run(compiler, *FLAGS, "-fopenmp", "-c", str(source), "-o", made)
+            _run(compiler, *_flags(), "-fopenmp", "-c", str(source), "-o", made)
         # Linked without OpenMP's library: its symbols are those that PyTorch has loaded.
         _run(compiler, "-shared", *objects, "-o", str(draft))
     return file

@@ -17,6 +17,9 @@ RECIPES = {
     "kangaroo": "KangarooRecipe",
     "early_exit": "EarlyExitRecipe",
     "bpd": "BpdRecipe",
+    "dflash": "DflashRecipe",
+    "dflash2": "Dflash2Recipe",
+    "dspark": "DsparkRecipe",
 }
 """Method -> class in the module of the same name."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken.training.recipes.base import Batch, mean_of, soft_cross_entropy
+from foretoken.training.recipes.base import Batch, soft_cross_entropy
 
 CHUNK = 512
 """Places whose logits over the target's whole vocabulary are made at once."""
@@ -40,14 +40,17 @@ class Labels:
             self.counted[texts, columns] = possible[logits.argmax(-1)]
             self.distributions[texts, columns] = torch.softmax(logits[:, ids].float(), -1)
 
+    def of(self, texts: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The distributions [m, V_d] after the tokens at the places (texts, columns), both [m], and which of them count
+        (``None``: all)."""
+        if self.ids is None:
+            return self.batch.teacher(texts, columns), self.batch.counted(texts, columns)
+        return self.distributions[texts, columns], self.counted[texts, columns]
+
     def distance(self, logits: Tensor, texts: Tensor, columns: Tensor) -> Tensor:
         """Mean cross-entropy of draft logits [m, V_d] with the target's distributions after the tokens at the places
         (texts, columns), both [m]."""
-        batch = self.batch
-        if self.ids is None:
-            return soft_cross_entropy(logits, batch.teacher(texts, columns), batch.counted(texts, columns))
-        distribution, counted = self.distributions[texts, columns], self.counted[texts, columns]
-        return mean_of(-(distribution * torch.log_softmax(logits.float(), -1)).sum(-1), counted)
+        return soft_cross_entropy(logits, *self.of(texts, columns))
 
 
 def places_of(batch: Batch, texts: Tensor, columns: Tensor) -> Tensor:

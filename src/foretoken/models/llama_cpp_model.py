@@ -31,7 +31,7 @@ HASHED_PLACES = 32
 NO_LAYERS = "llama.cpp runs a file's layers as a whole and hands out logits only"
 
 
-class GgufModel(LanguageModel):
+class LlamaCppModel(LanguageModel):
     """Runs a GGUF file.
 
     Logits are those of llama.cpp in its default settings, so that speculation keeps the distribution that this file has

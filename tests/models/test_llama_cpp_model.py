@@ -18,7 +18,7 @@ need_packages()
 
 from foretoken.models.base import CapabilityError, Feed, SequenceState  # noqa: E402
 from foretoken.models.branches import Branches, Removal  # noqa: E402
-from foretoken.models.gguf import GgufModel  # noqa: E402
+from foretoken.models.llama_cpp_model import LlamaCppModel  # noqa: E402
 
 ROUNDING = 1e-4
 """Logits of one text differ by less between calls with different numbers of rows: sums are taken in another order (keys
@@ -32,12 +32,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def model(file: Path) -> GgufModel:
-    return GgufModel(file, cache_type="f32")
+def model(file: Path) -> LlamaCppModel:
+    return LlamaCppModel(file, cache_type="f32")
 
 
 def test_it_is_named_after_what_runs_it(file: Path) -> None:
-    told = GgufModel(file, threads=3).describe()
+    told = LlamaCppModel(file, threads=3).describe()
     assert (told["forward"], told["threads"], told["exactness"]) == ("llama.cpp", 3, "rounding")
 
 
@@ -45,7 +45,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return [random.Random(seed + i).randrange(32) for i in range(count)]
 
 
-def fresh(model: GgufModel, text: Sequence[int]) -> Tensor:
+def fresh(model: LlamaCppModel, text: Sequence[int]) -> Tensor:
     """[V] logits behind a text, in a sequence of its own."""
     sequence = model.open()
     model.prefill(sequence, text[:-1])
@@ -62,13 +62,13 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     return path[::-1]
 
 
-def started(model: GgufModel, text: Sequence[int]) -> SequenceState:
+def started(model: LlamaCppModel, text: Sequence[int]) -> SequenceState:
     sequence = model.open()
     model.prefill(sequence, text)
     return sequence
 
 
-def differs(model: GgufModel, sequence: SequenceState) -> float:
+def differs(model: LlamaCppModel, sequence: SequenceState) -> float:
     """How far the logits of the next token are from those of a fresh decode."""
     here = model.forward([Feed(sequence, [3])])[0].logits[0]
     model.commit(sequence, ())
@@ -78,13 +78,13 @@ def differs(model: GgufModel, sequence: SequenceState) -> float:
 # -- trees -----------------------------------------------------------------------------------------------------------
 
 
-def test_logits_are_those_of_transformers(model: GgufModel) -> None:
+def test_logits_are_those_of_transformers(model: LlamaCppModel) -> None:
     text = tokens(20)
     wanted = llama(vocab=32, context=128)(torch.tensor([text])).logits[0, -1].detach()
     assert torch.allclose(fresh(model, text), wanted.float(), atol=ROUNDING, rtol=0)
 
 
-def test_tree_logits_are_chain_logits(model: GgufModel) -> None:
+def test_tree_logits_are_chain_logits(model: LlamaCppModel) -> None:
     text, nodes = tokens(30), tokens(len(TREE), seed=99)
     sequence = started(model, text)
     scored = model.forward([Feed(sequence, nodes, TREE)])[0].logits
@@ -96,7 +96,7 @@ def test_tree_logits_are_chain_logits(model: GgufModel) -> None:
         model.release(chain)
 
 
-def test_wanted_rows_are_the_last(model: GgufModel) -> None:
+def test_wanted_rows_are_the_last(model: LlamaCppModel) -> None:
     sequence = started(model, tokens(5))
     whole = model.forward([Feed(sequence, tokens(4, seed=7))])[0].logits
     model.commit(sequence, ())
@@ -106,7 +106,7 @@ def test_wanted_rows_are_the_last(model: GgufModel) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_state_is_that_of_a_fresh_decode(model: GgufModel, seed: int) -> None:
+def test_state_is_that_of_a_fresh_decode(model: LlamaCppModel, seed: int) -> None:
     rng = random.Random(seed)
     sequences = [started(model, tokens(rng.randrange(1, 20), seed=i)) for i in range(3)]
     for _ in range(6):
@@ -157,7 +157,7 @@ class NoCopies(Branches):
 
 
 @pytest.mark.parametrize("fault", [WrongPath, NothingLeaves, NoCopies])
-def test_planted_faults_are_caught(model: GgufModel, fault: type[Branches]) -> None:
+def test_planted_faults_are_caught(model: LlamaCppModel, fault: type[Branches]) -> None:
     sequence = started(model, tokens(10))
     right = model._branches[sequence.row]
     model._branches[sequence.row] = fault(right.main, right.spare)
@@ -170,7 +170,7 @@ def test_planted_faults_are_caught(model: GgufModel, fault: type[Branches]) -> N
     assert wrong > 10 * ROUNDING
 
 
-def test_a_failed_forward_leaves_the_text(model: GgufModel) -> None:
+def test_a_failed_forward_leaves_the_text(model: LlamaCppModel) -> None:
     sequence = started(model, tokens(10))
     with pytest.raises(RuntimeError, match="could not run 2 tokens"):
         model.forward([Feed(sequence, [1, 99], [-1, -1])])
@@ -182,7 +182,7 @@ def test_a_failed_forward_leaves_the_text(model: GgufModel) -> None:
 
 
 def test_the_cache_grows_with_the_texts(file: Path) -> None:
-    model = GgufModel(file, context_length=100, cache_type="f32")
+    model = LlamaCppModel(file, context_length=100, cache_type="f32")
     cells = model._context.cells
     sequences = [started(model, tokens(90, seed=i)) for i in range(8)]
     model.forward([Feed(sequences[0], [1, 2], [-1, -1])])
@@ -194,7 +194,7 @@ def test_the_cache_grows_with_the_texts(file: Path) -> None:
 
 
 def test_many_leaves_and_spare_ids(file: Path) -> None:
-    model = GgufModel(file, cache_type="f32")
+    model = LlamaCppModel(file, cache_type="f32")
     first, second = started(model, tokens(10)), started(model, tokens(10, seed=5))
     for sequence, leaves in ((first, 20), (second, 25), (first, 60), (second, 120)):
         model.forward([Feed(sequence, tokens(leaves), [-1] * leaves)])
@@ -202,7 +202,7 @@ def test_many_leaves_and_spare_ids(file: Path) -> None:
         assert differs(model, first) < ROUNDING and differs(model, second) < ROUNDING
 
 
-def test_too_many_paths_is_one_line(model: GgufModel) -> None:
+def test_too_many_paths_is_one_line(model: LlamaCppModel) -> None:
     sequence = started(model, tokens(10))
     with pytest.raises(CapabilityError, match=r"tells 256 paths apart.*draft smaller trees") as error:
         model.forward([Feed(sequence, [1] * 300, [-1] * 300)])
@@ -211,7 +211,7 @@ def test_too_many_paths_is_one_line(model: GgufModel) -> None:
 
 
 def test_a_full_set_of_texts_needs_no_more_ids(file: Path) -> None:
-    model = GgufModel(file, cache_type="f32")
+    model = LlamaCppModel(file, cache_type="f32")
     sequences = [model.open() for _ in range(32)]
     model.forward([Feed(sequence, [1, 2, 3]) for sequence in sequences])
     assert (model._context.num_ids, model._free) == (32, [])
@@ -221,7 +221,7 @@ def test_a_full_set_of_texts_needs_no_more_ids(file: Path) -> None:
     assert model._context.num_ids > 32 and differs(model, extra) < ROUNDING
 
 
-def test_released_room_is_used_again(model: GgufModel) -> None:
+def test_released_room_is_used_again(model: LlamaCppModel) -> None:
     for i in range(100):
         sequence = started(model, tokens(100, seed=i))
         model.forward([Feed(sequence, [1, 2, 3], [-1, -1, -1])])
@@ -231,7 +231,7 @@ def test_released_room_is_used_again(model: GgufModel) -> None:
 
 
 def test_long_prompts_are_read_in_pieces(tmp_path: Path) -> None:
-    model = GgufModel(toy(tmp_path / "long.gguf", vocab=32, context=2048), cache_type="f32")
+    model = LlamaCppModel(toy(tmp_path / "long.gguf", vocab=32, context=2048), cache_type="f32")
     sequence = started(model, tokens(1200))
     assert differs(model, sequence) < ROUNDING
     assert model.context_length == 2048
@@ -240,23 +240,23 @@ def test_long_prompts_are_read_in_pieces(tmp_path: Path) -> None:
 # -- what it says of itself ------------------------------------------------------------------------------------------
 
 
-def test_attributes(model: GgufModel, file: Path) -> None:
+def test_attributes(model: LlamaCppModel, file: Path) -> None:
     assert (model.vocab_size, model.context_length, model.dtype) == (32, 128, "all F32")
     assert 0 < model.weight_bytes < file.stat().st_size
     assert model.capabilities.tree_mask and not model.capabilities.taps and not model.capabilities.layer_windows
     with pytest.raises(CapabilityError, match="hands out logits only"):
         model.forward([Feed(model.open(), [1])], taps=("last",))
     with pytest.raises(ValueError, match="context_length must be at least 1"):
-        GgufModel(file, context_length=0)
+        LlamaCppModel(file, context_length=0)
 
 
-def test_what_counts_as_a_tie(model: GgufModel, file: Path) -> None:
-    assert (model.rounds_like, GgufModel(file).rounds_like) == (torch.float32, torch.float16)
+def test_what_counts_as_a_tie(model: LlamaCppModel, file: Path) -> None:
+    assert (model.rounds_like, LlamaCppModel(file).rounds_like) == (torch.float32, torch.float16)
     with pytest.raises(ValueError, match="unknown cache_type 'f8': choose one of f16, f32, q8_0"):
-        GgufModel(file, cache_type="f8")
+        LlamaCppModel(file, cache_type="f8")
 
 
-def test_time_and_rows_are_counted(model: GgufModel) -> None:
+def test_time_and_rows_are_counted(model: LlamaCppModel) -> None:
     sequence = started(model, tokens(10))
     before = model.run_s, model.run_rows
     model.forward([Feed(sequence, [1, 2, 3])])
@@ -264,7 +264,7 @@ def test_time_and_rows_are_counted(model: GgufModel) -> None:
 
 
 def test_recurrent_files_decode_plainly(tmp_path: Path) -> None:
-    model = GgufModel(mamba(tmp_path / "mamba.gguf"))
+    model = LlamaCppModel(mamba(tmp_path / "mamba.gguf"))
     assert not model.capabilities.rollback and not model.capabilities.tree_mask
     assert "mamba has recurrent layers" in model.capabilities.missing["rollback"]
     text = tokens(12)

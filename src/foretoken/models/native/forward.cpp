@@ -1,0 +1,349 @@
+// A whole forward of a stack of decoder layers in one parallel region: all threads go from stage to stage together.
+//
+// A stage takes every row through one step; its rows, heads or outputs are shared between the threads, and a barrier
+// ends it.  Whatever is done to a row is done by one thread in an order that depends on nothing else, so a row's bits
+// are the same in any company.  The families of models differ in what is null, in scales and in epsilons.
+
+#include <cstdlib>
+#include <initializer_list>
+
+#include "attention.h"
+#include "linear.h"
+#include "stages.h"
+
+namespace {
+
+struct Layer {
+    Norm before_attention, after_attention, before_mlp, after_mlp;  // without weights where there is none
+    Norm query, key;            // of a head, or of all heads together
+    Product qkv, out, gate_up, down;
+    double scaling;             // of scores
+    double added;               // scale of what a sublayer adds
+    long mask, turn;            // which of the call's
+    long norms_all;             // whether query and key norms are over all heads
+    long activation;
+};
+
+struct Model {
+    const Layer *layers;
+    long count, width, heads, kv_heads, dim;
+    Norm last;
+    Product head;               // no parts: the caller has the logits made
+};
+
+// Rows of a call that share a cache: `widths[text]` rows of each text, written from slot `starts[text]` on.
+struct Group {
+    bfloat16 *const *keys, *const *values;       // of each layer, [texts of the cache, kv_heads, slots, dim]
+    long slots, used, first, texts, width;       // rows of the cache from `first` on; columns of the masks
+    const long *starts, *widths;
+    const bfloat16 *const *masks;                // of each kind [texts, width, used]; null: everything is seen
+};
+
+struct Call {
+    long rows, groups;
+    const Group *group;
+    const bfloat16 *x;                           // [rows, width]
+    long start, stop;                            // layers
+    const char *skip_attention, *skip_mlp;       // [layers]
+    long kinds;                                  // of masks
+    long turned;                                 // numbers of a head that are turned
+    const float *const *cos, *const *sin;        // of each kind of rotary embedding [rows, turned]
+    bfloat16 *const *taps;                       // [layers + 1] where the states in front of a layer go, or null
+    bfloat16 *last;                              // where those behind the last norm go, or null
+    long wanted;
+    const long *want;                            // rows whose logits are asked for
+    bfloat16 *normed, *logits;                   // [wanted, width] and [wanted, vocabulary]
+};
+
+struct Row {
+    const Group *group;
+    long text, slot;                             // in the cache
+    long column;                                 // of the masks: text * width + column
+};
+
+// Memory of a call, laid out one piece behind the other; from a null pointer on it only counts.
+struct Pieces {
+    char *at;
+
+    template <class T>
+    T *take(long count) {
+        T *piece = (T *)at;
+        at += (count * long(sizeof(T)) + 127) / 64 * 64;
+        return piece;
+    }
+};
+
+// Many rows that lie a multiple of 1024 bytes apart share few places of the nearest cache.
+long apart(long size) { return 2 * size % 1024 == 0 ? size + 32 : size + size % 2; }
+
+struct Buffers {
+    Row *row;
+    std::int32_t *seen;          // [kinds, rows, room]
+    long *count;                 // [kinds, rows]
+    long room;
+    float *weights;              // [threads, HEADS_AT_ONCE, room]
+    bfloat16 *x;                 // [rows, width], the residual stream
+    bfloat16 *queries;           // [rows, heads, dim], turned
+    Inputs inputs;               // of the next product
+    long side;                   // numbers of a row of `output`
+    bfloat16 *output;            // of a product that is not added at once
+    char *end;
+
+    Buffers(const Model &model, const Call &call, long threads, char *base) {
+        Pieces pieces = {base};
+        long widest = model.width, slab = 0, slabs = 1, used = 0;
+        side = model.width;
+        const auto fit = [&](const Product &product) {
+            if (!product.count) return;
+            if (product.in() > widest) widest = product.in();
+            if (product.out() > side && &product != &model.head) side = product.out();
+            if (product.count > slabs) slabs = product.count;
+            for (long i = 0; i < product.count; i++) {
+                const long bytes = prepared_bytes(product.parts[i], call.rows);
+                if (bytes > slab) slab = bytes;
+            }
+        };
+        for (long i = call.start; i < call.stop; i++) {
+            const Layer &layer = model.layers[i];
+            for (const Product *product : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) fit(*product);
+        }
+        fit(model.head);
+        for (long g = 0; g < call.groups; g++)
+            if (call.group[g].used > used) used = call.group[g].used;
+        room = used + 16;
+        slab = (slab + 63) / 64 * 64;
+        row = pieces.take<Row>(call.rows);
+        seen = pieces.take<std::int32_t>(call.kinds * call.rows * room);
+        count = pieces.take<long>(call.kinds * call.rows);
+        weights = pieces.take<float>(threads * HEADS_AT_ONCE * room);
+        x = pieces.take<bfloat16>(call.rows * model.width);
+        queries = pieces.take<bfloat16>(call.rows * model.heads * model.dim);
+        inputs = {nullptr, 0, call.rows, nullptr, slab};
+        inputs.rows = pieces.take<bfloat16>(call.rows * apart(widest));
+        inputs.prepared = pieces.take<char>(slabs * slab);
+        side = apart(side);
+        output = pieces.take<bfloat16>(call.rows * side);
+        end = pieces.at;
+    }
+};
+
+// One thread's part of a forward.
+struct Worker {
+    const Model &model;
+    const Call &call;
+    Buffers &buffers;
+    const long thread, threads;
+
+    static void wait() {
+#pragma omp barrier
+    }
+    // This thread's share of `count` things, one behind the other.
+    long from(long count) const { return count * thread / threads; }
+    long to(long count) const { return count * (thread + 1) / threads; }
+
+    void begin() const;
+    void attention(const Layer &layer, long index) const;
+    void mlp(const Layer &layer) const;
+    void end() const;
+    void tap(bfloat16 *place) const;
+
+    void heads(const Layer &layer, long index) const;
+    void mix(const Layer &layer, long index, const Inputs &inputs) const;
+    void finish(const Product &product, const Inputs &inputs, Norm after, double scale) const;
+    Inputs inputs_of(const Product &product, long rows) const {
+        Inputs inputs = buffers.inputs;
+        inputs.stride = apart(product.in());
+        inputs.count = rows;
+        return inputs;
+    }
+    // Rows of the residual stream, normalised, as a product reads them.
+    void normed(const Product &product, const Inputs &inputs, Norm norm) const {
+        for (long row = from(inputs.count); row < to(inputs.count); row++) {
+            normalise(norm, buffers.x + row * model.width, model.width, inputs.rows + row * inputs.stride);
+            product.prepare_row(inputs, row);
+        }
+        wait();
+    }
+};
+
+// Where every row is, which slots it sees, and the states that it starts from.
+void Worker::begin() const {
+    if (thread == 0) {
+        long place = 0;
+        for (long g = 0; g < call.groups; g++) {
+            const Group &group = call.group[g];
+            for (long text = 0; text < group.texts; text++)
+                for (long column = 0; column < group.widths[text]; column++)
+                    buffers.row[place++] = {&group, group.first + text, group.starts[text] + column,
+                                            text * group.width + column};
+        }
+    }
+    wait();
+    for (long row = from(call.rows); row < to(call.rows); row++) {
+        const Row &at = buffers.row[row];
+        for (long kind = 0; kind < call.kinds; kind++) {
+            const bfloat16 *mask = at.group->masks[kind];
+            const long place = kind * call.rows + row, used = at.group->used;
+            std::int32_t *seen = buffers.seen + place * buffers.room;
+            buffers.count[place] = listed(mask ? mask + at.column * used : nullptr, used, seen);
+        }
+        std::memcpy(buffers.x + row * model.width, call.x + row * model.width, 2 * model.width);
+    }
+    wait();
+}
+
+// Queries and keys are normalised and turned on their way to their buffer and to the cache, to which values go as they
+// are.  (Not in place: a norm of all heads reads those that another thread has turned.)
+void Worker::heads(const Layer &layer, long index) const {
+    const long heads = model.heads, groups = model.kv_heads, dim = model.dim, all = heads + 2 * groups;
+    for (long task = from(call.rows * all); task < to(call.rows * all); task++) {
+        const long row = task / all, head = task % all;
+        const Row &at = buffers.row[row];
+        const bfloat16 *qkv = buffers.output + row * buffers.side, *x = qkv + head * dim;
+        const long group = (head - heads) % groups;
+        const long place = ((at.text * groups + group) * at.group->slots + at.slot) * dim;
+        if (head >= heads + groups) {
+            std::memcpy(at.group->values[index] + place, x, 2 * dim);
+            continue;
+        }
+        const bool is_key = head >= heads;
+        const Norm norm = is_key ? layer.key : layer.query;
+        const long number = is_key ? head - heads : head;
+        const bool all_heads = norm.weight && layer.norms_all;
+        const bfloat16 *first = all_heads ? x - number * dim : x;
+        const long size = all_heads ? (is_key ? groups : heads) * dim : dim;
+        const float length = norm.weight ? inverse_length(first, size, norm.eps) : 1.0f;
+        const float *weight = all_heads ? norm.weight + number * dim : norm.weight;
+        const Turn turn = {call.cos[layer.turn] + row * call.turned, call.sin[layer.turn] + row * call.turned, call.turned};
+        bfloat16 *query = buffers.queries + (row * heads + head) * dim;
+        turn_head(x, weight, length, turn, dim, is_key ? at.group->keys[index] + place : query);
+    }
+    wait();
+}
+
+// Attention of all rows, which a thread takes a few heads at a time: neighbouring rows then find keys and values in its
+// cache.
+void Worker::mix(const Layer &layer, long index, const Inputs &inputs) const {
+    const long dim = model.dim, each = model.heads / model.kv_heads;
+    const long chunks = (each + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE, tasks = call.rows * model.kv_heads * chunks;
+    float *weights = buffers.weights + thread * HEADS_AT_ONCE * buffers.room;
+    for (long task = from(tasks); task < to(tasks); task++) {
+        const long group = task / (call.rows * chunks), row = task / chunks % call.rows, chunk = task % chunks;
+        const long first = each * chunk / chunks, head = group * each + first;
+        const long heads = each * (chunk + 1) / chunks - first;
+        const Row &at = buffers.row[row];
+        const long place = layer.mask * call.rows + row;
+        const long start = (at.text * model.kv_heads + group) * at.group->slots * dim;
+        const Slots keys = {at.group->keys[index] + start, dim}, values = {at.group->values[index] + start, dim};
+        attend(buffers.queries + (row * model.heads + head) * dim, dim, heads, keys, values,
+               buffers.seen + place * buffers.room, buffers.count[place], dim, float(layer.scaling), weights,
+               inputs.rows + row * inputs.stride + head * dim);
+    }
+    wait();
+}
+
+// The last product of a sublayer, added to the residual stream.
+void Worker::finish(const Product &product, const Inputs &inputs, Norm after, double scale) const {
+    const long width = model.width;
+    const bool plain = !after.weight && scale == 1;
+    if (plain)
+        product.run(inputs, {buffers.x, buffers.x, width}, thread, threads);
+    else
+        product.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
+    wait();
+    if (plain) return;
+    for (long row = from(call.rows); row < to(call.rows); row++)
+        add(after, float(scale), buffers.output + row * buffers.side, width, buffers.x + row * width);
+    wait();
+}
+
+void Worker::attention(const Layer &layer, long index) const {
+    const Inputs inputs = inputs_of(layer.qkv, call.rows), mixed = inputs_of(layer.out, call.rows);
+    normed(layer.qkv, inputs, layer.before_attention);
+    layer.qkv.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
+    wait();
+    heads(layer, index);
+    mix(layer, index, mixed);
+    for (long row = from(call.rows); row < to(call.rows); row++) layer.out.prepare_row(mixed, row);
+    wait();
+    finish(layer.out, mixed, layer.after_attention, layer.added);
+}
+
+void Worker::mlp(const Layer &layer) const {
+    const Inputs inputs = inputs_of(layer.gate_up, call.rows), gated = inputs_of(layer.down, call.rows);
+    normed(layer.gate_up, inputs, layer.before_mlp);
+    layer.gate_up.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
+    wait();
+    const long inner = layer.down.in();
+    for (long row = from(call.rows); row < to(call.rows); row++) {
+        const bfloat16 *gates = buffers.output + row * buffers.side;
+        gate(Activation(layer.activation), gates, gates + inner, inner, gated.rows + row * gated.stride);
+        layer.down.prepare_row(gated, row);
+    }
+    wait();
+    finish(layer.down, gated, layer.after_mlp, layer.added);
+}
+
+void Worker::tap(bfloat16 *place) const {
+    if (!place) return;
+    const long width = model.width;
+    for (long row = from(call.rows); row < to(call.rows); row++)
+        std::memcpy(place + row * width, buffers.x + row * width, 2 * width);
+}
+
+// The last norm, and the logits that are asked for.
+void Worker::end() const {
+    const long width = model.width, all = call.last ? call.rows : 0;
+    for (long row = from(all); row < to(all); row++)
+        normalise(model.last, buffers.x + row * width, width, call.last + row * width);
+    if (!call.wanted) return;
+    const bool whole = model.head.count;
+    const Inputs inputs = whole ? inputs_of(model.head, call.wanted) : Inputs{call.normed, width, call.wanted, nullptr, 0};
+    for (long i = from(call.wanted); i < to(call.wanted); i++) {
+        normalise(model.last, buffers.x + call.want[i] * width, width, inputs.rows + i * inputs.stride);
+        if (whole) model.head.prepare_row(inputs, i);
+    }
+    wait();
+    if (whole) model.head.run(inputs, {call.logits, nullptr, model.head.out()}, thread, threads);
+}
+
+// Memory that a thread of the caller's keeps from call to call.
+struct Kept {
+    char *bytes = nullptr;
+    long size = 0;
+
+    char *of(long wanted) {
+        if (wanted > size) {
+            std::free(bytes);
+            bytes = (char *)std::aligned_alloc(64, (wanted + 63) / 64 * 64);
+            size = bytes ? wanted : 0;
+        }
+        return bytes;
+    }
+    ~Kept() { std::free(bytes); }
+};
+
+thread_local Kept kept;
+
+}  // namespace
+
+// Runs layers `start` to `stop`, the last norm and the head.  `failed` becomes 1 where there is not enough memory.
+extern "C" void forward(const Model *model, const Call *call, long threads, long *failed) {
+    const long size = Buffers(*model, *call, threads, nullptr).end - (char *)nullptr;
+    char *const work = kept.of(size);
+    *failed = !work;
+    if (!work) return;
+    Buffers buffers(*model, *call, threads, work);
+#pragma omp parallel num_threads(threads)
+    {
+        const Worker worker = {*model, *call, buffers, omp_get_thread_num(), omp_get_num_threads()};
+        worker.begin();
+        for (long i = call->start; i < call->stop; i++) {
+            worker.tap(call->taps[i]);
+            if (!call->skip_attention[i]) worker.attention(model->layers[i], i);
+            if (!call->skip_mlp[i]) worker.mlp(model->layers[i]);
+        }
+        worker.tap(call->taps[call->stop]);
+        worker.end();
+    }
+}

@@ -1,0 +1,103 @@
+"""The structures that ``forward.cpp`` reads: a model as data, and one call of it.  Field by field as in the source."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from ctypes import Structure, c_char_p, c_double, c_long, c_void_p
+from typing import Any
+
+from torch import Tensor
+
+from foretoken.models.native.library import function
+
+SILU, GELU_TANH = range(2)
+"""Activations of a gated MLP."""
+
+
+class Product(Structure):
+    """Linear layers of one input."""
+
+    _fields_ = (("parts", c_void_p), ("count", c_long))
+
+
+class Norm(Structure):
+    """An RMS norm; a null weight for none."""
+
+    _fields_ = (("weight", c_void_p), ("eps", c_double))
+
+
+class Layer(Structure):
+    """A decoder layer."""
+
+    _fields_ = (
+        *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")),
+        *((name, Product) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_double) for name in ("scaling", "added")),
+        *((name, c_long) for name in ("mask", "turn", "norms_all", "activation")),
+    )
+
+
+class Model(Structure):
+    """A stack of layers, its last norm and its head, which may have no parts."""
+
+    _fields_ = (
+        ("layers", c_void_p),
+        *((name, c_long) for name in ("count", "width", "heads", "kv_heads", "dim")),
+        ("last", Norm),
+        ("head", Product),
+    )
+
+
+class Group(Structure):
+    """Rows that share a cache."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_long) for name in ("slots", "used", "first", "texts", "width")),
+        *((name, c_void_p) for name in ("starts", "widths", "masks")),
+    )
+
+
+class Call(Structure):
+    """One forward."""
+
+    _fields_ = (
+        *((name, c_long) for name in ("rows", "groups")),
+        *((name, c_void_p) for name in ("group", "x")),
+        *((name, c_long) for name in ("start", "stop")),
+        *((name, c_char_p) for name in ("skip_attention", "skip_mlp")),
+        *((name, c_long) for name in ("kinds", "turned")),
+        *((name, c_void_p) for name in ("cos", "sin", "taps", "last")),
+        ("wanted", c_long),
+        *((name, c_void_p) for name in ("want", "normed", "logits")),
+    )
+
+
+def pointers(tensors: Iterable[Tensor | None]) -> Any:
+    """An array of the addresses of tensors, null for none; whoever keeps it keeps the tensors."""
+    found = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return (c_void_p * len(found))(*found)
+
+
+def numbers(values: Sequence[int]) -> Any:
+    """An array of whole numbers."""
+    return (c_long * len(values))(*values)
+
+
+def array(kind: type[Any], items: Sequence[Any]) -> Any:
+    """An array of structures."""
+    return (kind * len(items))(*items)
+
+
+def run(model: Model, call: Call, threads: int) -> None:
+    """Run a forward.
+
+    Raises:
+        MemoryError: too little memory for what it keeps in between.
+    """
+    failed = c_long(0)
+    forward = function("forward", "ppnp")
+    forward(ctypes.addressof(model), ctypes.addressof(call), threads, ctypes.addressof(failed))
+    if failed.value:
+        raise MemoryError(f"too little memory for a forward of {call.rows} rows: feed fewer tokens at once")

@@ -1,0 +1,187 @@
+"""What the recipes of block drafters share: blocks behind places all over a text, in one pass (arXiv 2602.06036).
+
+A block behind the anchor at column a sees the text's places before a, and its own rows; not the anchor's own hidden
+state, which the target has not computed when it drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.blocks import BlockDrafter
+from foretoken.drafters.nets.block import BlockConfig, BlockNet
+from foretoken.drafters.nets.decoder import LayerConfig
+from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.recipes.features import some_rows, texts_of
+from foretoken.training.recipes.labels import Labels, places_of
+
+PLACES = 512
+"""Places per text whose distributions are compared with the target's."""
+SAMPLED = 1024
+"""Token embeddings whose mean the mask's own starts from."""
+
+
+@dataclass(frozen=True)
+class BlockSettings(BlockConfig):
+    """The network's shape and its loss; heads and widths are the target's by default.
+
+    Attributes:
+        gamma: the place k tokens behind the anchor weighs ``exp(-(k - 1) / gamma)``.
+    """
+
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    own_mask: bool = True
+    gamma: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gamma > 0:
+            raise ValueError(f"gamma must be above 0, not {self.gamma}")
+
+
+def default_taps(count: int) -> str:
+    """Depths of a target of ``count`` layers: five from 2 to L - 2, fewer and up to L - 1 of a shallow one."""
+    high = count - 2 if count > 6 else max(1, count - 1)
+    low, fused = min(2, high), max(1, min(5, count // 2))
+    depths = [round(low + i * (high - low) / max(1, fused - 1)) for i in range(fused)]
+    return ",".join(map(str, dict.fromkeys(depths if fused > 1 else [high])))
+
+
+class BlockRecipe(Recipe):
+    """Every place of a block learns the target's distribution there."""
+
+    config_class: ClassVar[type[Any]] = BlockSettings
+    fixed = ("hidden_size", "vocab_size", "eps", "rope_theta", "draft_vocab", "own_head", "input_scale")
+    drafter_class: ClassVar[type[BlockDrafter]]
+    lr = 3e-3
+    config: Any
+    net: BlockNet
+
+    @property
+    def taps(self) -> Sequence[str]:
+        """The fused depths, and what the teacher's distribution is made of."""
+        return tuple(dict.fromkeys((*self.config.tap_names, "last")))
+
+    @property
+    def reduces(self) -> bool:
+        """The projection to a large vocabulary costs more than all else."""
+        return True
+
+    def from_target(self) -> dict[str, Any]:
+        """The shape of the target's own layers, and depths all over it."""
+        shape = asdict(LayerConfig.of_target(self.parts.config))
+        return {**shape, "vocab_size": self.parts.vocab_size, "taps": default_taps(self.parts.num_layers)}
+
+    def configure(self, settings: Mapping[str, str]) -> Any:
+        """The network's shape from the target and from ``key=value`` settings.
+
+        Raises:
+            ValueError: an unknown key, a value of the wrong type, or a depth that the target does not have.
+        """
+        found = super().configure(settings)
+        deepest = max(map(int, found.taps.split(",")))
+        if deepest > self.parts.num_layers:
+            raise ValueError(f"taps={found.taps} reach to {deepest}, and the target has {self.parts.num_layers}")
+        return found
+
+    def build(self) -> nn.Module:
+        """A new network; its last norm starts as the target's, whose projection reads it."""
+        kind = self.drafter_class
+        net = kind.net_class(kind.net_config(**self.stored_config()))
+        weight = getattr(self.parts.final_norm, "weight", None)
+        if isinstance(weight, Tensor) and weight.shape == net.norm.weight.shape:
+            net.norm.weight.data.copy_(weight.detach())
+        if net.mask_embedding is not None:
+            ids = torch.linspace(0, self.parts.vocab_size - 1, SAMPLED, device=self.parts.device).long()
+            known = self.parts.embed.weight.detach()[ids].float().cpu()
+            net.mask_embedding.data.copy_(known.mean(0) + 0.1 * known.std(0) * torch.randn(known.shape[1]))
+        return net
+
+    def stored_config(self) -> dict[str, Any]:
+        """Only what the network needs."""
+        found = asdict(self.config)
+        return {key: found[key] for key in self.drafter_class.net_config.__dataclass_fields__}
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """The network as it is."""
+        return self.drafter_class.of(self.net, self.parts, self.target, self.frequent)
+
+    # -- the loss ----------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Weighted mean over places of the cross-entropy with the target's distribution."""
+        drafts = self.config.drafts
+        anchors = 1 + some_rows(batch, drafts, generator, max(1, PLACES // drafts))
+        states = self.states(batch, anchors)  # [b, R, drafts, D]
+        columns = anchors[..., None] + torch.arange(drafts, device=anchors.device)
+        labels = Labels(batch, places_of(batch, texts_of(columns.flatten(1)), columns.flatten()), self.frequent)
+        weights = [math.exp(-place / self.config.gamma) for place in range(drafts)]
+        total, memory = states.new_zeros(()), None
+        for place, weight in enumerate(weights):
+            part, memory = self.place_loss(batch, labels, states[:, :, place], columns[..., place], memory)
+            total = total + weight / sum(weights) * part
+        return total
+
+    def place_loss(
+        self, batch: Batch, labels: Labels, states: Tensor, columns: Tensor, memory: Any
+    ) -> tuple[Tensor, Any]:
+        """The loss of one place of all blocks, a scalar, and what the next place is asked with.
+
+        Args:
+            batch: the texts.
+            labels: what the target says.
+            states: [b, R, D] of the network.
+            columns: [b, R] the tokens before the guessed ones.
+            memory: what the place before returned; ``None`` at first.
+        """
+        return labels.distance(self.logits(states), texts_of(columns), columns.flatten()), None
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[b R, V_d] of states [b, R, D]."""
+        return self.parts.logits(states.flatten(0, 1), self.frequent)
+
+    def states(self, batch: Batch, anchors: Tensor) -> Tensor:
+        """[b, R, drafts, D] states of the rows that guess, of blocks behind ``anchors`` [b, R]."""
+        net, config, n = self.net, self.config, batch.length
+        b, count = anchors.shape
+        context = net.context([batch.taps[tap].float() for tap in config.tap_names])
+        places = torch.arange(n, device=anchors.device).expand(b, n)
+        positions = (anchors[..., None] + torch.arange(config.block, device=anchors.device)).flatten(1)
+
+        def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            known = net.keys(context, places, layer)
+            return torch.cat([known[0].to(key.dtype), key], 2), torch.cat([known[1].to(value.dtype), value], 2)
+
+        kinds = list(zip(config.reaches, config.causals, strict=True))
+        masks = {kind: training_mask(anchors, n, config.block, *kind) for kind in set(kinds)}
+        ids = net.block_ids(batch.tokens.gather(1, anchors), config.block)
+        x = net.embedded(ids, self.parts.embed.weight).flatten(1, 2)
+        states = net(x, positions, [masks[kind] for kind in kinds], keep).unflatten(1, (count, config.block))
+        return states if config.from_anchor else states[:, :, 1:]
+
+
+def training_mask(anchors: Tensor, length: int, rows: int, reach: int, causal: bool) -> Tensor:
+    """Additive [b, 1, R rows, length + R rows]: a row sees places before its anchor and rows of its own block."""
+    b, count = anchors.shape
+    places = torch.arange(length, device=anchors.device)
+    within = torch.arange(rows, device=anchors.device)
+    query = anchors[..., None] + within  # [b, R, rows]
+    text = (places < anchors[..., None, None]).expand(b, count, rows, length)
+    own = torch.eye(count, dtype=torch.bool, device=anchors.device)[:, None, :, None].expand(count, rows, count, rows)
+    if reach:
+        text = text & (query[..., None] - places <= reach)
+        own = own & ((within[:, None] - within).abs() <= reach)[None, :, None]
+    if causal:
+        own = own & (within[:, None] >= within)[None, :, None]
+    seen = torch.cat([text.flatten(1, 2), own.flatten(2).flatten(0, 1).expand(b, -1, -1)], -1)
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
