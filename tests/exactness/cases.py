@@ -93,9 +93,9 @@ def random_weights(net: Any, scale: float = 0.4) -> Any:
     return net
 
 
-def few_tokens(model: LanguageModel, quantised: bool = False) -> DraftHead:
+def few_tokens(model: LanguageModel, quantised: bool = False, first: int = 1) -> DraftHead:
     """A projection to every second token: of four a processor may leave none of them."""
-    return DraftHead(TargetParts(model), torch.arange(1, model.vocab_size, 2), quantised=quantised)
+    return DraftHead(TargetParts(model), torch.arange(first, model.vocab_size, 2), quantised=quantised)
 
 
 def guessing_few(drafter: Any, model: LanguageModel) -> Drafter:
@@ -125,7 +125,7 @@ def kangaroo(target: LanguageModel, few: bool = False, **options: Any) -> Kangar
     """A random adapter behind the target's first layer."""
     parts = TargetParts(target)
     net = random_weights(KangarooNet(KangarooConfig(**dataclasses.asdict(LayerConfig.of_target(parts.config)))))
-    head = few_tokens(target) if few else None
+    head = few_tokens(target, first=0) if few else None
     made = KangarooDrafter(target, FeatureModel(net, parts, target, head), **options)
     made.head = head
     return made
@@ -204,7 +204,7 @@ BLOCKS: dict[Any, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     DsparkDrafter: {
         "drawn": ({"top": 3}, {}),
         "gated": ({"head": "gated", "confidence": "state"}, {"draw": "greedy", "stop": 0.2}),
-        "rnn": ({"head": "rnn", "from_anchor": False}, {"stop": 0.3, "depth": 2}),
+        "rnn": ({"head": "rnn", "from_anchor": False}, {"stop": 0.1, "depth": 2}),
     },
 }
 """By drafter, shapes of networks and options."""
@@ -575,7 +575,7 @@ CASES: dict[str, list[Case]] = {
     "kangaroo": [
         Case("chain", lambda target, draft: kangaroo(target, k=3, eta=0.2), network=True),
         Case("wor-tree", lambda target, draft: kangaroo(target, tree="2x2x1"), network=True),
-        Case("few", lambda target, draft: kangaroo(target, few=True, k=3, eta=0.2), network=True),
+        Case("few", lambda target, draft: kangaroo(target, few=True, k=3, eta=0.02), network=True),
     ],
     "pass_tokens": [
         Case("iid", lambda target, draft: pass_tokens(target, 3), network=True),

@@ -271,4 +271,4 @@ def block_mask(starts: Tensor, rows: int, used: int, reach: int, causal: bool) -
     seen = slots <= last[..., None]
     if reach:
         seen &= (query[..., None] - slots).abs() <= reach
-    return torch.zeros(seen.shape, device=starts.device).masked_fill_(~seen, -torch.inf)[:, None]
+    return torch.where(seen, 0.0, -torch.inf)[:, None]
