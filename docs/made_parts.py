@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,18 @@ def curves_script() -> str:
 
 
 def curves_table() -> str:
-    """The curves in Markdown."""
-    counts = list(curves()[0]["ms"])
-    lines = [f"| model | run by | machine | {' | '.join(counts)} |", "|---" * (len(counts) + 3) + "|"]
-    for curve in curves():
-        cells = [curve["model"], curve["how"], curve["machine"], *(f"{curve['ms'][n]:g}" for n in counts)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    """The curves in Markdown, a table per machine."""
+    parts = []
+    for machine, group in groupby(curves(), key=lambda curve: curve["machine"]):
+        rows = list(group)
+        counts = list(rows[0]["ms"])
+        parts += [f"{machine}; by tokens in the call:\n", f"| model | run by | {' | '.join(counts)} |"]
+        parts.append("|---" * (len(counts) + 2) + "|")
+        for curve in rows:
+            cells = [curve["model"], curve["how"], *(f"{curve['ms'][n]:g}" for n in counts)]
+            parts.append(f"| {' | '.join(cells)} |")
+        parts.append("")
+    return "\n".join(parts)
 
 
 def simulator(markdown: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import made_parts
@@ -10,6 +11,7 @@ import pytest
 from page_browser import browser, executable
 
 from foretoken.bench.cards.card import read_cards
+from foretoken.bench.cards.page import render
 
 needs_browser = pytest.mark.skipif(executable() is None, reason="no chromium here: apt install chromium")
 
@@ -26,7 +28,10 @@ def test_our_cards_are_whole_and_name_no_folder() -> None:
 @needs_browser
 def test_the_page_filters_and_sorts(tmp_path: Path) -> None:
     file = tmp_path / "cards.html"
-    file.write_text(made_parts.cards_page(), encoding="utf-8")
+    name, card = read_cards(made_parts.CARDS)[0][0]
+    figure = card.figures[0]
+    others = [{**figure, "method": method, "speedup": speed} for method, speed in (("eagle3", 2.0), ("suffix", 0.5))]
+    file.write_text(render([(name, card), ("others", replace(card, figures=others))]), encoding="utf-8")
     with browser() as tab:
         for width in (1200, 400):
             tab.size(width)
