@@ -2,79 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import make_readme
 import pytest
 import terminal
 from pages import ROOT
-
-MACHINE = {
-    "versions": {"torch": "2.13", "transformers": "5.24"},
-    "hardware": {"cpu": "AMD EPYC", "cores": 2, "cpu_flags": ["avx2", "avx512_bf16"]},
-    "threads": {"torch_threads": 2},
-    "dtype": "float32",
-}
-
-
-def cell(arm: str, category: str, speedup: float, **more: Any) -> dict[str, Any]:
-    found = {
-        "arm": arm, "category": category, "temperature": 0.0, "batch": 1, "prompts": 2, "new_tokens": 32,
-        "tokens_per_s": 10.0, "speedup": speedup, "speedup_ci95": [speedup - 0.1, speedup + 0.1],
-        "mean_acceptance_length": 2.0, "acceptance_rate": 0.5, "identical": True, "draft_s": 0.1, "target_s": 0.1,
-        "overhead_s": 0.1, "predicted_speedup": speedup,
-    }  # fmt: skip
-    return {**found, **more}
-
-
-def write_run(file: Path, cells: list[dict[str, Any]], finished: bool = True) -> Path:
-    summary = {"summary": True, "target": "builtin", "machine": MACHINE, "arms": ["plain", "ngram"],
-               "settings": {"prompts": {"categories": {"code": 2}}, "max_new_tokens": 32}}  # fmt: skip
-    lines = [*cells, summary] if finished else cells
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
-
-
-def test_the_table_of_speeds(tmp_path: Path) -> None:
-    cells = [cell("plain", "code", 1.0), cell("ngram", "code", 1.5), cell("ngram", "prose", 1.25)]
-    runs = make_readme.figures_of([write_run(tmp_path / "a.jsonl", cells), write_run(tmp_path / "b.jsonl", cells[:2])])
-    lines = make_readme.table(runs).splitlines()
-    assert lines[0] == "| | code [1] | prose [1] | code [2] |"
-    assert "| `ngram` | 1.50 (1.40 to 1.60) | 1.25 (1.15 to 1.35) | 1.50 (1.40 to 1.60) |" in lines
-    assert lines[-1].startswith(
-        "[2] AMD EPYC, 2 cores, avx512_bf16, 2 threads; builtin, float32, greedy; prompts: 2 code"
-    )
-
-
-def test_a_row_is_a_way_of_decoding_at_its_best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(MACHINE, "dtype", "bfloat16")
-    cells = [
-        cell("plain", "code", 1.0),
-        cell("model,k=4", "code", 1.5, identical=False),
-        cell("model,k=6", "code", 1.7),
-    ]
-    lines = make_readme.table(make_readme.figures_of([write_run(tmp_path / "a.jsonl", cells)])).splitlines()
-    assert lines[2:4] == ["| `model` | 1.70 (1.60 to 1.80) |", ""]
-    assert "`model,k=4`, `model,k=6`" in lines[-1] and "near-ties" in lines[-1]
-
-
-@pytest.mark.parametrize(
-    ("cells", "finished", "words"),
-    [
-        ([cell("ngram", "code", 2.0, identical=False)], True, "differs"),
-        ([cell("ngram", "code", 2.0)], False, "unfinished"),
-    ],
-)
-def test_runs_that_prove_nothing_are_refused(
-    tmp_path: Path, cells: list[dict[str, Any]], finished: bool, words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):
-        make_readme.figures_of([write_run(tmp_path / "a.jsonl", cells, finished)])
 
 
 def test_the_table_of_real_models() -> None:

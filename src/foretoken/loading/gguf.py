@@ -128,6 +128,7 @@ def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
     """
     from foretoken.models.gguf.file import GgufError, UncoveredError, read_gguf
     from foretoken.models.gguf.tokenizer import build_tokenizer
+    from foretoken.models.refusals import refusal
 
     path = resolve(path)
     try:
@@ -136,6 +137,7 @@ def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
     except UncoveredError as error:
         if backend == "native" or not has_llama_cpp():
             raise LoadError(f"{error}: pass tokenizer=FOLDER, or {remedy(backend)}") from None
+        refusal("GGUF tokenizer", str(error), "llama.cpp's own takes its place")
     except GgufError as error:
         raise LoadError(str(error)) from None
     except Exception as error:  # a damaged vocabulary fails in many ways, some of them with error classes of their own
