@@ -30,7 +30,7 @@ FIGURES = ROOT / "docs" / "figures"
 REAL = FIGURES / "real_models.json"
 BUILTIN = ("show", "def read_lines(path):", "--drafter", "model,tree=3x2x1", "--verifier", "without_replacement",
            "--temperature", "1", "--seed", "3", "--max-new-tokens", "40")  # fmt: skip
-SHOWN = ("show", NAME, PROMPT, "--drafter", "suffix", "--max-new-tokens", "48")
+SHOWN = ("show", NAME, PROMPT, "--drafter", "suffix", "--max-new-tokens", "48", "--round", "2")
 REAL_KEYS = ("machine", "environment", "model", "prompts", "new_tokens", "speed")
 COLUMNS = 104
 """Width of the recorded terminal, in letters."""
@@ -44,7 +44,7 @@ def picture() -> str:
     """A real round: tree, accepted path, ribbon."""
     shown = SHOWN if MODELS[NAME].is_cached else BUILTIN
     foretoken(*shown, "--out", str(FIGURES / "readme.svg"))
-    return "![A real round: what was guessed, accepted, and why the rest was rejected](docs/figures/readme.svg)"
+    return "![A real round: what was guessed and accepted, and why](docs/figures/readme.svg)"
 
 
 def demo() -> str:
