@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.models.llama_cpp import Library
+from foretoken.models.other.llama_cpp import Library
 
 
 class Module:
