@@ -134,7 +134,7 @@ def test_a_plain_causal_mask_is_clearly_off(subject: Subject, monkeypatch: pytes
 
 
 def test_without_its_window_a_sliding_layer_is_clearly_off(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = subject.model.layer_masks
+    masks = subject.model.forwards.layer_masks
     if all(mask.kind == "full" for mask in masks.values()):
         pytest.skip("all layers of this architecture see the whole past")
     monkeypatch.setattr(subject.model, "layer_masks", dict.fromkeys(masks, LayerMask()))
@@ -287,17 +287,17 @@ def test_an_unknown_tap_is_refused_and_no_hook_stays(subject: Subject) -> None:
 
 def test_a_failed_forward_leaves_no_trace(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     model = subject.model
-    attention = [config._attn_implementation_internal for config in model._configs]
+    attention = [config._attn_implementation_internal for config in model.forwards.configs]
     sequence = subject.at(prompt_of(9))
     subject.forward(Feed(sequence, [3, 4], [-1, -1]))
     with monkeypatch.context() as patch:
         patch.setattr(model.cache, "update", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             subject.forward(Feed(sequence, [5]))
-        patch.setattr(model, "_lean", None)
+        patch.setattr(model.forwards, "fast", None)
         with pytest.raises(RuntimeError, match="out of memory"):
             subject.forward(Feed(sequence, [5, 6], [1, 1]), taps=["last"])
-    assert [config._attn_implementation_internal for config in model._configs] == attention
+    assert [config._attn_implementation_internal for config in model.forwards.configs] == attention
     assert sequence.scratch_tokens == [3, 4]
     (logits,) = subject.forward(Feed(sequence, [5, 6], [0, 1]))
     subject.check_nodes(prompt_of(9), sequence, logits)

@@ -6,8 +6,6 @@ import copy
 from typing import Any
 
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.network.rotary import ChangingRotary
-from foretoken.models.network.traits import attention_configs
 from foretoken.models.network.watch import Watch
 
 
@@ -17,11 +15,7 @@ def over(model: HuggingFaceModel, network: Any) -> HuggingFaceModel:
     Nothing that runs meanwhile is touched: another thread may go on with the model.
     """
     other = copy.copy(model)
-    other.model, other._configs = network, attention_configs(network)
-    other.rotary = ChangingRotary.of(network)
-    if model.is_lean:
-        other._lean = model._lean.again(other)
-    other._watch = Watch(network)
+    other.forwards, other._watch = model.forwards.over(network), Watch(network)
     return other
 
 
@@ -34,8 +28,5 @@ def exchange(model: HuggingFaceModel, other: HuggingFaceModel) -> None:
     if model.graphs is not None:
         model.take_weights(other.model)
         return
-    model.model, model._configs, model.rotary = other.model, other._configs, other.rotary
-    model._lean, model._watch = other._lean, other._watch
-    if model._lean is not None:
-        model._lean.owner = model
+    model.forwards, model._watch = other.forwards, other._watch
     model.weights_version += 1

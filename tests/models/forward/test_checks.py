@@ -18,6 +18,7 @@ from foretoken.models.checks import fast_paths as checks_module
 from foretoken.models.checks.fast_paths import Checks, checks_file, fingerprint
 from foretoken.models.checks.judging import ROWS, Judge, ordinary_ids, probe_logits, widened
 from foretoken.models.forward.lean import LeanForward
+from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import Projection
 from foretoken.models.linear.quantised_linear import QuantisedLinear, quantise_linears
@@ -41,10 +42,10 @@ def deep(name: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sound_lean_forward_passes_on_real_statistics(name: str) -> None:
     """On special tokens the two forwards differ by more than any fixed tolerance that still finds faults."""
-    owner = HuggingFaceModel(deep(name), lean=False)
+    owner = HuggingFaceModel(deep(name), lean=False).forwards
     lean = LeanForward(owner)
     special = [1 + i % (SPECIAL - 2) for i in range(ROWS)]
-    public = probe_logits(owner, owner._run_public, owner.dtype, special)
+    public = probe_logits(owner, owner.run_public, owner.dtype, special)
     other = probe_logits(owner, lean.run, lean.dtype, special)
     assert public is not None and other is not None
     apart = float((public - other).square().mean().sqrt() / public.std())
@@ -70,7 +71,7 @@ def everywhere(path: str, value: Any) -> Fault:
 )
 def test_a_planted_fault_is_caught_in_bfloat16(name: str, fault: Any) -> None:
     """One layer of 24 computes something else; scores that are scaled or capped otherwise do so in all layers."""
-    owner = HuggingFaceModel(deep(name), lean=False)
+    owner = HuggingFaceModel(deep(name), lean=False).forwards
     lean, judge = LeanForward(owner), Judge.of(owner, ordinary_ids(owner.vocab_size))
     assert judge is not None
     if isinstance(fault, tuple):
@@ -130,11 +131,11 @@ def test_the_judge_is_the_network_in_float32() -> None:
     """Weights are widened one module at a time, and are the same objects afterwards."""
     model, twin = deep("llama"), deep("llama").float()
     before = {name: (id(weight), weight.dtype) for name, weight in model.named_parameters()}
-    owner, wide = HuggingFaceModel(model, lean=False), HuggingFaceModel(twin, lean=False)
+    owner, wide = (HuggingFaceModel(one, lean=False).forwards for one in (model, twin))
     ids = ordinary_ids(owner.vocab_size)
     with widened(model, torch.float32):
-        judged = probe_logits(owner, owner._run_public, torch.float32, ids)
-    expected = probe_logits(wide, wide._run_public, torch.float32, ids)
+        judged = probe_logits(owner, owner.run_public, torch.float32, ids)
+    expected = probe_logits(wide, wide.run_public, torch.float32, ids)
     assert judged is not None and expected is not None
     assert float((judged - expected).abs().max()) < 1e-4 * float(expected.std())
     assert {name: (id(weight), weight.dtype) for name, weight in model.named_parameters()} == before
@@ -188,7 +189,7 @@ def test_fingerprints_tell_networks_apart() -> None:
 
 
 def test_the_probe_is_the_text_where_there_is_one() -> None:
-    owner = HuggingFaceModel(deep("llama"), lean=False)
+    owner = HuggingFaceModel(deep("llama"), lean=False).forwards
     assert Checks(owner, lambda: list(range(10, 40))).ids == list(range(10, 34))
     assert Checks(owner, lambda: [5, 6]).ids == [5, 6, *ordinary_ids(owner.vocab_size)[: ROWS - 2]]
     assert min(ordinary_ids(50_000)) > 1000 and len(set(ordinary_ids(50_000))) == ROWS
@@ -226,16 +227,16 @@ def test_a_model_that_changes_is_checked_again() -> None:
 @pytest.mark.parametrize("company", ["chain", "tree", "batch"])
 def test_bits_that_depend_on_company_are_noticed(company: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = deep("llama", hidden_size=64, intermediate_size=128)
-    honest = HuggingFaceModel._run
+    honest = Network.run_all
 
-    def disturbed(self: HuggingFaceModel, call: Any) -> Any:
-        logits, taps = honest(self, call)
+    def disturbed(self: Network, calls: Any) -> Any:
+        ((logits, taps),), (call,) = honest(self, calls), calls
         is_tree = len(call.wanted) == 1 and call.ids.shape[1] > 5
         is_chain = len(call.wanted) == 1 and call.ids.shape[1] == 5
         if {"chain": is_chain or is_tree, "tree": is_tree, "batch": len(call.wanted) > 1}[company]:
             logits = [1.25 * rows for rows in logits]
-        return logits, taps
+        return [(logits, taps)]
 
-    monkeypatch.setattr(HuggingFaceModel, "_run", disturbed)
+    monkeypatch.setattr(Network, "run_all", disturbed)
     wrapped = HuggingFaceModel(model, exact="bitwise")
     assert wrapped.exactness == "rounding" and f"a {company} gave other bits" in wrapped.exactness_why

@@ -25,6 +25,7 @@ from foretoken.models.checks.judging import Judge, Run, ordinary_ids
 from foretoken.models.linear.product_costs import machine_key
 
 if TYPE_CHECKING:
+    from foretoken.models.forward.network import Network
     from foretoken.models.huggingface import HuggingFaceModel
 
 Probe = Callable[[], Sequence[int] | None]
@@ -45,26 +46,26 @@ class Checks:
     """The checks of one model, which is about to be run.
 
     Args:
-        owner: the model, on its public forward.
+        network: the model, on its public forward.
         probe: where its ordinary text comes from.
     """
 
-    def __init__(self, owner: HuggingFaceModel, probe: Probe | None) -> None:
-        self.owner, self.probe = owner, probe
-        self.key = fingerprint(owner.model)
+    def __init__(self, network: Network, probe: Probe | None) -> None:
+        self.network, self.probe = network, probe
+        self.key = fingerprint(network.model)
         self._is_slow = False
 
     @cached_property
     def ids(self) -> Sequence[int]:
         """The probe's ids, as many as it needs."""
-        ordinary = ordinary_ids(self.owner.vocab_size)
+        ordinary = ordinary_ids(self.network.vocab_size)
         text = list(self.probe() or ()) if self.probe is not None else []
         return [*text, *ordinary][: len(ordinary)]
 
     @cached_property
     def judge(self) -> Judge | None:
         """Made when the first check needs it, which must be before weights are laid out anew."""
-        return Judge.of(self.owner, self.ids)
+        return Judge.of(self.network, self.ids)
 
     def fault(self, path: str, build: Callable[[], tuple[Run, torch.dtype, bool] | None]) -> str | None:
         """Why a fast path must not be used; ``None`` when it passes.
@@ -83,17 +84,17 @@ class Checks:
         built = build()
         if built is None:
             return ["its modules are of a kind of their own"]
-        reason = judge.fault(self.owner, *built)
+        reason = judge.fault(self.network, *built)
         return [] if reason is None else [reason]
 
     def _remembered(self, path: str, check: Callable[[], list[str]]) -> str | None:
         result = self._known_or_made(self._name(path), check)
         return result[0] if result else None
 
-    def exactness(self, path: str) -> tuple[str, str]:
-        """:func:`foretoken.models.checks.bits.exactness_of` the model as it now runs, remembered."""
+    def exactness(self, path: str, runner: HuggingFaceModel) -> tuple[str, str]:
+        """:func:`foretoken.models.checks.bits.exactness_of` the runner as it now runs, remembered."""
         name = self._name(f"bits {path} {torch.get_num_threads()} threads")
-        result = self._known_or_made(name, lambda: list(exactness_of(self.owner, self.ids)))
+        result = self._known_or_made(name, lambda: list(exactness_of(runner, self.ids)))
         return result[0], result[1]
 
     def _known_or_made(self, name: str, make: Callable[[], list[str]]) -> list[str]:

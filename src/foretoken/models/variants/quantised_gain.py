@@ -46,7 +46,7 @@ def expected_gain(model: Any, scheme: Scheme) -> float:
     if count < SMALLEST or (free is not None and count > MOST_MEMORY * free):
         return 0.0
     try:
-        check_quantisable(model, scheme)
+        check_quantisable(model.forwards, scheme)
     except (CapabilityError, ValueError):
         return 0.0
     head = model.model.get_output_embeddings()
