@@ -15,7 +15,7 @@ import torch
 from checkpoints import ARCHITECTURES, VOCAB, best_dtype, checkpoint, plain_logits, prompt_of
 from torch import Tensor
 
-from foretoken.models import huggingface
+from foretoken.models import runner
 from foretoken.models.base import Feed, SequenceState
 from foretoken.models.cache.masks import LayerMask
 from foretoken.models.huggingface import HuggingFaceModel
@@ -118,9 +118,9 @@ def test_tree_logits_are_those_of_its_paths(subject: Subject, length: int) -> No
 
 def test_a_plain_causal_mask_is_clearly_off(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: were the tree a chain to the mask, the tests above would fail."""
-    real = huggingface.RowPlan
+    real = runner.RowPlan
     monkeypatch.setattr(
-        huggingface,
+        runner,
         "RowPlan",
         lambda c, parents, depths, *more: real(c, range(-1, len(parents) - 1), depths, *more),
     )
@@ -230,7 +230,7 @@ def test_catch_up_keeps_what_was_accepted(subject: Subject) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 4, 9])
 def test_chunked_prefill_is_one_call(subject: Subject, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(runner, "PREFILL_CHUNK", chunk)
     prompt = prompt_of(LONG)
     sequence = subject.model.open()
     taps = subject.model.prefill(sequence, prompt[:-1], ["last"])

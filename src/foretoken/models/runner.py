@@ -53,7 +53,7 @@ class TreeRunner(ModuleModel):
         self.cache = cache
 
     @property
-    def model(self) -> Any:  # type: ignore[override]
+    def model(self) -> Any:
         """The network."""
         return self.forwards.model
 

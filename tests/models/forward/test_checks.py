@@ -208,7 +208,7 @@ def test_exactness_is_tried_and_said() -> None:
     plain = HuggingFaceModel(model.float())
     assert plain.exactness == "rounding" and "number of rows" in plain.exactness_why
     native = HuggingFaceModel(model.bfloat16(), in_place=True)
-    kernels = native.packing.layout == "native" and attention.why_not() is None
+    kernels = native.forwards.packing.layout == "native" and attention.why_not() is None
     assert (native.exactness == "bitwise") == kernels, native.exactness_why
 
 

@@ -55,7 +55,7 @@ def head_of(net: nn.Module) -> FeatureModel:
     target = HuggingFaceModel(new_model("llama").double())
     parts = TargetParts(target)
     model = FeatureModel(net, parts, target, project=parts.logits)
-    model.dtype = torch.float64
+    model.forwards.dtype = torch.float64
     return model
 
 
@@ -81,7 +81,9 @@ class PlainHead(FeatureModel):
 
 def plain(model: FeatureModel) -> PlainHead:
     """The twin of a head, with the same network."""
-    return PlainHead(model.model, model.parts, model, project=model.project)
+    made = PlainHead(model.model, model.parts, model, project=model.project)
+    made.forwards.dtype = model.dtype
+    return made
 
 
 def outputs(model: FeatureModel) -> list[Rows]:

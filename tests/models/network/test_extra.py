@@ -82,7 +82,7 @@ def test_what_cannot_be_extended_is_refused() -> None:
     with pytest.raises(CapabilityError, match="TableModel has no token embedding"):
         TableModel(lambda _: [0.5, 0.5], 2).extra_embeddings(torch.zeros(2, 8))
     inner = FeatureModel(nn.Linear(2, 2), TargetParts(model), model)
-    with pytest.raises(CapabilityError, match="Linear has no token embedding"):
+    with pytest.raises(CapabilityError, match="FeatureModel has no token embedding"):
         inner.extra_embeddings(torch.zeros(2, 16))
 
 

@@ -120,7 +120,7 @@ def test_recent_slots_are_the_first_sixteen_and_the_last() -> None:
 def test_a_text_within_the_budget_is_the_target(subject: Subject, name: str, lean: bool) -> None:
     target = subject(name, lean)
     sparse = SparseModel(target, budget=40)
-    assert sparse.is_lean == target.is_lean
+    assert sparse.forward_name == target.forward_name
     source = opened(target, 40)
     sequence = beside(sparse, source)
     mine = sparse.forward([Feed(sequence, *TREE)])[0].logits

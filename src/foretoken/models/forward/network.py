@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError
+from foretoken.models.cache.masks import LayerMask
 from foretoken.models.checks.fast_paths import Checks, Probe
 from foretoken.models.forward.attention import attention_for
 from foretoken.models.forward.lean import LeanForward, build_lean
@@ -79,7 +80,7 @@ class Network:
         self.context_length, self.context_why = context_of(model, context_length_of(self.config), self.rotary)
         self.eos_token_ids = eos_ids(model)
         self.device, self.dtype = device_of(model), model.dtype
-        self.layer_masks = layer_masks(model)
+        self.layer_masks: Mapping[str, LayerMask] = layer_masks(model)
         self.single_mask = set(self.layer_masks) == {""}
         self.attention, self.configs = attention_for(exact, self.device), attention_configs(model)
         self.cache_argument = cache_argument(model)

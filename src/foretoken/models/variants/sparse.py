@@ -96,6 +96,7 @@ class SparseModel(TreeRunner):
         self.target = target
         slots = self.budget + rebuild + SCRATCH_ROOM
         super().__init__(copy.copy(target.forwards), TreeCache(target.cache.num_layers, slots))
+        self.stored_as = target.stored_as
         if select == "retrieval":
             self._check_keys()
 

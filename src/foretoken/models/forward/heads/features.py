@@ -46,7 +46,7 @@ class HeadForward:
     rotary: ChangingRotary | None = None
     num_layers = depth = 1
     spared: int | None = SPARED
-    dtype = run_dtype = torch.float32
+    dtype = torch.float32
 
     def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
         self.model = net.to(parts.device).eval()
@@ -58,6 +58,11 @@ class HeadForward:
         self.layer_masks: Mapping[str, LayerMask] = {"": getattr(net, "mask", LayerMask())}
         self.window = Window()
         self.head = LeanHead.of(self.model)
+
+    @property
+    def run_dtype(self) -> torch.dtype:
+        """Of its hidden states, keys and values."""
+        return self.dtype
 
     def check(self, plan: LayerPlan) -> None:
         """No part of it can be run.
