@@ -87,11 +87,11 @@ INSIDE_MODELS: dict[str, set[str]] = {
     "cache": {"base"},
     "network": {"base", "cache"},
     "native": {"linear"},
-    "linear": {"base", "native", "network"},
-    "checks": {"base", "cache", "linear", "network"},
+    "linear": {"base", "machine", "native", "network"},
+    "checks": {"base", "cache", "linear", "machine", "network"},
     "gguf": {"checks", "linear", "native"},
     "forward": {"base", "cache", "checks", "clock", "huggingface", "linear", "native", "network", "refusals", "runner"},
-    "variants": {"base", "cache", "forward", "huggingface", "linear", "network", "runner"},
+    "variants": {"base", "cache", "forward", "huggingface", "linear", "machine", "network", "runner"},
     "other": {"base", "gguf", "huggingface", "runner"},
 }
 """Folder of ``models/`` -> what of ``models/`` it may import besides itself."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import nn
 import foretoken as ft
 from foretoken.models.base import Refusal
 from foretoken.models.checks import fast_paths as checks_module
-from foretoken.models.checks.fast_paths import Checks, checks_file, fingerprint
+from foretoken.models.checks.fast_paths import Checks, fingerprint
 from foretoken.models.checks.judging import ROWS, Judge, ordinary_ids, probe_logits, widened
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.network import Network
@@ -108,8 +107,8 @@ def test_quantised_kernels_are_judged_by_the_numbers_they_stand_for(
     kernel = type(layer.product).product
     monkeypatch.setattr(type(layer.product), "product", lambda self, x: 1.1 * kernel(self, x))
     monkeypatch.setattr(type(layer.product), "dense", lambda self: kernel(self, torch.eye(self.shape[1])).float().t())
-    checks_module._KNOWN.clear()
-    monkeypatch.setattr(checks_module, "checks_file", lambda: tmp_path / "other")  # where a slow machine keeps them
+    checks_module.KEPT.known.clear()
+    monkeypatch.setattr(checks_module.KEPT, "file", lambda: tmp_path / "other")  # where a slow machine keeps them
     (refused,) = HuggingFaceModel(model, lean=False).refused
     assert refused.path == "quantised kernels"
 
@@ -142,35 +141,33 @@ def test_the_judge_is_the_network_in_float32() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_results_are_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(checks_module, "cache_folder", lambda: tmp_path)
+def test_results_are_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_module, "WORTH_KEEPING_S", 0.0)
     model = deep("llama")
     assert HuggingFaceModel(model).is_lean
-    kept = json.loads(checks_file().read_text())
+    kept = checks_module.KEPT.stored()
     assert len(kept) == 2 and all(isinstance(lines, list) for lines in kept.values())
-    checks_module._KNOWN.clear()
+    checks_module.KEPT.known.clear()
     monkeypatch.setattr(Judge, "of", None)  # nothing is judged again
     assert HuggingFaceModel(model).is_lean
-    checks_file().write_text("{")  # a damaged file is none
-    checks_module._KNOWN.clear()
+    checks_module.KEPT.file().write_text("{")  # a damaged file is none
+    checks_module.KEPT.known.clear()
     with pytest.raises(TypeError):
         HuggingFaceModel(model)
 
 
-def test_all_results_of_a_model_with_a_slow_check_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_results_of_a_model_with_a_slow_check_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later check would be judged by a network that the first path, which is remembered, has laid out."""
-    monkeypatch.setattr(checks_module, "cache_folder", lambda: tmp_path)
     clock = iter([0.0, 5.0])  # the first check takes five seconds, the others none
     monkeypatch.setattr(checks_module, "perf_counter", lambda: next(clock, 5.0))
-    checks_module._KNOWN.clear()
+    checks_module.KEPT.known.clear()
     HuggingFaceModel(deep("llama"), in_place=True)
-    kept = json.loads(checks_file().read_text())
+    kept = checks_module.KEPT.stored()
     assert any(" bits " in name for name in kept) and len(kept) >= 2
-    checks_module._KNOWN.clear()
+    checks_module.KEPT.known.clear()
     monkeypatch.setattr(Judge, "of", None)  # nothing is judged again
     HuggingFaceModel(deep("llama"), in_place=True)
-    assert json.loads(checks_file().read_text()) == kept
+    assert checks_module.KEPT.stored() == kept
 
 
 def test_fingerprints_tell_networks_apart() -> None:
