@@ -20,6 +20,7 @@ from foretoken.models.forward.lean_families import Family, family_of, part
 from foretoken.models.forward.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary, joined
 from foretoken.models.forward.lean_parts import Norm, norm_of
 from foretoken.models.linear.packing import Projection, is_plain, pays_packed, unpack_linears
+from foretoken.models.linear.product import Product
 from foretoken.models.network.call import Call, Outputs
 from foretoken.models.network.extra import known_ids, put_in
 from foretoken.models.network.rotary import LeanTurns
@@ -36,7 +37,7 @@ PATH = "lean forward"
 COSTS = "a step of a small model takes about twice as long, and near-ties may differ with drafts and in batches"
 
 
-def _head(linear: Any, owner: Network) -> tuple[Projection, torch.dtype]:
+def _head(linear: Any, owner: Network) -> tuple[Product, torch.dtype]:
     """The vocabulary projection and the dtype of its input.
 
     It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16

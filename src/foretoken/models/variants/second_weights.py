@@ -21,6 +21,7 @@ from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
+from foretoken.models.linear.product import Product
 from foretoken.models.linear.quantised import (
     WITHOUT_BYTES,
     available,
@@ -158,20 +159,21 @@ class QuantisedPacking:
         """As for the model's own weights: both read one cache."""
         return self.base.activations(dtype)
 
-    def projection(self, *linears: Any) -> Any:
+    def projection(self, *linears: Any) -> Product:
         """One product that gives the outputs of all of them side by side; the model's own where none fits."""
         shape = (sum(linear.out_features for linear in linears), linears[0].in_features)
         pick = self.scheme.head_product if linears[0] is self.head else self.scheme.product
         product = pick(shape)
         if product is None:
-            own = {id(getattr(linear, "projection", None)): getattr(linear, "projection", None) for linear in linears}
-            return next(iter(own.values())) if len(own) == 1 and None not in own.values() else self._copied(linears)
+            own: set[Product | None] = {getattr(linear, "projection", None) for linear in linears}
+            shared = own.pop() if len(own) == 1 else None
+            return self._copied(linears) if shared is None else shared
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         made = make_product(product, joined_weight(linears), torch.cat(biases) if biases else None, self.scheme.group)
         self.made.append(made)
         return made
 
-    def _copied(self, linears: Sequence[Any]) -> Any:
+    def _copied(self, linears: Sequence[Any]) -> Product:
         return replace(self.base, home=None).projection(*linears)
 
 
