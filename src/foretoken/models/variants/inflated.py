@@ -81,7 +81,7 @@ class InflatedModel(HuggingFaceModel):
 
     def __init__(self, model: Any, small: Any, shape: Shape, **options: Any) -> None:
         super().__init__(model, network=partial(InflatedNetwork, small=small, shape=shape), **options)
-        self.shape, self.num_parameters = shape, _parameters(self.config)
+        self.small, self.shape, self.num_parameters = small, shape, _parameters(self.config)
 
     @property
     def note(self) -> str:
