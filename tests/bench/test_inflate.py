@@ -266,7 +266,7 @@ def test_packed_in_place() -> None:
     model = InflatedModel(inflate(small, SHAPE), small, SHAPE, in_place=True)
     assert model.is_lean
     packed = any(isinstance(module, PackedLinear) for module in model.model.modules())
-    assert packed == (model.forwards.packing.layout != "plain")
+    assert packed == (model.packing.layout != "plain")
     assert weight_bytes(model.model) <= 1.1 * sum(p.nbytes for p in inflate(small, SHAPE).parameters())
 
 

@@ -137,7 +137,7 @@ def test_without_its_window_a_sliding_layer_is_clearly_off(subject: Subject, mon
     masks = subject.model.forwards.layer_masks
     if all(mask.kind == "full" for mask in masks.values()):
         pytest.skip("all layers of this architecture see the whole past")
-    monkeypatch.setattr(subject.model, "layer_masks", dict.fromkeys(masks, LayerMask()))
+    monkeypatch.setattr(subject.model.forwards, "layer_masks", dict.fromkeys(masks, LayerMask()))
     sequence = subject.at(prompt_of(LONG))
     (logits,) = subject.forward(Feed(sequence, [7]))
     assert subject.distance([*prompt_of(LONG), 7], logits[0]) > 0.1
