@@ -132,6 +132,26 @@ class HuggingFaceModel(TreeRunner):
         self._watch = Watch(self.model)
         self.weights_version += 1
 
+    def over(self, network: Any) -> HuggingFaceModel:
+        """The model over another network of the same shape, fused weights and all, for :meth:`go_on_with`.
+
+        Nothing that runs meanwhile is touched: another thread may go on with the model.
+        """
+        other = copy.copy(self)
+        other.forwards, other._watch = self.forwards.over(network), Watch(network)
+        return other
+
+    def go_on_with(self, other: HuggingFaceModel) -> None:
+        """Take the network of a model that :meth:`over` has made ready; open sequences stay.
+
+        It takes no time, but where CUDA graphs hold the places of the present weights: then the new ones are copied.
+        """
+        if self.graphs is not None:
+            self.take_weights(other.model)
+            return
+        self.forwards, self._watch = other.forwards, other._watch
+        self.weights_version += 1
+
     def sibling(self) -> HuggingFaceModel:
         """The same weights with sequences of their own, for engines that take turns.
 
