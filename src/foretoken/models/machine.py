@@ -27,6 +27,8 @@ WORTH_KEEPING_S = 0.2
 """What takes less is found out again in another process: a file of tiny models would only grow."""
 MOST_KEPT = 512
 """Results of one kind in the file; the oldest are dropped."""
+MOST_STAMPS = 4
+"""Versions of the code whose results are kept: two installations may take turns."""
 
 _THREAD_CLOCK = thread_time if get_clock_info("thread_time").resolution <= FINE_CLOCK_S else perf_counter
 Name = TypeVar("Name", bound=Hashable)
@@ -92,7 +94,7 @@ class Kept:
 
     Args:
         kind: their name in the file.
-        stamp: results of another stamp are of no use any more.
+        stamp: of the code that has made them; results of other stamps are kept apart.
         file: where they are kept.
 
     Attributes:
@@ -114,18 +116,25 @@ class Kept:
     def keep(self, name: str, result: Any, in_file: bool = True) -> None:
         """Remember a result; where the file cannot be written, only for this process."""
         self.known[name] = result
-        if in_file:
-            kept = list({**self.stored(), name: result}.items())[-MOST_KEPT:]
-            with suppress(OSError):
-                write_json(self.file(), {**self._content(), self.kind: {"stamp": self.stamp(), "results": dict(kept)}})
+        if not in_file:
+            return
+        content = self._content()
+        content.pop(self._part, None)
+        alike = [part for part in content if part.split(" ")[0] == self.kind]
+        for part in alike[: max(0, len(alike) - MOST_STAMPS + 1)]:
+            del content[part]
+        kept = list({**self.stored(), name: result}.items())[-MOST_KEPT:]
+        with suppress(OSError):
+            write_json(self.file(), {**content, self._part: dict(kept)})
 
     def stored(self) -> dict[str, Any]:
         """What is in the file."""
-        part = self._content().get(self.kind)
-        if not isinstance(part, dict) or part.get("stamp") != self.stamp() or not isinstance(part.get("results"), dict):
-            return {}
-        found: dict[str, Any] = part["results"]
-        return found
+        found = self._content().get(self._part)
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def _part(self) -> str:
+        return f"{self.kind} {self.stamp()}".rstrip()
 
     def _content(self) -> dict[str, Any]:
         """A file that cannot be read counts as none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,10 +131,7 @@ def test_a_measurement_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert product_times("plain", BF16, 250, 260) == first
 
 
-DAMAGED = {"products": {"stamp": "", "results": {"plain bfloat16 256x256": 3}}}
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"products": 1}', json.dumps(DAMAGED)])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"products": 1}', '{"products": {"plain bfloat16 256x256": 3}}'])
 def test_a_damaged_file_counts_as_none(text: str) -> None:
     results_file().parent.mkdir(parents=True)
     results_file().write_text(text)
