@@ -96,7 +96,8 @@ def check(file: Path) -> None:
     Raises:
         OSError: it has another one, or none.
     """
-    lines = (file.parent / CHECKSUMS).read_text(encoding="utf-8", errors="replace").splitlines()
+    checksums = file.parent / CHECKSUMS
+    lines = checksums.read_text(encoding="utf-8", errors="replace").splitlines() if checksums.exists() else []
     known = {name: wanted for wanted, _, name in (line.partition("  ") for line in lines)}
     if known.get(file.name) != checksum(file):
         raise OSError(f"{file} does not have the checksum that {CHECKSUMS} has for it: install foretoken again")
