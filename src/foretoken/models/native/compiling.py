@@ -19,7 +19,18 @@ SOURCES = [
 ]
 HEADERS = [
     Path(__file__).with_name(f"{name}.h")
-    for name in ("numbers", "lanes", "lanes_x86", "lanes_portable", "integers8", "linear", "attention", "stages")
+    for name in (
+        "numbers",
+        "lanes",
+        "lanes_x86",
+        "lanes_portable",
+        "amx",
+        "integers8",
+        "integers8_amx",
+        "linear",
+        "attention",
+        "stages",
+    )
 ]
 COMPILERS = ("g++", "c++")
 """Tried in this order; the environment's ``CXX`` comes first."""
@@ -34,6 +45,7 @@ X86_LEVELS = {
     "avx512": AVX512,
     "avx512-vnni": (*AVX512, "-mavx512vnni"),
     "avx512-bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "amx": (*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 LEVELS = {
     "portable": PORTABLE.get(platform.machine(), ("-DPORTABLE",)),
