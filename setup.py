@@ -1,7 +1,7 @@
 """What pyproject.toml cannot say: a wheel for one kind of machine, with the compiled kernels in it.
 
-``FORETOKEN_WHEEL_KERNELS=1 python -m build --wheel`` compiles them for every instruction set of this kind of machine and
-fails where it cannot.  Without the variable the wheel is for any machine, and kernels are compiled at their first use.
+``FORETOKEN_WHEEL_KERNELS=1 python -m build --wheel`` compiles them for every instruction set of this kind of machine
+and fails where it cannot.  Without the variable the wheel is for any machine and its kernels are compiled at first use.
 """
 
 from __future__ import annotations

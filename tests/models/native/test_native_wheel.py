@@ -168,7 +168,7 @@ def test_an_old_x86_cpu(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "Linux", "x86_64")
     assert library.why_not() == "the CPU has no AVX2"
     monkeypatch.setenv(library.SWITCH, "portable")
-    with pytest.raises(ValueError, match="^FORETOKEN_CPU=portable, and this CPU has no AVX2: leave it out$"):
+    with pytest.raises(ValueError, match=r"^FORETOKEN_CPU=portable, and this CPU has no AVX2: leave it out$"):
         library.level()
 
 

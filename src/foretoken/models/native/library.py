@@ -1,9 +1,9 @@
 """The library of our own kernels: the wheel's, or what the machine's C++ compiler makes once from the sources here.
 
 It is made for the highest of :data:`~foretoken.models.native.compiling.LEVELS` that the CPU has, or that the
-environment variable ``FORETOKEN_CPU`` allows.  A wheel for this kind of machine brings it compiled, with checksums; else
-it lies in the user's cache folder, under the hash of its sources.  A machine that can neither load nor compile it, or
-whose CPU has other instructions, uses PyTorch's products (:func:`why_not` says why).
+environment variable ``FORETOKEN_CPU`` allows.  A wheel for this kind of machine brings it compiled, with checksums;
+else it lies in the user's cache folder, under the hash of its sources.  A machine that can neither load nor compile
+it, or whose CPU has other instructions, uses PyTorch's products (:func:`why_not` says why).
 """
 
 from __future__ import annotations
