@@ -54,8 +54,8 @@ LEVELS = {
 """Instruction sets that kernels are written for, from the least to the most, and what the compiler is told of them."""
 CHECKSUMS = "SHA256SUMS"
 """Beside the libraries of a wheel: a line for each, as ``sha256sum`` writes and reads them."""
-COMPILING_S = 120
-"""A compiler that takes longer for one source is given up: it needs a few seconds."""
+COMPILING_S = 600
+"""A compiler that takes longer for one source is given up: it needs two to ten seconds on a machine that is not busy."""
 
 
 def compiler() -> str | None:
