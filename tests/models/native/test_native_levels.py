@@ -1,5 +1,5 @@
 """The same numbers on every instruction set that this CPU has: which results have the same bits, and which are rounded
-otherwise (``docs/packing.md``)."""
+otherwise (``docs/packing.md``).  Results are rounded to bfloat16, so that it takes many to see a difference."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ def are_equal(found: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("kind", [NativeInt4Product, NativeInt8Product, NativeInt4ByteProduct, NativeInt8ByteProduct])
 def test_integer_products_have_the_same_bits_on_all(on_each: OnEach, kind: type) -> None:
-    weight = numbers(72, 256).float() * torch.linspace(0.1, 3, 72)[:, None]
+    weight = numbers(80, 256).float() * torch.linspace(0.1, 3, 80)[:, None]
     x = numbers(11, 256, seed=1)
     stored = Int8Weight.of(weight) if kind in (NativeInt8Product, NativeInt8ByteProduct) else Int4Weight.of(weight, 32)
     assert are_equal(on_each((*EIGHTS, *SIXTEENS, "avx512-bf16", "amx"), lambda: kind(stored, None).product(x)))
 
 
 def test_bfloat16_products_have_the_same_bits_where_they_are_made_in_float32(on_each: OnEach) -> None:
-    weight, x, bias = numbers(72, 256), numbers(11, 256, seed=1), numbers(72, seed=2)
+    weight, x, bias = numbers(500, 512), numbers(100, 512, seed=1), numbers(500, seed=2)
 
     def product() -> Tensor:
-        return bfloat16.product(x, bfloat16.laid_out(weight), 72, bias)
+        return bfloat16.product(x, bfloat16.laid_out(weight), 500, bias)
 
     same, other = on_each((*EIGHTS, *SIXTEENS), product), on_each(("avx512-bf16", "amx"), product)
     assert are_equal(same)
@@ -84,7 +84,7 @@ def test_bfloat16_products_have_the_same_bits_where_they_are_made_in_float32(on_
 
 
 def test_attention_has_the_same_bits_on_vectors_of_one_length(on_each: OnEach) -> None:
-    query, keys, values = numbers(2, 6, 5, 64, seed=1), numbers(2, 2, 90, 64, seed=2), numbers(2, 2, 90, 64, seed=3)
+    query, keys, values = (numbers(2, h, n, 64, seed=i) for i, (h, n) in enumerate(((6, 100), (2, 301), (2, 301))))
 
     def run() -> Tensor:
         return attention(query, keys, values, None, 0.125)
