@@ -50,7 +50,7 @@ def values() -> dict[str, str]:
     """Values of ``FORETOKEN_CPU`` that this CPU has, and the instruction sets that they stand for."""
     from foretoken.models.native import library
 
-    found = {value: library._cpu_level(levels) for value, levels in library.ALLOWED.items() if value != "native"}
+    found = {value: library._cpu_level(levels) for value, levels in library.ALLOWED.items()}
     return {value: level for value, level in found.items() if level is not None}
 
 
