@@ -31,6 +31,8 @@ DISCARD_S = 1.0
 """Seconds for the rest of a body that is too large."""
 PIECE = 16 * 1024
 """Bytes of an answer that are handed to a connection at once: the next ones wait until the client has taken these."""
+BETWEEN = "between_events"
+"""In a request's state: whether a stream of events is at the end of one, so that a comment may follow."""
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -88,9 +90,10 @@ class Gate:
 
     def _sender(self, scope: Scope, send: Send) -> Send:
         """Sends with our headers, in pieces, so that who does not read holds a piece and not the answer."""
-        began = time.monotonic()
+        began, state, is_stream = time.monotonic(), scope["state"], False
 
         async def named(message: Message) -> None:
+            nonlocal is_stream
             if message["type"] == "http.response.start":
                 if _is_worth_a_line(scope, message["status"]):
                     log_request(scope, message["status"], began)
@@ -98,13 +101,16 @@ class Gate:
                 found["X-Request-Id"] = scope["state"]["request_id"]
                 for name, value in SECURITY.items():
                     found.setdefault(name, value)
+                is_stream = found.get("content-type", "").startswith("text/event-stream")
             body = message.get("body", b"")
+            state[BETWEEN] = False
             for at in range(0, max(0, len(body) - PIECE), PIECE):
                 await send({"type": "http.response.body", "body": body[at : at + PIECE], "more_body": True})
             if len(body) > PIECE:
                 rest = (len(body) - 1) // PIECE * PIECE
                 message = {**message, "body": body[rest:]}
             await send(message)
+            state[BETWEEN] = is_stream and body.endswith(b"\n\n")
 
         return named
 
