@@ -3,6 +3,8 @@ bits in any company, and nothing hidden that is no number."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import Tensor
@@ -113,6 +115,7 @@ def test_rows_may_lie_anywhere_and_fill_the_cpu(rows: int) -> None:
 def has(monkeypatch: pytest.MonkeyPatch, *names: str, flags: tuple[str, ...] = ()) -> None:
     monkeypatch.setattr(library, "_cpu_has", lambda question: question in {f"_is_{name}_supported" for name in names})
     monkeypatch.setattr(library, "_cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr(library, "_has_amx", cache(library._has_amx.__wrapped__))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,9 @@ def has(monkeypatch: pytest.MonkeyPatch, *names: str, flags: tuple[str, ...] = (
         (("avx2", "avx512"), (), None, "avx512"),
         (("avx2", "avx512", "vnni"), (), None, "avx512-vnni"),
         (("avx2", "avx512", "vnni", "avx512_bf16"), (), "native", "avx512-bf16"),
+        (("avx2", "avx512", "vnni", "avx512_bf16"), ("amx_bf16",), "native", "avx512-bf16"),
+        (("avx2", "avx512", "vnni", "avx512_bf16"), ("amx_bf16", "amx_int8"), "native", "amx"),
+        (("avx2", "avx512", "vnni", "avx512_bf16"), ("amx_bf16", "amx_int8"), "avx512", "avx512-vnni"),
         (("avx2", "avx512", "vnni", "avx512_bf16"), (), "avx512", "avx512-vnni"),
         (("avx2", "avx512", "vnni", "avx512_bf16"), (), "avx2", "avx2"),
     ],
@@ -136,11 +142,22 @@ def test_the_highest_level_is_taken(
     wanted: str | None,
 ) -> None:
     has(monkeypatch, *names, flags=flags)
+    monkeypatch.setattr(library, "_system_call", lambda *numbers: 0)
     if switch is None:
         monkeypatch.delenv(library.SWITCH, raising=False)
     else:
         monkeypatch.setenv(library.SWITCH, switch)
     assert library.level() == wanted
+
+
+@pytest.mark.parametrize("answer", [0, -1])
+def test_amx_is_used_where_the_system_permits_it(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
+    has(monkeypatch, "avx2", "avx512", "vnni", "avx512_bf16", flags=("amx_bf16", "amx_int8"))
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(library, "_system_call", lambda *numbers: asked.append(numbers) or answer)
+    monkeypatch.delenv(library.SWITCH, raising=False)
+    assert [library.level() for _ in range(2)] == 2 * ["avx512-bf16" if answer else "amx"]
+    assert asked == [(158, 0x1023, 18)]  # arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA), once
 
 
 def test_a_switch_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,17 @@ def test_the_fastest_is_chosen_and_ties_stay_plain(monkeypatch: pytest.MonkeyPat
     assert fastest_layout(BF16, [(512, 512)], names[:1]) == fastest_layout(BF16, [], names) == "plain"
 
 
+def test_kernels_of_our_own_are_chosen_unless_they_cost_much_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole forward in one call needs all of its products there."""
+    names = ("plain", "onednn", "native")
+    times(monkeypatch, {"plain": (10, 10, 10, 10), "onednn": (6, 6, 6, 6), "native": (7, 7, 7, 7)})
+    assert fastest_layout(BF16, [(512, 512)], names) == "native"
+    product_costs._times.cache_clear()
+    cache_file().unlink()
+    times(monkeypatch, {"plain": (10, 10, 10, 10), "onednn": (6, 6, 6, 6), "native": (8, 8, 8, 8)})
+    assert fastest_layout(BF16, [(512, 512)], names) == "onednn"
+
+
 def test_few_rows_are_filled_up_where_more_are_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU with AVX512-BF16 five rows of a stock model were seen to cost 83 ms where one cost 117."""
     times(monkeypatch, {"plain": (143, 133, 171, 189), "onednn": (117, 121, 83, 105), "half": (60, 59, 58, 90)})

@@ -45,6 +45,9 @@ FINE_CLOCK_S = 1e-6
 """A thread's own clock is used where it tells times as short as this apart."""
 FILL_S = 7e-6
 """What filling up, cutting off and adding a residual apart take."""
+NATIVE_WORTH = 0.8
+"""What products of our own may cost more is less than what they bring: they alone can be made in one call with all that
+is between them, and they alone give a row the same bits in any company."""
 MARGIN = 0.95
 """Another layout than the plain one must be at least 5 % faster: less is noise."""
 
@@ -80,6 +83,8 @@ def fastest_layout(dtype: torch.dtype, shapes: Iterable[tuple[int, ...]], names:
     if len(names) == 1 or not counts:
         return "plain"
     costs = {name: sum(n * _cost(name, dtype, *size) for size, n in counts.items()) for name in names}
+    if "native" in costs:
+        costs["native"] *= NATIVE_WORTH
     best = min(costs, key=lambda name: costs[name])
     return best if costs[best] < MARGIN * costs["plain"] else "plain"
 
