@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from running_server import Running
@@ -51,8 +52,7 @@ def test_large_work_says_that_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> N
 
 def rss_mb() -> float:
     """Of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and other C libraries have no malloc_trim")

@@ -222,7 +222,8 @@ class Serving:
         return self._engine
 
     def admit(self, caller: Caller) -> None:
-        """Refuse a request while there is no room for any of who asks; as long as there is no engine, the route says why.
+        """Refuse a request while this caller has no room for any; as long as there is no engine, the route says
+        why.
 
         Raises:
             ApiError: 503.
