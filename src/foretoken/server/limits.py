@@ -46,8 +46,8 @@ SECURITY = {
 class Gate:
     """Every request passes here first: it gets an id, shows its key, and is small enough and sent in time.
 
-    Behind it every request has in ``scope["state"]`` its ``request_id``, its ``place``, the ``size`` of its body and the
-    number of bytes ``sent``.
+    Behind it every request has in ``scope["state"]`` its ``request_id``, its ``place``, the ``size`` of its body and
+    the number of bytes ``sent``.
 
     Args:
         app: what comes behind.
