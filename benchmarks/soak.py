@@ -50,6 +50,8 @@ BAD: list[dict[str, Any]] = [
     {"model": "another"},
     {"speculative": {"method": "telepathy"}},
 ]
+CANCELLED_TOKENS = 200
+"""That a request asks for which will be cancelled."""
 KEY = "soak-key-0123456789"
 
 
@@ -164,7 +166,7 @@ class Soak:
 
     def cancel(self, client: httpx.Client, draw: random.Random) -> None:
         """Read a few events of a stream, and go away."""
-        body = {"model": "builtin", "prompt": draw.choice(PROMPTS), "max_tokens": 200, "ignore_eos": True}
+        body = {"model": "builtin", "prompt": draw.choice(PROMPTS), "max_tokens": CANCELLED_TOKENS, "ignore_eos": True}
         left = draw.randint(0, 5)
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
             for _ in answer.iter_lines():
@@ -281,18 +283,23 @@ def judged(soak: Soak, samples: list[dict[str, float]], health: list[float], tex
         if samples[-1][name] > first[name] + (8 if name == "files" else 0):  # connections that are being closed
             wrong.append(f"{name} grew from {first[name]:.0f} to {samples[-1][name]:.0f}")
     told = {
-        "requests": counter(text, "request_success_total"),
+        "requests": sum(counter(text, "request_success_total", finished_reason=reason) for reason in ("stop", "length")),
+        "aborted": counter(text, "request_success_total", finished_reason="abort"),
         "tokens": counter(text, "generation_tokens_total"),
         "failures": counter(text, "request_failure_total"),
         "running": counter(text, "num_requests_running"),
         "waiting": counter(text, "num_requests_waiting"),
     }
-    seen = {"requests": soak.counts["ok"], "tokens": soak.tokens, "failures": 0, "running": 0, "waiting": 0}
+    cancelled = soak.counts["cancelled"]
+    seen = {"requests": soak.counts["ok"], "aborted": cancelled, "failures": 0, "running": 0, "waiting": 0}
     wrong += [
         f"{name}: the server counts {told[name]:.0f}, its clients {seen[name]}"
         for name in seen
         if told[name] != seen[name]
     ]
+    # Who cancels does not know what it was given: some tokens, and fewer than it has asked for.
+    if not soak.tokens + cancelled <= told["tokens"] < soak.tokens + CANCELLED_TOKENS * max(1, cancelled):
+        wrong.append(f"tokens: the server counts {told['tokens']:.0f}, its clients {soak.tokens} and {cancelled} answers")
     if code:
         wrong.append(f"the server ended with {code}")
     health.sort()
