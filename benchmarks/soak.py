@@ -50,6 +50,7 @@ BAD: list[dict[str, Any]] = [
     {"model": "another"},
     {"speculative": {"method": "telepathy"}},
 ]
+ENDED = "request_success_total"
 CANCELLED_TOKENS = 200
 """That a request asks for which will be cancelled."""
 KEY = "soak-key-0123456789"
@@ -283,8 +284,8 @@ def judged(soak: Soak, samples: list[dict[str, float]], health: list[float], tex
         if samples[-1][name] > first[name] + (8 if name == "files" else 0):  # connections that are being closed
             wrong.append(f"{name} grew from {first[name]:.0f} to {samples[-1][name]:.0f}")
     told = {
-        "requests": sum(counter(text, "request_success_total", finished_reason=reason) for reason in ("stop", "length")),
-        "aborted": counter(text, "request_success_total", finished_reason="abort"),
+        "requests": sum(counter(text, ENDED, finished_reason=reason) for reason in ("stop", "length")),
+        "aborted": counter(text, ENDED, finished_reason="abort"),
         "tokens": counter(text, "generation_tokens_total"),
         "failures": counter(text, "request_failure_total"),
         "running": counter(text, "num_requests_running"),
@@ -299,7 +300,7 @@ def judged(soak: Soak, samples: list[dict[str, float]], health: list[float], tex
     ]
     # Who cancels does not know what it was given: some tokens, and fewer than it has asked for.
     if not soak.tokens + cancelled <= told["tokens"] < soak.tokens + CANCELLED_TOKENS * max(1, cancelled):
-        wrong.append(f"tokens: the server counts {told['tokens']:.0f}, its clients {soak.tokens} and {cancelled} answers")
+        wrong.append(f"tokens: the server counts {told['tokens']:.0f}, its clients {soak.tokens} besides {cancelled}")
     if code:
         wrong.append(f"the server ended with {code}")
     health.sort()
