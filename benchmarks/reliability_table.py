@@ -118,8 +118,11 @@ def _health(found: Found) -> str:
 
 
 def _lossless(found: Found) -> str:
-    told = {name: value for name, value in found.items() if isinstance(value, int | float | str | bool)}
-    return ", ".join(f"{name} {value}" for name, value in told.items())
+    drafted = found["rows"]
+    equal = {mode: sum(row[mode] for row in drafted) for mode in ("greedy", "seeded", "ties")}
+    least = min(row["p_holm"] for row in drafted)
+    counts = f"{equal['greedy']} greedy and {equal['seeded']} seeded texts equal, {equal['ties']} ties"
+    return f"{len(drafted)} drafters, {found['prompts']} prompts: {counts}, p at least {least}"
 
 
 def _starts(found: Found) -> str:
