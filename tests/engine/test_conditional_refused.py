@@ -12,7 +12,7 @@ from foretoken.constraints import CannotGoOn, FiniteLanguage
 from foretoken.core import OptionError
 from foretoken.engine.conditional import MOST_NODES
 from foretoken.models.base import Capabilities
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import SamplingParams
 from toys import engine, serve
 
