@@ -59,8 +59,10 @@ KEY = "soak-key-0123456789"
 class Soak:
     """What the clients have seen."""
 
-    def __init__(self, url: str, seed: int, drafts: str) -> None:
-        self.url, self.seed, self.drafts = url, seed, drafts
+    def __init__(self, url: str, seed: int) -> None:
+        self.url, self.seed = url, seed
+        told = httpx.get(f"{url}/v1/spec", headers={"Authorization": f"Bearer {KEY}"}, timeout=30).json()
+        self.methods = [None, None, "none", *told["members"]]  # what auto chooses from is measured at load
         self.lock = threading.Lock()
         self.counts: Counter[str] = Counter()
         self.tokens = 0
@@ -115,7 +117,7 @@ class Soak:
             body["frequency_penalty"] = 0.5
         if draw.random() < 0.2:
             body["stop"] = ["\n\n", "return"]
-        method = draw.choice([None, None, "none", "ngram", self.drafts])
+        method = draw.choice(self.methods)
         if method is not None or draw.random() < 0.2:
             body["speculative"] = {"method": method, "explain": draw.random() < 0.3} if method else {"explain": True}
         if draw.random() < 0.1:
@@ -253,7 +255,7 @@ def main() -> None:
     parser.add_argument("--log", default="", help="file for the server's log")
     args = parser.parse_args()
     process, url = started(args)
-    soak = Soak(url, args.seed, "model" if args.target == "builtin" else "quantized")
+    soak = Soak(url, args.seed)
     try:
         soak.end = time.monotonic() + 60 * args.minutes
         threads = [threading.Thread(target=soak.work, args=(index,)) for index in range(args.clients)]
