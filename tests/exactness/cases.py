@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from trained import trained
+from trained import taught, trained
 
 from foretoken.costs import TargetCost
 from foretoken.drafters.base import Drafter
@@ -50,6 +50,7 @@ from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.ngram_cache import NgramCacheDrafter
 from foretoken.drafters.online import OnlineDrafter
+from foretoken.drafters.pard import PardDrafter
 from foretoken.drafters.pass_tokens import PassTokensDrafter
 from foretoken.drafters.prediction import PredictionDrafter
 from foretoken.drafters.quantized import QuantizedDrafter
@@ -282,6 +283,13 @@ CASES: dict[str, list[Case]] = {
             Case(f"sequoia-{draw}", lambda target, draft, d=draw: ModelDrafter(draft, tree=SEQUOIA, draw=d))  # type: ignore[misc]
             for draw in ("without_replacement", "iid", "greedy")
         ),
+    ],
+    "pard": [
+        Case("drawn", lambda target, draft: PardDrafter(draft, k=3, mask=3, nodes=5)),
+        Case("points", lambda target, draft: PardDrafter(draft, k=3, mask=0, nodes=5, draw="greedy")),
+        Case("chain", lambda target, draft: PardDrafter(draft, k=2, mask=2, width=1)),
+        Case("few", lambda target, draft: guessing_few(PardDrafter(draft, k=3, mask=1, nodes=5), draft), network=True),
+        Case("trained", lambda target, draft: taught(target, draft), network=True),
     ],
     "online": [
         Case(

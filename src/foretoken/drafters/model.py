@@ -139,7 +139,7 @@ class ModelDrafter(Drafter):
         if parallel and mask_token(draft) is not None:
             if options.pop("tree", ""):
                 raise ValueError(
-                    "this draft model guesses all places in one pass: for a tree= give parallel=false, too"
+                    "this draft model guesses all places in one pass: give parallel=false with tree="
                 )
             return PardDrafter.over(draft, context, vocab, **options)
         built = cls(draft, target=context.target, **options)

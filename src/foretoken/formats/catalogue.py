@@ -60,6 +60,7 @@ LAYOUTS: tuple[Layout, ...] = (
         {"vllm": "vLLM 0.33 and later cannot load Medusa: this needs vLLM 0.32 or older"},
     ),
     Layout("medusa", "original", "medusa_original:MedusaOriginal", "FasterDecoding/Medusa"),
+    Layout("pard", "plain", "pard:PardFolder", "AMD's PARD: a Hugging Face folder with a pard_token", {"vllm": ""}),
     Layout("model", "plain", "model:ModelFolder", "a Hugging Face folder", dict.fromkeys(ENGINES, "")),
     Layout("early_exit", "plain", "early_exit:EarlyExit", "the exit layer, as JSON", {"huggingface": ""}),
     Layout("layer_skip", "plain", "layer_skip:LayerSkip", "the skipped sublayers, as JSON"),
