@@ -150,7 +150,7 @@ def test_padded_vocabularies(wide: tuple[int, int], params: SamplingParams) -> N
 
 
 def test_a_full_context_ends_the_draft() -> None:
-    target, draft = llamas()
+    _, draft = llamas()
     draft.context_length = len(PROMPT) + 1
     drafter = PardDrafter(draft, k=4, mask=MASK, width=1)
     context = started(drafter, PROMPT)

@@ -138,9 +138,7 @@ class ModelDrafter(Drafter):
         draft = context.draft_model(cls.name, path, quantize=quantize)
         if parallel and mask_token(draft) is not None:
             if options.pop("tree", ""):
-                raise ValueError(
-                    "this draft model guesses all places in one pass: give parallel=false with tree="
-                )
+                raise ValueError("this draft model guesses all places in one pass: give parallel=false with tree=")
             return PardDrafter.over(draft, context, vocab, **options)
         built = cls(draft, target=context.target, **options)
         built.head = reduced_head(vocab, draft, context) or light_head(draft)
