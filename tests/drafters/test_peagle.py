@@ -20,8 +20,8 @@ from foretoken.drafters.nets.peagle_model import PeagleModel
 from foretoken.drafters.peagle import PeagleDrafter
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.peagle import PeagleRecipe

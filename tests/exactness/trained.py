@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.pard import PardDrafter
 from foretoken.models.base import LanguageModel
+from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.training.distill import Distiller
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch, Recipe

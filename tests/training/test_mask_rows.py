@@ -14,8 +14,8 @@ from foretoken.drafters.pard import PardDrafter, mask_token
 from foretoken.engine.request import Request
 from foretoken.loading import load_model
 from foretoken.models.base import Feed
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
 from foretoken.sampling import SamplingParams
 from foretoken.training.distill import Distiller, teach_mask
 from foretoken.training.mask_rows import kept_counts, mask_ids, mask_rows, rows_mask, seeds_of, with_text

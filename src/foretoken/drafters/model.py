@@ -25,8 +25,8 @@ from foretoken.drafters.narrowed import described, light_head, projected, reduce
 from foretoken.drafters.pard import PardDrafter, mask_token
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.parts import Fingerprint, TargetParts
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.sampling import fixed_tokens
 from foretoken.trees.counts import Levels, Places, Ranks
 from foretoken.trees.places import places_of

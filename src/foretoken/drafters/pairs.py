@@ -12,7 +12,7 @@ from foretoken.core import Context
 from foretoken.drafters.blocks import BlockDrafter
 from foretoken.drafters.nets.pairs import PairConfig, PairNet
 from foretoken.drafters.parallel import Guesses, Row
-from foretoken.models.draft_head import DraftHead
+from foretoken.models.forward.heads.draft_head import DraftHead
 
 
 class PairGuesses(Guesses):

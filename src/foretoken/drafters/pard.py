@@ -20,7 +20,7 @@ from foretoken.drafters.parallel import Guesses, ParallelDrafter
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.call_costs import quick_costs
-from foretoken.models.draft_head import DraftHead
+from foretoken.models.forward.heads.draft_head import DraftHead
 
 MASK = "pard_token"
 """Entry of a model's configuration that names the mask token."""

@@ -22,10 +22,10 @@ from foretoken.drafters.nets.peagle_model import PeagleModel
 from foretoken.drafters.parallel import Guesses, ParallelDrafter
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import Feed, LanguageModel
+from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.call_costs import quick_costs
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.parts import TargetParts
-from foretoken.models.window import USUAL, Window
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import TargetParts
 
 
 class PeagleDrafter(FeatureReader, ParallelDrafter):

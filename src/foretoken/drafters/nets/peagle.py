@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
-from foretoken.models.lean_heads import HeadRun
+from foretoken.models.forward.heads.lean import HeadRun
 
 LayerKeep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Stores a layer's new keys and values [b, H', n, d] and returns all that its rows may look at [b, H', m, d]."""

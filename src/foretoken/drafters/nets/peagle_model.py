@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 from foretoken.drafters.nets.peagle import PeagleNet
 from foretoken.models.base import LanguageModel
-from foretoken.models.cache import TreeCache
-from foretoken.models.call import Call
-from foretoken.models.features import FeatureModel
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import SCRATCH_ROOM
-from foretoken.models.parts import TargetParts
+from foretoken.models.network.call import Call
 
 
 class PeagleModel(FeatureModel):

@@ -102,7 +102,7 @@ class PeagleRecipe(Eagle3Recipe):
         positions = (anchors + depths).to(device).expand(len(ids), -1)
         seen = additive(rows_mask(anchors, depths).to(device))[None, None]
         whole = torch.cat([features, masks.to(features.dtype)], 1)
-        return net(self.embedded(ids).to(features.dtype), whole, positions, seen)  # type: ignore[no-any-return]
+        return net(self.embedded(ids).to(features.dtype), whole, positions, seen)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """[b, m, D] of ids, by the network's own embedding where it has one."""
