@@ -43,6 +43,8 @@ class Layout:
 LAYOUTS: tuple[Layout, ...] = (
     # Where two could read a checkpoint, the first one does.
     Layout("eagle3", "speculators", "eagle3_speculators:Eagle3Speculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("peagle", "speculators", "peagle_plain:PeagleSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("peagle", "plain", "peagle_plain:PeaglePlain", "EAGLE-3's names and mask_hidden", {"vllm": ""}),
     Layout("eagle3", "plain", "eagle3_plain:Eagle3Plain", "EAGLE, SpecForge, AngelSlim", {"vllm": "", "sglang": ""}),
     Layout("dflash", "speculators", "dflash_plain:DflashSpeculators", "vllm-project/speculators", {"vllm": ""}),
     Layout("dflash", "plain", "dflash_plain:DflashPlain", "z-lab's DFlash, SpecForge", {"vllm": ""}),
@@ -70,6 +72,7 @@ LAYOUTS: tuple[Layout, ...] = (
 
 DEFAULTS = {
     "eagle3": "plain",
+    "peagle": "plain",
     "dflash": "plain",
     "dflash2": "plain",
     "dspark": "plain",

@@ -10,7 +10,7 @@ from foretoken.drafters.pard import TRAINED
 
 DEPTH, WIDTH, NODES = 5, 4, 16
 """Levels, children and nodes of a tree, as our own drafters have them."""
-VLLM_METHODS = {"model": "draft_model", "pard": "draft_model", "dflash2": "dflash"}
+VLLM_METHODS = {"model": "draft_model", "pard": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}
 SGLANG_METHODS = {"model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 
 
@@ -38,7 +38,7 @@ def _vllm(method: str, out: Path, written: Path) -> str:
         "model": str(out),
         "num_speculative_tokens": heads or DEPTH,
     }
-    if method == "pard":
+    if method in ("pard", "peagle"):
         chosen |= {"num_speculative_tokens": TRAINED, "parallel_drafting": True}
     return f"--speculative-config '{json.dumps(chosen)}'"
 

@@ -190,7 +190,7 @@ def _shifted(new: NewDrafter, by: int, prompts: Sequence[Sequence[int]]) -> Acce
 
 def _too_little(new: NewDrafter, own: Acceptance, expected: float, better: str) -> str:
     method = new.spec.split(":")[0]
-    masks = ["a wrong mask_token_id"] if DEPTHS.get(method) == "taps" else []
+    masks = ["a wrong mask_token_id"] if DEPTHS.get(method) == "taps" or method == "peagle" else []
     layers = ["layer ids of another numbering"] if method in DEPTHS else []
     causes = ["another target than it was trained for", *layers, *masks, "a figure for trees or for text of one kind"]
     return (
