@@ -79,7 +79,7 @@ class PeagleSpeculators(ParallelParts, Eagle3Speculators):
 
 def further_names(count: int) -> dict[str, str]:
     """Our names to theirs of the layers behind the wide one."""
-    found = {}
+    found: dict[str, str] = {}
     for index in range(1, count):
         ours, theirs = f"layers.{index - 1}", f"layers.{index}"
         norm = {f"{ours}.input_layernorm.weight": f"{theirs}.input_layernorm.weight"}
@@ -108,18 +108,18 @@ def read_parallel(found: Checkpoint, target: Target, read: Any, layout: Any) -> 
     told = {**inner, **found.config} if isinstance(inner, Mapping) else found.config
     count = _layers(told, tensors)
     further = {name: tensors.pop(name) for name in list(tensors) if _number(name) > 0}
-    own = embedding is not None and not target.is_embedding(embedding)
+    own = embedding if embedding is not None and not target.is_embedding(embedding) else None
     given = {**found.config, "num_hidden_layers": 1}
     if isinstance(inner, Mapping):
         given["transformer_layer_config"] = {**inner, "num_hidden_layers": 1}
     base: Trained = read(Checkpoint(given, tensors), target)
-    more = {"num_layers": count, "places": _places(told), "mask_token": _mask(told), "own_embedding": own}
+    more = {"num_layers": count, "places": _places(told), "mask_token": _mask(told), "own_embedding": own is not None}
     config = {**base.config, **more}
     shapes = layout.shapes({**config, "share_head": False})
     further[MASK_HIDDEN] = hidden.reshape(1, 1, -1)
     names = {**further_names(count), MASK_HIDDEN: MASK_HIDDEN}
-    if own:
-        further[EMBEDDING], names[EMBEDDING] = embedding, EMBEDDING
+    if own is not None:
+        further[EMBEDDING], names[EMBEDDING] = own, EMBEDDING
     return Trained(config, {**base.tensors, **renamed(further, shapes, names)})
 
 
