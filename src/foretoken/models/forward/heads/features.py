@@ -85,7 +85,7 @@ class HeadForward:
             return self._run_module(call)
         run = HeadRun(self.head, call)
         places = run.places
-        embeddings = self.parts.embedding(places.taken(call.ids)).float()
+        embeddings = self.embedded(places.taken(call.ids))
         output = self.model(embeddings, places.taken(call.states), run.positions, None, run)  # type: ignore[arg-type]
         kept, spans = places.wanted(output, call.wanted)
         if len(kept):
@@ -100,14 +100,22 @@ class HeadForward:
         call.cache.reads = None if trained else self.window.cut(call.cache.planned.starts)
         return call.cache.reads
 
-    def _run_module(self, call: Call) -> Outputs:
-        """The same through the network's own forward, for one whose layer is the target's."""
-        (b, width), first = call.ids.shape, call.first
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Float32 [.., D] of ids."""
+        return self.parts.embedding(ids).float()
+
+    def _keep(self, call: Call) -> Any:
+        """Where the network's own forward keeps keys and values."""
 
         def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             return call.cache.update(key, value, 0)
 
-        output = self.model(self.parts.embedding(call.ids).float(), call.states, call.positions, call.masks[""], keep)
+        return keep
+
+    def _run_module(self, call: Call) -> Outputs:
+        """The same through the network's own forward, for one whose layer is the target's."""
+        (b, width), first, keep = call.ids.shape, call.first, self._keep(call)
+        output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], keep)
         kept = self.model.head_state(output[:, first:]).flatten(0, 1)
         logits = (
             self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)

@@ -73,7 +73,7 @@ class StackedForward(HeadForward):
                 features = inputs[:, :, index - 1]
             elif index and not step:  # within a feed the place before is the row before
                 features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
-            keep, mask = self._keep(call.cache, index), self._mask(call, index)
+            keep, mask = self._keep_of(call.cache, index), self._mask(call, index)
             mask = mask if cut is None else cut.mask(mask)
             outputs.append(module(embeddings, features, call.positions, mask, keep))
         output = torch.cat(outputs, -1)
@@ -84,7 +84,7 @@ class StackedForward(HeadForward):
         return call.taken(logits), {"state": output}
 
     @staticmethod
-    def _keep(cache: TreeCache, index: int) -> Keep:
+    def _keep_of(cache: TreeCache, index: int) -> Keep:
         """The cache of a module."""
         return lambda key, value: cache.update(key, value, index)
 
