@@ -70,7 +70,7 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         if not 0 <= depth <= most:
             raise ValueError(f"{self.name} needs depth from 1 to {most}, which its block guesses, or 0, not {depth}")
         super().__init__(model, wanted=0)
-        model.forwards.window = Window(window, sink)
+        model.window = Window(window, sink)
         self.taps = tuple(dict.fromkeys(self.net.config.tap_names))
         self.max_depth = depth or most
 

@@ -101,7 +101,7 @@ class FeatureDrafter(FeatureReader, Drafter):
             if value < 1:
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
         super().__init__(model)
-        model.forwards.window = Window(window, sink)
+        model.window = Window(window, sink)
         self.width, self.draw = width, draw
         self.growth = growth_of(grow)
         self.costs: TargetCost | None = None

@@ -138,6 +138,15 @@ class FeatureModel(TreeRunner):
         super().__init__(head, TreeCache(head.depth, head.context_length + SCRATCH_ROOM))
         self.parts, self.project = head.parts, head.project
 
+    @property
+    def window(self) -> Window:
+        """What is read of long texts."""
+        return self.forwards.window
+
+    @window.setter
+    def window(self, window: Window) -> None:
+        self.forwards.window = window
+
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
         """Append places and score them; every feed brings its ``states`` [n, D].
