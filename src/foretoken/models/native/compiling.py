@@ -55,7 +55,7 @@ LEVELS = {
 CHECKSUMS = "SHA256SUMS"
 """Beside the libraries of a wheel: a line for each, as ``sha256sum`` writes and reads them."""
 COMPILING_S = 600
-"""A compiler that takes longer for one source is given up: it needs two to ten seconds on a machine that is not busy."""
+"""A compiler that takes longer for one source is given up: it needs two to ten seconds where nothing else runs."""
 
 
 def compiler() -> str | None:
