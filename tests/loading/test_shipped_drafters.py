@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.named_models import NAME, register, wheel
 
 from foretoken.loading import drafters
 from foretoken.loading.drafters import drafter_folder, has_drafter
-from tests.named_models import NAME, register, wheel
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ def _has_draft(target_source: Any) -> bool:
 
 
 def has_drafter(name: str, target_source: Any) -> bool:
-    """Whether the library ships a trained drafter of this method for a target: for the built-in one, or a named model."""
+    """Whether the library ships a trained drafter of this method for a target, the built-in one or a named model."""
     return _shipped(name, target_source) is not None
 
 
