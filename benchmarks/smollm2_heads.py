@@ -5,7 +5,7 @@ write what plain decoding writes: the count of equal texts is printed beside the
 of drafted rounds whose draft stands up to there.
 
     python benchmarks/smollm2_heads.py [TARGET] [--drafters SPEC ...] [--new-tokens 128] [--temperatures 0 1]
-                                       [--repeat 3] [--only chat|code] [--controller constant] [--out FILE]
+                                       [--repeat 3] [--batch 1] [--only chat|code] [--controller constant] [--out FILE]
 
 TARGET is ``smollm2`` (``foretoken models --fetch smollm2``), a GGUF file or a folder.
 """
@@ -70,15 +70,17 @@ class Arm:
     equal: int = 0
     texts: int = 0
 
-    def run(self, kind: str, prompt: list[int], options: dict[str, Any], repeat: int) -> list[int]:
-        """The new ids of a prompt; keeps the median of the rates."""
+    def run(self, kind: str, prompts: list[list[int]], options: dict[str, Any], repeat: int) -> list[list[int]]:
+        """The new ids of prompts that run together; keeps the median of the rates."""
         rates, total = list[float](), self.stats.setdefault(kind, SpecStats())
         for _ in range(repeat):
-            out = self.llm.generate(prompt, **options)
-            rates.append(len(out.token_ids) / (out.stats.total_s - out.stats.prefill_s))
-            total.merge(out.stats)
+            outs = self.llm.generate(prompts, **options)
+            seconds = max(out.stats.total_s - out.stats.prefill_s for out in outs)
+            rates.append(sum(len(out.token_ids) for out in outs) / seconds)
+            for out in outs:
+                total.merge(out.stats)
         self.rates.setdefault(kind, []).append(statistics.median(rates))
-        return list(out.token_ids)
+        return [list(out.token_ids) for out in outs]
 
 
 def main() -> None:
@@ -89,6 +91,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=1, help="questions that run together; for acceptance alone")
     parser.add_argument("--only", choices=tuple(QUESTIONS))
     parser.add_argument("--most", type=int, default=99, help="questions of each kind")
     parser.add_argument("--controller", default="constant", help="constant drafts always, auto where it pays")
@@ -105,6 +108,7 @@ def main() -> None:
         "questions": {kind: len(texts) for kind, texts in questions.items()},
         "new_tokens": args.new_tokens,
         "repeat": args.repeat,
+        "batch": args.batch,
         "controller": args.controller,
     }
     for temperature in args.temperatures:
@@ -127,13 +131,15 @@ def measured(
     for llm in llms.values():  # not counted
         llm.generate(_ids(tokenizer, CHAT[0]), **{**options, "max_new_tokens": 16})
     for kind, texts in questions.items():
-        for text in texts:
-            prompt = _ids(tokenizer, text)
-            wanted = arms["plain"].run(kind, prompt, options, args.repeat)
+        prompts = [_ids(tokenizer, text) for text in texts]
+        for start in range(0, len(prompts), args.batch):
+            group = prompts[start : start + args.batch]
+            wanted = arms["plain"].run(kind, group, options, args.repeat)
             for spec, arm in arms.items():
                 if spec != "plain":
-                    arm.equal += arm.run(kind, prompt, options, args.repeat) == wanted
-                    arm.texts += 1
+                    found = arm.run(kind, group, options, args.repeat)
+                    arm.equal += sum(a == b for a, b in zip(found, wanted, strict=True))
+                    arm.texts += len(group)
     return arms
 
 
