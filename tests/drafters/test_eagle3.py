@@ -213,6 +213,9 @@ def test_training_reads_hidden_states_of_size_one_and_the_stored_network_those_t
     recipe.net, recipe.scales = recipe.stored_net, None  # type: ignore[assignment]
     stored = recipe.loss(batch, torch.Generator().manual_seed(0))
     assert float(stored.detach()) == pytest.approx(float(trained.detach()), rel=1e-5)
+    unscaled = toy_recipe(Eagle3Recipe, scaled="false")
+    unscaled.prepare(text)
+    assert unscaled.stored_net is unscaled.net
 
 
 @pytest.mark.parametrize("share_head", [False, True])

@@ -31,10 +31,12 @@ class Eagle3Settings(Eagle3Config):
     Attributes:
         unroll: steps of drafting that are trained (the paper's 7 cost twice as much).
         decay: a step's weight is ``decay`` times that of the step before it.
+        scaled: whether training reads hidden states of size 1, by scales that are in the stored network's fusion.
     """
 
     unroll: int = 4
     decay: float = 0.8
+    scaled: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,7 +103,7 @@ class Eagle3Recipe(FeatureRecipe):
         """Make the most frequent tokens of the training text the draft vocabulary (ties: the lower id)."""
         self.net.choose(torch.from_numpy(most_frequent(tokens, self.config.vocab_size, self.config.guessed)))
         self._start_head(self.net)
-        self.scales = self._scales(tokens[:SIZED])
+        self.scales = self._scales(tokens[:SIZED]) if self.config.scaled else None
 
     def _scales(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
         """[taps] that make hidden states of a text [n] of size 1 (the median, since some tokens have huge ones).
