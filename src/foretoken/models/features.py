@@ -16,12 +16,15 @@ from torch import Tensor
 from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
 from foretoken.models.cache import TreeCache
 from foretoken.models.call import Call
+from foretoken.models.clock import now
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
 from foretoken.models.layers import WHOLE
 from foretoken.models.lean import SPARED
 from foretoken.models.lean_heads import HeadRun, LeanHead
-from foretoken.models.masks import LayerMask
+from foretoken.models.masks import LayerMask, RowPlan
+from foretoken.models.native_heads import MOST_ROWS, native_head
+from foretoken.models.native_parts import NotCoveredError
 from foretoken.models.parts import TargetParts
 from foretoken.models.window import Cut, Window
 
@@ -38,6 +41,9 @@ class FeatureModel(HuggingFaceModel):
 
     Attributes:
         window: what is read of long texts, for a network without a window of its own; everything by default.
+        top: how many of the best tokens of a row are told instead of its logits, by a network that runs in our library
+            (:class:`~foretoken.models.native_heads.HeadRows`); 0: logits are always handed out.
+        native: the network as the library runs it, if it does; ``native_off`` says why not.
     """
 
     def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
@@ -56,8 +62,10 @@ class FeatureModel(HuggingFaceModel):
         self.num_layers = 1
         self.num_layer_runs = 0.0
         self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
-        self._lean, self.forward_name = self, "lean"  # the one way to run it
+        self._lean, self.top = self, 0
         self.head = LeanHead.of(self.model)
+        self.native, self.native_off = native_head(self.model, parts, self.project)
+        self.forward_name = "lean" if self.native is None else self.native.name
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
@@ -72,11 +80,39 @@ class FeatureModel(HuggingFaceModel):
         before = [len(feed.sequence.scratch_tokens) for feed in feeds]
         try:
             states = [feed.states for feed in feeds if feed.states is not None]
-            return self._score(feeds, [self._append(feed) for feed in feeds], taps, WHOLE, states)  # type: ignore[arg-type]
+            places = [self._append(feed) for feed in feeds]
+            if self._runs_native(places, fresh=not all(before)):
+                return self._native_rows(feeds, places)
+            return self._score(feeds, places, taps, WHOLE, states)  # type: ignore[arg-type]
         except BaseException:
             for feed, size in zip(feeds, before, strict=True):
                 feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
             raise
+
+    def _runs_native(self, places: Sequence[RowPlan], fresh: bool) -> bool:
+        """Whether our library runs so many places, with the weights as they are where a text is read further."""
+        if self.native is None or (sum(place.new for place in places) > MOST_ROWS and self.head is not None):
+            return False
+        if fresh and self.native.has_changed():
+            try:
+                self.native.describe()
+            except NotCoveredError as error:
+                self.native, self.native_off, self.forward_name = None, str(error), "lean"
+                return False
+        return True
+
+    def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
+        """The same by one call of our library."""
+        for feed, place in zip(feeds, places, strict=True):
+            self.bands.make_room(feed.sequence, place.committed + len(place.parents))
+        began = now(self.device)
+        native: Any = self.native
+        found: list[Rows] = native.run(feeds, places, self.layer_masks[""], self.window, self.top)
+        self.run_s += now(self.device) - began
+        self.num_layer_runs += 1
+        self.run_rows += sum(place.new for place in places)
+        self.bands.note_size()
+        return found
 
     def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""

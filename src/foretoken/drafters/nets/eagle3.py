@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
+from foretoken.models.native_heads import HeadParts
 
 
 @dataclass(frozen=True)
@@ -122,3 +123,8 @@ class Eagle3Net(nn.Module):
         """What the vocabulary projection reads of an output [..., D]."""
         found: Tensor = self.norm(output)
         return found
+
+    def pieces(self) -> HeadParts:
+        """What it is made of."""
+        norms = {"of_beside": self.input_layernorm, "of_state": self.hidden_norm, "last": self.norm}
+        return HeadParts(self.midlayer, wide=True, **norms)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig
+from foretoken.models.native_heads import HeadParts
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,10 @@ class PrefixLayer(nn.Module):
     def head_state(self, output: Tensor) -> Tensor:
         """The output itself."""
         return output
+
+    def pieces(self) -> HeadParts:
+        """What it is made of."""
+        return HeadParts(self.layer, guesses=False)
 
 
 class HydraHeads(nn.Module):

@@ -25,11 +25,12 @@ from torch import Tensor
 from foretoken.io.files import cache_folder, replacing
 
 SOURCES = [
-    Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers", "integers8", "forward")
+    Path(__file__).with_name(f"{name}.cpp")
+    for name in ("attention", "bfloat16", "integers", "integers8", "forward", "blocks")
 ]
 HEADERS = [
     Path(__file__).with_name(f"{name}.h")
-    for name in ("lanes", "amx", "integers8", "integers8_amx", "linear", "attention", "stages")
+    for name in ("lanes", "amx", "integers8", "integers8_amx", "linear", "attention", "stages", "memory", "best")
 ]
 COMPILERS = ("g++", "c++")
 """Tried in this order; the environment's ``CXX`` comes first."""
