@@ -8,7 +8,6 @@ cannot guess, the target says itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +54,8 @@ class DraftHead:
         self.replaced_bytes = weight_bytes(parts.head)
         self.weight_bytes = self.replaced_bytes * self.size // self.vocab_size
         self.product: Callable[[Tensor], Tensor] | None = None
-        self._parts, self._weight, self._native = parts, weight, None
+        self._parts, self._weight = parts, weight
+        self._native: NativeProduct | None = None
         self._project: Callable[[Tensor], Tensor] | None = None
         self.behind: Callable[[Tensor], Tensor] = parts.behind if weight is None else _same
         self.scale: float | None = parts.scale if weight is None else 1.0

@@ -91,15 +91,28 @@ class FeatureModel(HuggingFaceModel):
 
     def _runs_native(self, places: Sequence[RowPlan], fresh: bool) -> bool:
         """Whether our library runs so many places, with the weights as they are where a text is read further."""
-        if self.native is None or (sum(place.new for place in places) > MOST_ROWS and self.head is not None):
+        if sum(place.new for place in places) > MOST_ROWS and self.head is not None:
             return False
-        if fresh and self.native.has_changed():
-            try:
-                self.native.describe()
-            except NotCoveredError as error:
-                self.native, self.native_off, self.forward_name = None, str(error), "lean"
-                return False
-        return True
+        if fresh:
+            self._renew_native()
+        return self.native is not None
+
+    def _renew_native(self) -> None:
+        """Follow the network's weights."""
+        try:
+            if self.native is not None:
+                self.native.renew()
+        except NotCoveredError as error:
+            self.native, self.native_off, self.forward_name = None, str(error), "lean"
+
+    @torch.inference_mode()
+    def fused(self, states: Tensor) -> Tensor:
+        """A state [n, D] of hidden states at several depths side by side [n, k D], by the network's ``fc``."""
+        self._renew_native()
+        if self.native is None or self.native.fuse is None or len(states) > MOST_ROWS:
+            found: Tensor = self.model.fc(states.float())
+            return found
+        return self.native.fuse(states.to(torch.bfloat16))
 
     def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
         """The same by one call of our library."""

@@ -89,7 +89,9 @@ class NativeForward(LeanForward):
         size, width = self.size, int(self.owner.config.hidden_size)
         if self.layers[0].interleaved or any(layer.parallel for layer in self.layers):
             raise NotCoveredError("its layers join their parts in another way")
-        layers = self._layers = self._parts.keep(native.array(native.Layer, [self._layer(layer) for layer in self.layers]))
+        layers = self._layers = self._parts.keep(
+            native.array(native.Layer, [self._layer(layer) for layer in self.layers])
+        )
         sizes = len(self.layers), width, size.heads, size.kv_heads, size.dim
         try:
             head = self._parts.product(self.head)

@@ -53,6 +53,7 @@ class HeadParts:
         wide: whether the layer's attention reads both side by side, beside the state as residual stream.
         last: the norm in front of the vocabulary projection.
         hands_on_normed: whether what the next step is fed is behind that norm.
+        fuse: what makes a state of the target's hidden states at several depths.
         guesses: whether anything is projected.
     """
 
@@ -64,6 +65,7 @@ class HeadParts:
     wide: bool = False
     last: nn.Module | None = None
     hands_on_normed: bool = False
+    fuse: nn.Linear | None = None
     guesses: bool = True
 
 
@@ -138,6 +140,7 @@ class NativeHead:
             head = product(self._projection())
         begins = native.WIDE if pieces.wide else native.ALONE if pieces.entry is None else native.JOINED
         entry = native.Product(None, 0) if pieces.entry is None else product(packed(pieces.entry))
+        self.fuse = None if pieces.fuse is None else packed(pieces.fuse)
         self.has_mlp = hasattr(pieces.layer, "down_proj")
         self.hands_on_normed, self.guesses, self.reads_tokens = pieces.hands_on_normed, pieces.guesses, bool(begins)
         self._model = native.Model(
@@ -155,20 +158,25 @@ class NativeHead:
 
     def _layer(self, pieces: HeadParts) -> native.Layer:
         layer, norm, product = pieces.layer, self._description.norm, self._description.product
-        mlp = hasattr(layer, "down_proj")
-        nothing = native.Product(None, 0)
         before = getattr(layer, "input_layernorm", None) or pieces.before
-        after = layer.post_attention_layernorm if mlp else None
+        after, mlp = None, (native.Product(None, 0), native.Product(None, 0))
+        if hasattr(layer, "down_proj"):
+            after = layer.post_attention_layernorm
+            mlp = product(packed(layer.gate_proj, layer.up_proj)), product(packed(layer.down_proj))
         return native.Layer(
             *(norm(each) for each in (before, None, after, None, None, None)),
-            *(product(packed(layer.q_proj, layer.k_proj, layer.v_proj)), product(packed(layer.o_proj))),
-            *((product(packed(layer.gate_proj, layer.up_proj)), product(packed(layer.down_proj))) if mlp else (nothing,) * 2),
+            *(product(packed(layer.q_proj, layer.k_proj, layer.v_proj)), product(packed(layer.o_proj)), *mlp),
             *(self.size[2] ** -0.5, 1.0, 0, 0, 0, native.SILU),
-        )  # fmt: skip
+        )
 
-    def has_changed(self) -> bool:
-        """Whether the network is another one than was described."""
-        return self._watch.has_changed()
+    def renew(self) -> None:
+        """Take the network as it is now, if it has changed.
+
+        Raises:
+            NotCoveredError: it is one that the library does not run.
+        """
+        if self._watch.has_changed():
+            self.describe()
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
@@ -188,8 +196,8 @@ class NativeHead:
         order, groups, held = self._grouped([feed.sequence for feed in feeds], places, layer, window)
         counts = [places[i].new for i in order]
         rows = sum(counts)
-        states = [feeds[i].states for i in order]
-        x = (states[0] if len(states) == 1 else torch.cat(states)).to(torch.bfloat16).contiguous()  # type: ignore[arg-type]
+        states: list[Any] = [feeds[i].states for i in order]
+        x = (states[0] if len(states) == 1 else torch.cat(states)).to(torch.bfloat16).contiguous()
         beside = None
         if self.reads_tokens:
             ids = torch.tensor([token for i in order for token in feeds[i].tokens])
@@ -201,10 +209,10 @@ class NativeHead:
         if top and want and self.project.scale is not None:
             top = min(top, self.num_tokens)
             values, tokens = np.empty((len(want), top), np.float32), np.empty((len(want), top), np.int32)
-            best = native.Best(top, self.project.scale, _at(values), _at(tokens))
+            best = native.Best(top, self.project.scale, address_of(values), address_of(tokens))
         tapped = native.pointers([None, None if self.hands_on_normed else output])
         numbers = native.numbers(want)
-        turns = (native.c_void_p(_at(cos)), native.c_void_p(_at(sin)))
+        turns = (ctypes.c_void_p(address_of(cos)), ctypes.c_void_p(address_of(sin)))
         call = native.Call(
             *(rows, len(groups), ctypes.addressof(groups), x.data_ptr(), 0, 1),
             *(b"\0", b"\0" if self.has_mlp else b"\1", 1, cos.shape[1]),
@@ -214,10 +222,10 @@ class NativeHead:
         )
         native.run(self._model, call, torch.get_num_threads())
         del held
-        told = (self._told(tokens), values.tolist()) if best.count else None
-        if told is None and want:
+        best_ones = (told(tokens, self.ids), values.tolist()) if best.count else None
+        if best_ones is None and want:
             logits = self.project.behind(logits.float())
-        return self._handed_out(order, counts, wanted, output, logits, told)
+        return self._handed_out(order, counts, wanted, output, logits, best_ones)
 
     def _grouped(
         self, sequences: Sequence[Any], places: Sequence[RowPlan], layer: LayerMask, window: Window
@@ -256,7 +264,7 @@ class NativeHead:
         if cut is not None or len(rows) > 1 or not places[0].is_chain or places[0].new > 1 or layer.kind != "full":
             mask = _mask(rows, places, layer, cut, max(widths), used)
         arrays = [native.pointers(keys), native.pointers(values), native.numbers(starts), native.numbers(widths)]
-        masks = (native.c_void_p * 1)(None if mask is None else _at(mask))
+        masks = (ctypes.c_void_p * 1)(None if mask is None else address_of(mask))
         held += [mask, masks, arrays, keys, values]
         first, second, *others = map(ctypes.addressof, (*arrays, masks))
         return native.Group(first, second, cache.num_slots, used, low, count, max(widths), *others)
@@ -272,8 +280,10 @@ class NativeHead:
 
     def _turns(self, places: Sequence[RowPlan]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and signed sines [n, d] of the rows' positions."""
-        depths = [place.first_position + depth for place in places for depth in place.depths[len(place.depths) - place.new :]]
-        angles = np.array(depths, np.float32)[:, None] * self.frequencies
+        positions = [
+            place.first_position + depth for place in places for depth in place.depths[len(place.depths) - place.new :]
+        ]
+        angles = np.array(positions, np.float32)[:, None] * self.frequencies
         sin = np.sin(angles)
         return np.tile(np.cos(angles), 2), np.concatenate([-sin, sin], 1)
 
@@ -283,16 +293,13 @@ class NativeHead:
         """Per feed how many of its last rows have logits, and which of all rows these are."""
         if not self.guesses:
             return [0] * len(order), []
-        wanted = [count if (given := feeds[i].wanted) is None else given for i, count in zip(order, counts, strict=True)]
+        given = [feeds[i].wanted for i in order]
+        wanted = [count if number is None else number for number, count in zip(given, counts, strict=True)]
         want, end = list[int](), 0
         for count, number in zip(counts, wanted, strict=True):
             end += count
             want.extend(range(end - number, end))
         return wanted, want
-
-    def _told(self, tokens: NDArray[np.int32]) -> list[list[int]]:
-        found: list[list[int]] = (tokens if self.ids is None else self.ids[tokens]).tolist()
-        return found
 
     def _handed_out(
         self,
@@ -301,18 +308,18 @@ class NativeHead:
         wanted: Sequence[int],
         output: Tensor,
         logits: Tensor,
-        told: tuple[list[list[int]], list[list[float]]] | None,
+        best: tuple[list[Any], list[Any]] | None,
     ) -> list[HeadRows]:
         found: dict[int, HeadRows] = {}
         row = place = 0
         for i, count, number in zip(order, counts, wanted, strict=True):
             state = {"state": output[row : row + count]}
             rows = logits[place : place + number]
-            if told is None:
+            if best is None:
                 found[i] = HeadRows(rows, state)
             else:
-                best = (each[place : place + number] for each in told)
-                found[i] = HeadRows(rows, state, *best, self.project.behind)
+                tokens, values = (each[place : place + number] for each in best)
+                found[i] = HeadRows(rows, state, tokens, values, self.project.behind)
             row, place = row + count, place + number
         return [found[i] for i in range(len(order))]
 
@@ -330,9 +337,15 @@ def _mask(
     return np.where(seen, np.uint16(0), np.uint16(UNSEEN))
 
 
-def _at(numbers: NDArray[Any]) -> int:
+def address_of(numbers: NDArray[Any]) -> int:
     """The address of an array."""
     found: int = numbers.__array_interface__["data"][0]
+    return found
+
+
+def told(places: NDArray[np.int32], ids: NDArray[np.int64] | None) -> list[list[int]]:
+    """The target's ids of places [n, k] in the logits; ``ids`` are those that can be guessed, if not all."""
+    found: list[list[int]] = (places if ids is None else ids[places]).tolist()
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,5 +127,5 @@ class Eagle3Net(nn.Module):
 
     def pieces(self) -> HeadParts:
         """What it is made of."""
-        norms = {"of_beside": self.input_layernorm, "of_state": self.hidden_norm, "last": self.norm}
-        return HeadParts(self.midlayer, wide=True, **norms)
+        norms: dict[str, Any] = {"of_beside": self.input_layernorm, "of_state": self.hidden_norm, "last": self.norm}
+        return HeadParts(self.midlayer, wide=True, fuse=self.fc, **norms)

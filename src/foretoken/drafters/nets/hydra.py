@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig
+from foretoken.models.native_blocks import BlockParts
 from foretoken.models.native_heads import HeadParts
 
 
@@ -108,3 +109,8 @@ class HydraHeads(nn.Module):
         for block in self.blocks[head].children():
             x = x + F.silu(block(x))
         return x
+
+    def pieces(self, head: int) -> BlockParts:
+        """What a head is made of."""
+        rest: list[Any] = list(self.blocks[head].children())
+        return BlockParts([self.residual[head], self.first[head]], [rest], residual=True)  # type: ignore[list-item]

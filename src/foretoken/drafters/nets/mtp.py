@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class MtpNet(nn.Module):
 
     def pieces(self) -> HeadParts:
         """What it is made of."""
-        norms = {"of_beside": self.enorm, "of_state": self.hnorm, "last": self.norm}
+        norms: dict[str, Any] = {"of_beside": self.enorm, "of_state": self.hnorm, "last": self.norm}
         return HeadParts(self.layer, entry=self.eh_proj, hands_on_normed=self.feed == "post_norm", **norms)
 
 
