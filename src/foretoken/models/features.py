@@ -81,7 +81,7 @@ class FeatureModel(HuggingFaceModel):
         try:
             states = [feed.states for feed in feeds if feed.states is not None]
             places = [self._append(feed) for feed in feeds]
-            if self._runs_native(places, fresh=not all(before)):
+            if self._runs_native(feeds, places, fresh=not all(before)):
                 return self._native_rows(feeds, places)
             return self._score(feeds, places, taps, WHOLE, states)  # type: ignore[arg-type]
         except BaseException:
@@ -89,13 +89,13 @@ class FeatureModel(HuggingFaceModel):
                 feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
             raise
 
-    def _runs_native(self, places: Sequence[RowPlan], fresh: bool) -> bool:
-        """Whether our library runs so many places, with the weights as they are where a text is read further."""
+    def _runs_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan], fresh: bool) -> bool:
+        """Whether our library runs these places, with the weights as they are where a text is read further."""
         if sum(place.new for place in places) > MOST_ROWS and self.head is not None:
             return False
         if fresh:
             self._renew_native()
-        return self.native is not None
+        return self.native is not None and (self.native.guesses or all(feed.wanted == 0 for feed in feeds))
 
     def _renew_native(self) -> None:
         """Follow the network's weights."""
