@@ -6,6 +6,7 @@ llama.cpp reports to a log; what it says there of errors becomes the one line of
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from collections import deque
 from functools import cache
@@ -15,6 +16,7 @@ from typing import Any
 from foretoken.io.checkpoints import gguf_fault
 from foretoken.models.gguf.file import GgufError as GgufError
 
+log = logging.getLogger(__name__)
 ERROR_LEVEL = 4
 """``GGML_LOG_LEVEL_ERROR``."""
 TRUNCATED = ("not within the file bounds", "failed to read", "exceeds remaining file size")
@@ -39,6 +41,8 @@ class Library:
         self._callback = module.llama_log_callback(self._log)  # the library keeps no reference of its own
         module.llama_log_set(self._callback, ctypes.c_void_p(0))
         module.llama_backend_init()
+        if b"AMX_INT8 = 1" in module.llama_print_system_info():
+            log.warning(WITH_AMX)
 
     def _log(self, level: int, text: bytes, _: Any) -> None:
         if level == ERROR_LEVEL:
@@ -52,6 +56,12 @@ class Library:
         last = (told or list(self.errors) or ["no reason given"])[-1]
         head, colon, rest = last.partition(": ")
         return rest if colon and head.isidentifier() else last
+
+
+WITH_AMX = (
+    "this llama.cpp was compiled with AMX, where it can end the process with an illegal instruction "
+    "(llama.cpp, pull request 26954): compile it again with `make gguf`, which leaves AMX out"
+)
 
 
 @cache

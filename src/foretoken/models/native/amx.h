@@ -32,13 +32,17 @@ struct alignas(64) Shapes {
     }
 };
 
-// Tiles have a shape as long as this lives; each thread has its own.
+// Tiles have a shape as long as this lives, each thread's its own; then they have again the shape that they had before:
+// other libraries (llama.cpp's) give them one once in each thread, and threads are shared.
 struct Configured {
+    alignas(64) std::uint8_t before[64];
+
     Configured(long first, long second, long depth) {
         const Shapes shapes(first, second > 0 ? second : 1, depth);
+        _tile_storeconfig(before);
         _tile_loadconfig(&shapes);
     }
-    ~Configured() { _tile_release(); }
+    ~Configured() { _tile_loadconfig(before); }
 };
 
 // The instructions.  (The compiler's own take the numbers of tiles as text.)
