@@ -18,7 +18,6 @@ from foretoken.loading import build_drafter, load_model
 from foretoken.loading.tokenizers import load_tokenizer
 from foretoken.models.base import LanguageModel
 from foretoken.models.native import library
-from foretoken.models.native_heads import NativeHead
 from foretoken.sampling import SamplingParams
 from toys import engine, serve
 
@@ -80,9 +79,9 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
     return {tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(1, len(tree))}
 
 
-def shared_drafts(spec: str, requests: Sequence[Request]) -> list[float]:
-    """Per round the share of paths that the library and the network both draft behind the same text."""
-    mine, theirs, shares = drafter_of(spec), drafter_of(spec, native=False), list[float]()
+def shared_drafts(mine: Drafter, spec: str, requests: Sequence[Request]) -> list[float]:
+    """Per round the share of paths that the library and the network of a spec both draft behind the same text."""
+    theirs, shares = drafter_of(spec, native=False), list[float]()
     for name in ("start", "observe", "finish"):
 
         def both(*given: Any, one: Any = getattr(mine, name), other: Any = getattr(theirs, name)) -> None:
@@ -108,20 +107,16 @@ def shared_drafts(spec: str, requests: Sequence[Request]) -> list[float]:
 @pytest.mark.parametrize("spec", SPECS)
 def test_drafts_are_those_of_the_network(spec: str) -> None:
     """Rounding exchanges near-ties; a wrong norm, position or weight changes nearly all."""
-    shares = shared_drafts(spec, requests("greedy"))
+    shares = shared_drafts(drafter_of(spec), spec, requests("greedy"))
     assert len(shares) > 20 and sum(shares) > SHARED * len(shares)
 
 
-def test_wrong_positions_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above."""
-    turns = NativeHead._turns
-
-    def none(self: NativeHead, places: Any) -> Any:
-        cos, sin = turns(self, places)
-        return cos * 0 + 1, sin * 0
-
-    monkeypatch.setattr(NativeHead, "_turns", none)
-    shares = shared_drafts("eagle3,nodes=8,depth=3", requests("greedy"))
+def test_a_wrong_input_is_seen() -> None:
+    """The control of the test above: embeddings of other tokens."""
+    mine: Any = drafter_of("eagle3,nodes=8,depth=3")
+    embedding = mine.model.parts.embedding
+    mine.model.parts.embedding = lambda ids: embedding(ids + 1)
+    shares = shared_drafts(mine, "eagle3,nodes=8,depth=3", requests("greedy"))
     assert sum(shares) < SHARED * len(shares)
 
 
