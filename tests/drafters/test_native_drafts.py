@@ -82,13 +82,12 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 def shared_drafts(mine: Drafter, spec: str, requests: Sequence[Request]) -> list[float]:
     """Per round the share of paths that the library and the network of a spec both draft behind the same text."""
     theirs, shares = drafter_of(spec, native=False), list[float]()
+
+    def both(one: Any, other: Any) -> Any:
+        return lambda *given: (one(*given), other(*given))[0]
+
     for name in ("start", "observe", "finish"):
-
-        def both(*given: Any, one: Any = getattr(mine, name), other: Any = getattr(theirs, name)) -> None:
-            one(*given)
-            other(*given)
-
-        setattr(mine, name, both)
+        setattr(mine, name, both(getattr(mine, name), getattr(theirs, name)))
     propose = mine.propose_batch
 
     def watched(contexts: Sequence[Any], budgets: Sequence[Any]) -> list[TokenTree]:

@@ -6,32 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.draft_packing import packed
+from foretoken.models.head_parts import BlockParts
 from foretoken.models.native import blocks as native
 from foretoken.models.native import forward, why_not
-from foretoken.models.native_heads import address_of, told
-from foretoken.models.native_parts import Description, NotCoveredError
+from foretoken.models.native_parts import BestTokens, Description, NotCoveredError
 from foretoken.models.watch import Watch, has_hooks
-
-
-@dataclass(frozen=True)
-class BlockParts:
-    """Heads that read one input.
-
-    Attributes:
-        first: of each head the layer of its first block; with ``residual`` that path and the layer of one head.
-        rest: of each head the layers of its other blocks.
-        residual: whether the first block has a linear path beside it.
-    """
-
-    first: Sequence[nn.Linear]
-    rest: Sequence[Sequence[nn.Linear]]
-    residual: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +60,7 @@ class NativeBlocks:
         if reason is not None:
             raise NotCoveredError(reason)
         self.net, self.pieces, self.projections, self.head = net, pieces, projections, head
-        self.ids = None if head.ids is None else head.ids.cpu().numpy()
+        self.ids = None if head.ids is None else head.ids.tolist()
         self.describe()
 
     def describe(self) -> None:
@@ -116,9 +100,9 @@ class NativeBlocks:
         x = inputs.to(torch.bfloat16).contiguous()
         rows = self.heads * len(x)
         states, logits = x.new_empty(rows, self.width), x.new_empty(rows, self.num_tokens)
-        top, scale = min(top, self.num_tokens), self.head.scale
-        values, tokens = np.empty((rows, top), np.float32), np.empty((rows, top), np.int32)
-        best = forward.Best(0) if scale is None else forward.Best(top, scale, address_of(values), address_of(tokens))
-        call = native.BlocksCall(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), best)
+        scale = self.head.scale
+        best = None if scale is None else BestTokens(rows, min(top, self.num_tokens), scale)
+        asked = forward.Best() if best is None else best.asked
+        call = native.BlocksCall(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), asked)
         native.run(self._blocks, call, torch.get_num_threads())
-        return Guessed(logits, told(tokens, self.ids) if best.count else [], self.head.behind)
+        return Guessed(logits, [] if best is None else best.tokens(self.ids), self.head.behind)

@@ -17,56 +17,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from foretoken.models.bands import in_bands
 from foretoken.models.base import Feed, Rows
 from foretoken.models.cache import TreeCache
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.draft_packing import packed
+from foretoken.models.head_parts import HeadParts
 from foretoken.models.masks import LayerMask, RowPlan, row_allowed
 from foretoken.models.native import attention, why_not
 from foretoken.models.native import forward as native
-from foretoken.models.native_parts import Description, NotCoveredError
+from foretoken.models.native_parts import BestTokens, Description, NotCoveredError
 from foretoken.models.parts import TargetParts
 from foretoken.models.watch import Watch, has_hooks
 from foretoken.models.window import Cut, Window
 
 MOST_ROWS = 64
 """Rows from which on the twin is faster where products are not made in tiles."""
+TABLE = 8192
+"""Positions whose cosines and sines are kept once they were asked for."""
 UNSEEN = 0x3F80
 """Any bfloat16 number that is not zero."""
 NOTHING = NotCoveredError("its network is of another kind")
-
-
-@dataclass(frozen=True)
-class HeadParts:
-    """What a head's network is made of, for who runs it otherwise than by its own forward.
-
-    Attributes:
-        layer: a decoder layer, or the attention of one, with a ``LayerConfig``.
-        before: the norm of what its attention reads, if it has one; not of a wide layer.
-        entry: what makes the layer's input of an embedding and a state side by side; ``None`` where the state alone is
-            the input.
-        of_beside, of_state: norms of these two.
-        wide: whether the layer's attention reads both side by side, beside the state as residual stream.
-        last: the norm in front of the vocabulary projection.
-        hands_on_normed: whether what the next step is fed is behind that norm.
-        fuse: what makes a state of the target's hidden states at several depths.
-        guesses: whether anything is projected.
-    """
-
-    layer: Any
-    before: nn.Module | None = None
-    entry: nn.Linear | None = None
-    of_beside: nn.Module | None = None
-    of_state: nn.Module | None = None
-    wide: bool = False
-    last: nn.Module | None = None
-    hands_on_normed: bool = False
-    fuse: nn.Linear | None = None
-    guesses: bool = True
 
 
 @dataclass(frozen=True)
@@ -114,8 +87,9 @@ class NativeHead:
         self.size = (config.heads, config.kv_heads, config.head_dim)
         if not attention.fits(torch.bfloat16, config.head_dim):
             raise NotCoveredError(f"attention with {config.head_dim} numbers a head is not made for")
-        exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-        self.frequencies = np.float32(config.rope_theta) ** -exponents
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.frequencies = config.rope_theta**-exponents
+        self._table = self._turned(torch.arange(0))
         self.like = torch.empty(config.kv_heads, 1, config.head_dim, dtype=torch.bfloat16)
         self.describe()
 
@@ -153,7 +127,7 @@ class NativeHead:
             raise NotCoveredError("its vocabulary projection is of its own kind")
         found, ids = self.project.native(), self.project.ids
         self.num_tokens = found.shape[0]
-        self.ids = None if ids is None else ids.cpu().numpy()
+        self.ids = None if ids is None else ids.tolist()
         return found
 
     def _layer(self, pieces: HeadParts) -> native.Layer:
@@ -205,27 +179,26 @@ class NativeHead:
         output = x.new_empty(rows, self.width)
         wanted, want = self._wanted(feeds, order, counts)
         cos, sin = self._turns([places[i] for i in order])
-        logits, best = x.new_empty(len(want), self.num_tokens if want else 0), native.Best()
-        if top and want and self.project.scale is not None:
-            top = min(top, self.num_tokens)
-            values, tokens = np.empty((len(want), top), np.float32), np.empty((len(want), top), np.int32)
-            best = native.Best(top, self.project.scale, address_of(values), address_of(tokens))
+        logits, best, scale = x.new_empty(len(want), self.num_tokens if want else 0), None, self.project.scale
+        if top and want and scale is not None:
+            best = BestTokens(len(want), min(top, self.num_tokens), scale)
         tapped = native.pointers([None, None if self.hands_on_normed else output])
         numbers = native.numbers(want)
-        turns = (ctypes.c_void_p(address_of(cos)), ctypes.c_void_p(address_of(sin)))
+        turns = (ctypes.c_void_p(cos.data_ptr()), ctypes.c_void_p(sin.data_ptr()))
         call = native.Call(
             *(rows, len(groups), ctypes.addressof(groups), x.data_ptr(), 0, 1),
             *(b"\0", b"\0" if self.has_mlp else b"\1", 1, cos.shape[1]),
             *(ctypes.addressof(turns[0]), ctypes.addressof(turns[1]), ctypes.addressof(tapped)),
             *(output.data_ptr() if self.hands_on_normed else None, len(want), ctypes.addressof(numbers), None),
-            *(logits.data_ptr(), None if beside is None else beside.data_ptr(), best),
+            *(logits.data_ptr(), None if beside is None else beside.data_ptr()),
+            native.Best() if best is None else best.asked,
         )
         native.run(self._model, call, torch.get_num_threads())
         del held
-        best_ones = (told(tokens, self.ids), values.tolist()) if best.count else None
-        if best_ones is None and want:
+        if best is None and want:
             logits = self.project.behind(logits.float())
-        return self._handed_out(order, counts, wanted, output, logits, best_ones)
+        found = None if best is None else (best.tokens(self.ids), best.values())
+        return self._handed_out(order, counts, wanted, output, logits, found)
 
     def _grouped(
         self, sequences: Sequence[Any], places: Sequence[RowPlan], layer: LayerMask, window: Window
@@ -264,7 +237,7 @@ class NativeHead:
         if cut is not None or len(rows) > 1 or not places[0].is_chain or places[0].new > 1 or layer.kind != "full":
             mask = _mask(rows, places, layer, cut, max(widths), used)
         arrays = [native.pointers(keys), native.pointers(values), native.numbers(starts), native.numbers(widths)]
-        masks = (ctypes.c_void_p * 1)(None if mask is None else address_of(mask))
+        masks = (ctypes.c_void_p * 1)(None if mask is None else mask.data_ptr())
         held += [mask, masks, arrays, keys, values]
         first, second, *others = map(ctypes.addressof, (*arrays, masks))
         return native.Group(first, second, cache.num_slots, used, low, count, max(widths), *others)
@@ -278,14 +251,23 @@ class NativeHead:
                     store[i] = mine[i] = buffer.to(torch.bfloat16)
         return keys, values
 
-    def _turns(self, places: Sequence[RowPlan]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def _turns(self, places: Sequence[RowPlan]) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [n, d] of the rows' positions."""
         positions = [
             place.first_position + depth for place in places for depth in place.depths[len(place.depths) - place.new :]
         ]
-        angles = np.array(positions, np.float32)[:, None] * self.frequencies
-        sin = np.sin(angles)
-        return np.tile(np.cos(angles), 2), np.concatenate([-sin, sin], 1)
+        last = max(positions)
+        if last >= TABLE:
+            return self._turned(torch.tensor(positions))
+        if last >= len(self._table[0]):
+            self._table = self._turned(torch.arange(min(TABLE, 2 * last + 256)))
+        rows = torch.tensor(positions)
+        return self._table[0][rows], self._table[1][rows]
+
+    def _turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[:, None].float() * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)
 
     def _wanted(
         self, feeds: Sequence[Feed], order: Sequence[int], counts: Sequence[int]
@@ -326,7 +308,7 @@ class NativeHead:
 
 def _mask(
     rows: Sequence[int], places: Sequence[RowPlan], layer: LayerMask, cut: Cut | None, width: int, used: int
-) -> NDArray[np.uint16]:
+) -> Tensor:
     """[texts, width, used], zero where a node sees a slot."""
     seen = np.zeros((rows[-1] + 1 - rows[0], width, used), np.bool_)
     for i, (row, place) in enumerate(zip(rows, places, strict=True)):
@@ -334,19 +316,7 @@ def _mask(
         mine[: place.new] = row_allowed(place, layer, used)
         if cut is not None and cut.firsts[i] > cut.sink:
             mine[:, cut.sink : cut.firsts[i]] = False
-    return np.where(seen, np.uint16(0), np.uint16(UNSEEN))
-
-
-def address_of(numbers: NDArray[Any]) -> int:
-    """The address of an array."""
-    found: int = numbers.__array_interface__["data"][0]
-    return found
-
-
-def told(places: NDArray[np.int32], ids: NDArray[np.int64] | None) -> list[list[int]]:
-    """The target's ids of places [n, k] in the logits; ``ids`` are those that can be guessed, if not all."""
-    found: list[list[int]] = (places if ids is None else ids[places]).tolist()
-    return found
+    return torch.from_numpy(np.where(seen, np.int16(0), np.int16(UNSEEN)))
 
 
 def native_head(net: Any, parts: TargetParts, project: Any) -> tuple[NativeHead | None, str]:

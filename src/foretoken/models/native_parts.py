@@ -75,3 +75,31 @@ class Description:
         self._kept += [held, wide]
         found.bias = address(wide)
         return found
+
+
+class BestTokens:
+    """The likeliest tokens of some rows, as the library fills them in.
+
+    Args:
+        rows: how many rows.
+        count: tokens of each.
+        scale: of the logits.
+
+    Attributes:
+        asked: what the library is told.
+    """
+
+    def __init__(self, rows: int, count: int, scale: float) -> None:
+        self.count = count
+        self._values, self._places = (ctypes.c_float * (rows * count))(), (ctypes.c_int32 * (rows * count))()
+        places = ctypes.addressof(self._values), ctypes.addressof(self._places)
+        self.asked = native.Best(count, scale, *places)
+
+    def values(self) -> list[list[float]]:
+        """Per row their log-probabilities, largest first."""
+        return [self._values[i : i + self.count] for i in range(0, len(self._values), self.count)]
+
+    def tokens(self, ids: Sequence[int] | None) -> list[list[int]]:
+        """Per row the target's ids, of which ``ids`` can be guessed if not all."""
+        found = [self._places[i : i + self.count] for i in range(0, len(self._places), self.count)]
+        return found if ids is None else [[ids[place] for place in row] for row in found]

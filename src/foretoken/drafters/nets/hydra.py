@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig
-from foretoken.models.native_blocks import BlockParts
-from foretoken.models.native_heads import HeadParts
+from foretoken.models.head_parts import BlockParts, HeadParts
 
 
 @dataclass(frozen=True)

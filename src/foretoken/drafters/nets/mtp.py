@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
-from foretoken.models.native_heads import HeadParts
+from foretoken.models.head_parts import HeadParts
 from foretoken.models.native_mtp import FEEDS, NativeModule
 
 LAYERS = ("own", "target")
