@@ -18,9 +18,9 @@ from foretoken.drafters.heads import HeadsDrafter, ends_after
 from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
-from foretoken.models.features import FeatureModel
-from foretoken.models.native_blocks import NativeBlocks
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.heads.blocks import NativeBlocks
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context
 from foretoken.drafters.heads import HeadsDrafter, ends_after
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
-from foretoken.models.native_blocks import NativeBlocks
+from foretoken.models.forward.heads.blocks import NativeBlocks
 
 
 class MedusaDrafter(HeadsDrafter):

@@ -25,8 +25,8 @@ from foretoken.drafters.levels import choose_together
 from foretoken.drafters.narrowed import described, light_head, projected, reduced_head
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.parts import Fingerprint, TargetParts
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.sampling import fixed_tokens
 from foretoken.trees.base import Shape
 from foretoken.trees.counts import Levels, Places, Ranks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
-from foretoken.models.head_parts import HeadParts
+from foretoken.models.forward.heads.pieces import HeadParts
 
 
 @dataclass(frozen=True)

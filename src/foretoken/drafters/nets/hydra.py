@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig
-from foretoken.models.head_parts import BlockParts, HeadParts
+from foretoken.models.forward.heads.pieces import BlockParts, HeadParts
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import Attention, Keep, LayerConfig, RmsNorm
-from foretoken.models.head_parts import HeadParts
+from foretoken.models.forward.heads.pieces import HeadParts
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.models.head_parts import BlockParts
+from foretoken.models.forward.heads.pieces import BlockParts
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
-from foretoken.models.head_parts import HeadParts
-from foretoken.models.native_mtp import FEEDS, NativeModule
+from foretoken.models.forward.heads.mtp import FEEDS, NativeModule
+from foretoken.models.forward.heads.pieces import HeadParts
 
 LAYERS = ("own", "target")
 

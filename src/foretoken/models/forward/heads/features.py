@@ -1,0 +1,166 @@
+"""A small network that reads a token and a hidden state at every place, as a :class:`LanguageModel`.
+
+EAGLE's head, MTP modules and their kin are language models of one layer over pairs of a token's embedding and a
+feature.  Run this way they have the library's cache, masks, ragged batches and trees without a line of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
+from foretoken.models.cache.masks import LayerMask, RowPlan
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.cache.window import Cut, Window
+from foretoken.models.clock import now
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.lean import HeadRun, LeanHead
+from foretoken.models.forward.heads.native import MOST_ROWS, native_head
+from foretoken.models.forward.lean import SPARED
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
+from foretoken.models.network.call import Call
+from foretoken.models.network.layers import WHOLE
+from foretoken.models.refusals import NotCoveredError
+
+
+class FeatureModel(HuggingFaceModel):
+    """Feeds carry ``states``; the tap ``"state"`` is the network's output, the feature of the following place.
+
+    Args:
+        net: one of :mod:`foretoken.drafters.nets` over embeddings and features, with ``head_state``; it is run in
+            float32, its layer in bfloat16 where that is faster, and moves to the target's device.
+        parts: the target's embedding and vocabulary projection.
+        target: the model that is drafted for (its context length and end-of-text ids).
+        project: logits [m, V_d] of states [m, D]; over the target's vocabulary by default.
+
+    Attributes:
+        window: what is read of long texts, for a network without a window of its own; everything by default.
+        top: how many of the best tokens of a row are told instead of its logits, by a network that runs in our library
+            (:class:`~foretoken.models.forward.heads.native.HeadRows`); 0: logits are always handed out.
+        native: the network as the library runs it, if it does; ``native_off`` says why not.
+    """
+
+    def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
+        self.model = net.to(parts.device).eval()
+        self.parts = parts
+        self.project = DraftHead(parts) if project is None else project
+        self.capabilities = Capabilities(layer_windows=False)
+        self.vocab_size = target.vocab_size
+        self.context_length = target.context_length
+        self.eos_token_ids = target.eos_token_ids
+        self.device = parts.device
+        self.dtype = torch.float32
+        self.exact, self.spared = "distribution", SPARED
+        self.layer_masks = {"": getattr(net, "mask", LayerMask())}
+        self.window = Window()
+        self.num_layers = 1
+        self.num_layer_runs = 0.0
+        self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
+        self._lean, self.top = self, 0
+        self.head = LeanHead.of(self.model)
+        self.native, self.native_off = native_head(self.model, parts, self.project)
+        self.forward_name = "lean" if self.native is None else self.native.name
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
+        """Append places and score them; every feed brings its ``states`` [n, D].
+
+        Raises:
+            ValueError: a feed without states, or two feeds for one sequence.
+        """
+        if any(feed.states is None or len(feed.states) != len(feed.tokens) for feed in feeds):
+            raise ValueError("every token of a feed needs a hidden state")
+        self._check(feeds, ())  # its only tap is its own
+        before = [len(feed.sequence.scratch_tokens) for feed in feeds]
+        try:
+            states = [feed.states for feed in feeds if feed.states is not None]
+            places = [self._append(feed) for feed in feeds]
+            if self._runs_native(feeds, places, fresh=not all(before)):
+                return self._native_rows(feeds, places)
+            return self._score(feeds, places, taps, WHOLE, states)  # type: ignore[arg-type]
+        except BaseException:
+            for feed, size in zip(feeds, before, strict=True):
+                feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
+            raise
+
+    def _runs_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan], fresh: bool) -> bool:
+        """Whether our library runs these places, with the weights as they are where a text is read further."""
+        if sum(place.new for place in places) > MOST_ROWS and self.head is not None:
+            return False
+        if fresh:
+            self._renew_native()
+        return self.native is not None and (self.native.guesses or all(feed.wanted == 0 for feed in feeds))
+
+    def _renew_native(self) -> None:
+        """Follow the network's weights."""
+        try:
+            if self.native is not None:
+                self.native.renew()
+        except NotCoveredError as error:
+            self.native, self.native_off, self.forward_name = None, str(error), "lean"
+
+    @torch.inference_mode()
+    def fused(self, states: Tensor) -> Tensor:
+        """A state [n, D] of hidden states at several depths side by side [n, k D], by the network's ``fc``."""
+        self._renew_native()
+        if self.native is None or self.native.fuse is None or len(states) > MOST_ROWS:
+            found: Tensor = self.model.fc(states.float())
+            return found
+        return self.native.fuse(states.to(torch.bfloat16))
+
+    def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
+        """The same by one call of our library."""
+        for feed, place in zip(feeds, places, strict=True):
+            self.bands.make_room(feed.sequence, place.committed + len(place.parents))
+        began = now(self.device)
+        native: Any = self.native
+        found: list[Rows] = native.run(feeds, places, self.layer_masks[""], self.window, self.top)
+        self.run_s += now(self.device) - began
+        self.num_layer_runs += 1
+        self.run_rows += sum(place.new for place in places)
+        self.bands.note_size()
+        return found
+
+    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
+        cut = self._cut(call)
+        if cut is not None:
+            call = replace(call, masks={name: cut.mask(mask) for name, mask in call.masks.items()})
+        if self.head is None:
+            return self._run_module(call)
+        run = HeadRun(self.head, call)
+        places = run.places
+        embeddings = self.parts.embedding(places.taken(call.ids)).float()
+        output = self.model(embeddings, places.taken(call.states), run.positions, None, run)  # type: ignore[arg-type]
+        kept, spans = places.wanted(output, call.wanted)
+        if len(kept):
+            logits = self.project(self.model.head_state(kept))
+        else:
+            logits = kept.new_zeros(0, self.vocab_size)
+        return [logits[start:end] for start, end in spans], {"state": places.padded(output)}
+
+    def _cut(self, call: Call) -> Cut | None:
+        """What is read by a call, which the cache then hands out; ``None``: everything, or by a mask of its own."""
+        trained = any(mask.kind != "full" for mask in self.layer_masks.values())
+        call.cache.reads = None if trained else self.window.cut(call.cache.planned.starts)
+        return call.cache.reads
+
+    def _run_module(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The same through the network's own forward, for one whose layer is the target's."""
+        (b, width), first = call.ids.shape, call.first
+
+        def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            return call.cache.update(key, value, 0)
+
+        output = self.model(self.parts.embedding(call.ids).float(), call.states, call.positions, call.masks[""], keep)
+        kept = self.model.head_state(output[:, first:]).flatten(0, 1)
+        logits = (
+            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
+        )
+        return call.taken(logits), {"state": output}
