@@ -62,10 +62,10 @@ class FeatureModel(HuggingFaceModel):
         self.num_layers = 1
         self.num_layer_runs = 0.0
         self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
-        self._lean, self.top = self, 0
+        self._lean, self.top, self._is_renewed = self, 0, False
         self.head = LeanHead.of(self.model)
         self.native, self.native_off = native_head(self.model, parts, self.project)
-        self.forward_name = "lean" if self.native is None else self.native.name
+        self.forward_name = self.native.name if self.native is not None else "public" if self.head is None else "lean"
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
@@ -81,7 +81,7 @@ class FeatureModel(HuggingFaceModel):
         try:
             states = [feed.states for feed in feeds if feed.states is not None]
             places = [self._append(feed) for feed in feeds]
-            if self._runs_native(feeds, places, fresh=not all(before)):
+            if self._runs_native(feeds, places):
                 return self._native_rows(feeds, places)
             return self._score(feeds, places, taps, WHOLE, states)  # type: ignore[arg-type]
         except BaseException:
@@ -89,12 +89,14 @@ class FeatureModel(HuggingFaceModel):
                 feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
             raise
 
-    def _runs_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan], fresh: bool) -> bool:
+    def _runs_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> bool:
         """Whether our library runs these places, with the weights as they are where a text is read further."""
         if sum(place.new for place in places) > MOST_ROWS and self.head is not None:
             return False
-        if fresh:
-            self._renew_native()
+        if any(feed.parents is None for feed in feeds):
+            if not self._is_renewed:
+                self._renew_native()
+            self._is_renewed = False
         return self.native is not None and (self.native.guesses or all(feed.wanted == 0 for feed in feeds))
 
     def _renew_native(self) -> None:
@@ -109,6 +111,7 @@ class FeatureModel(HuggingFaceModel):
     def fused(self, states: Tensor) -> Tensor:
         """A state [n, D] of hidden states at several depths side by side [n, k D], by the network's ``fc``."""
         self._renew_native()
+        self._is_renewed = True  # what is fused is read next
         if self.native is None or self.native.fuse is None or len(states) > MOST_ROWS:
             found: Tensor = self.model.fc(states.float())
             return found
