@@ -25,7 +25,7 @@ from foretoken.models.forward.heads.blocks import NativeBlocks
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.packing import weight_bytes
-from foretoken.models.refusals import NotCoveredError
+from foretoken.models.native.library import NotCoveredError
 from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.medusa_tree import TYPICAL
 from foretoken.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 _SAID: set[str] = set()
 
 
-class NotCoveredError(ValueError):
-    """A network that our library does not run; says why."""
-
-
 @dataclass(frozen=True)
 class Refusal:
     """A faster path, or a promise, that a model does not get.

@@ -25,10 +25,10 @@ from foretoken.models.forward.lean_parts import GatedMlp
 from foretoken.models.forward.native_parts import Description
 from foretoken.models.native import forward as native
 from foretoken.models.native import why_not
+from foretoken.models.native.library import NotCoveredError
 from foretoken.models.native.linear import Linear
 from foretoken.models.network.call import Call
 from foretoken.models.network.rotary import LeanTurns
-from foretoken.models.refusals import NotCoveredError
 
 PATH = "native forward"
 COSTS = "a step of a small model takes two to three times as long"

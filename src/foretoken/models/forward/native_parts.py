@@ -16,9 +16,8 @@ from foretoken.models.linear.quantised_linear import SideBySide
 from foretoken.models.linear.quantised_products import NativeProduct
 from foretoken.models.native import forward as native
 from foretoken.models.native import linear
-from foretoken.models.native.library import address
+from foretoken.models.native.library import NotCoveredError, address
 from foretoken.models.native.linear import Linear
-from foretoken.models.refusals import NotCoveredError
 
 
 class Description:

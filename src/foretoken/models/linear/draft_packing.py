@@ -16,7 +16,7 @@ from foretoken.models.linear.quantised import multiplies_bytes
 from foretoken.models.linear.quantised_products import NativeInt8ByteProduct, NativeInt8Product, NativeProduct
 from foretoken.models.linear.quantised_weights import Int8Weight
 from foretoken.models.native import integers, why_not
-from foretoken.models.refusals import NotCoveredError
+from foretoken.models.native.library import NotCoveredError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What weights are packed from; whoever computes in float64 wants its digits."""

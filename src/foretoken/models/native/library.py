@@ -59,6 +59,10 @@ COMPILING_S = 120
 """A compiler that takes longer is given up: it needs one second."""
 
 
+class NotCoveredError(ValueError):
+    """A network that the library does not run; says why."""
+
+
 def why_not() -> str | None:
     """Why this machine has no kernels of our own, ``None`` where it has them.
 

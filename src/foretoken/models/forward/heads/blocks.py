@@ -15,8 +15,8 @@ from foretoken.models.forward.native_parts import BestTokens, Description
 from foretoken.models.linear.draft_packing import packed
 from foretoken.models.native import blocks as native
 from foretoken.models.native import forward, why_not
+from foretoken.models.native.library import NotCoveredError
 from foretoken.models.network.watch import Watch, has_hooks
-from foretoken.models.refusals import NotCoveredError
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from foretoken.models.forward.heads.native import MOST_ROWS, native_head
 from foretoken.models.forward.lean import SPARED
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
+from foretoken.models.native.library import NotCoveredError
 from foretoken.models.network.call import Call
 from foretoken.models.network.layers import WHOLE
-from foretoken.models.refusals import NotCoveredError
 
 
 class FeatureModel(HuggingFaceModel):

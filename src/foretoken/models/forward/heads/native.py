@@ -31,8 +31,8 @@ from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.draft_packing import packed
 from foretoken.models.native import attention, why_not
 from foretoken.models.native import forward as native
+from foretoken.models.native.library import NotCoveredError
 from foretoken.models.network.watch import Watch, has_hooks
-from foretoken.models.refusals import NotCoveredError
 
 MOST_ROWS = 64
 """Rows from which on the twin is faster where products are not made in tiles."""
