@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = [
-    Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers", "integers8", "forward")
+    Path(__file__).with_name(f"{name}.cpp")
+    for name in ("attention", "bfloat16", "integers", "integers8", "forward", "blocks")
 ]
 HEADERS = [
     Path(__file__).with_name(f"{name}.h")
@@ -30,6 +31,8 @@ HEADERS = [
         "linear",
         "attention",
         "stages",
+        "memory",
+        "best",
     )
 ]
 COMPILERS = ("g++", "c++")
