@@ -251,7 +251,7 @@ def test_what_is_not_covered_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def why(net: nn.Module, project: Any = None) -> str:
         model = FeatureModel(net, parts, target, project)
-        assert model.native is None and model.forward_name == ("public" if model.head is None else "lean")
+        assert model.native is None and model.forward_name == ("public" if model.forwards.head is None else "lean")
         return model.native_off
 
     assert "12 numbers a head" in why(net_of("eagle").float())
