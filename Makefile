@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.installed
-CODE   := src tests benchmarks examples docs/*.py
+CODE   := src tests benchmarks examples docs/*.py .ci/*.py setup.py
 # A CPU build of torch is enough and small; set TORCH to another requirement (or to a local file) for a GPU.
 TORCH  ?= torch==2.13.0
 # llama.cpp compiled with AMX ends the process with an illegal instruction (its pull request 26954).

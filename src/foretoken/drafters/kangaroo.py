@@ -23,8 +23,8 @@ from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.models.huggingface import PREFILL_CHUNK
 from foretoken.models.network.layers import LayerPlan
+from foretoken.models.runner import PREFILL_CHUNK
 
 ETA = 0.4
 """A chain ends after a token that the draft gives less than this."""

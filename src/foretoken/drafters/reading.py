@@ -12,7 +12,7 @@ from foretoken.core import Context, Scores, TokenTree, Verdict
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, Rows, SequenceState
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.models.huggingface import PREFILL_CHUNK
+from foretoken.models.runner import PREFILL_CHUNK
 
 
 @dataclass

@@ -9,23 +9,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.drafters.nets.peagle import PeagleNet
-from foretoken.models.base import LanguageModel
-from foretoken.models.cache.rectangle import TreeCache
-from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.models.forward.parts import TargetParts
-from foretoken.models.huggingface import SCRATCH_ROOM
+from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.network.call import Call
 
 
-class PeagleModel(FeatureModel):
-    """Arguments are those of :class:`~foretoken.models.features.FeatureModel`."""
+class PeagleForward(HeadForward):
+    """The layers of the network."""
 
     model: PeagleNet
 
-    def __init__(self, net: PeagleNet, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
-        super().__init__(net, parts, target, project)
-        self.num_layers = net.config.num_layers
-        self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
+    def __init__(self, net: PeagleNet, *rest: Any) -> None:
+        super().__init__(net, *rest)
+        self.num_layers = self.depth = net.config.num_layers
 
     def embedded(self, ids: Tensor) -> Tensor:
         """[.., D] of ids, by the network's own embedding where it has one."""
@@ -37,6 +32,13 @@ class PeagleModel(FeatureModel):
             return call.cache.update(key, value, layer)
 
         return keep
+
+
+class PeagleModel(FeatureModel):
+    """Arguments are those of :class:`~foretoken.models.forward.heads.features.HeadForward`."""
+
+    model: PeagleNet
+    kind = PeagleForward
 
     @torch.no_grad()
     def mask_states(self, count: int) -> Tensor:

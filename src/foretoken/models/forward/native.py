@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import activations
 
 from foretoken.models.checks.fast_paths import Checks
-from foretoken.models.checks.judging import Outputs, Run
+from foretoken.models.checks.judging import Run
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.lean_layers import Group, LeanLayer, Pass
 from foretoken.models.forward.lean_parts import GatedMlp, RmsNorm
@@ -30,7 +30,7 @@ from foretoken.models.native import forward as native
 from foretoken.models.native import linear, why_not
 from foretoken.models.native.library import address
 from foretoken.models.native.linear import Linear
-from foretoken.models.network.call import Call
+from foretoken.models.network.call import Call, Outputs
 from foretoken.models.network.rotary import LeanTurns
 
 PATH = "native forward"
@@ -245,11 +245,9 @@ def _activation(activation: Any) -> int:
 def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
     """The native forward where the model has one that passes the check, else the lean one that is given.
 
-    ``owner.forward_name`` says which, ``owner.native_off`` why there is none; a refusal is noted where one that covers
-    the model fails the check.
+    ``owner.native_off`` says why there is none; a refusal is noted where one that covers the model fails the check.
     """
     owner = lean.owner
-    owner.forward_name = lean.name
     try:
         fast = NativeForward(lean)
     except NotCoveredError as error:
@@ -261,7 +259,7 @@ def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
 
     reason = checks.fault(f"{PATH} {owner.way}", built)
     if reason is None:
-        owner.forward_name, owner.native_off = fast.name, ""
+        owner.native_off = ""
         return fast
     owner.native_off = reason
     owner.refuse(PATH, reason, COSTS)

@@ -6,14 +6,14 @@ feature.  Run this way they have the library's cache, masks, ragged batches and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
+from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.cache.masks import LayerMask
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import Cut, Window
@@ -21,13 +21,14 @@ from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.lean import HeadRun, LeanHead
 from foretoken.models.forward.lean import SPARED
 from foretoken.models.forward.parts import TargetParts
-from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
-from foretoken.models.network.call import Call
-from foretoken.models.network.layers import WHOLE
+from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.layers import LayerPlan
+from foretoken.models.network.rotary import ChangingRotary
+from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 
-class FeatureModel(HuggingFaceModel):
-    """Feeds carry ``states``; the tap ``"state"`` is the network's output, the feature of the following place.
+class HeadForward:
+    """A network over pairs of a token's embedding and a hidden state: its output and the logits behind it.
 
     Args:
         net: one of :mod:`foretoken.drafters.nets` over embeddings and features, with ``head_state``; it is run in
@@ -38,47 +39,44 @@ class FeatureModel(HuggingFaceModel):
 
     Attributes:
         window: what is read of long texts, for a network without a window of its own; everything by default.
+        depth: how many layers keep keys and values.
     """
+
+    name, context_why = "lean", ""  # the one way to run it
+    rotary: ChangingRotary | None = None
+    num_layers = depth = 1
+    spared: int | None = SPARED
+    dtype = torch.float32
 
     def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
         self.model = net.to(parts.device).eval()
-        self.parts = parts
+        self.parts, self.device = parts, parts.device
         self.project = DraftHead(parts) if project is None else project
         self.capabilities = Capabilities(layer_windows=False)
-        self.vocab_size = target.vocab_size
-        self.context_length = target.context_length
+        self.vocab_size, self.context_length = target.vocab_size, target.context_length
         self.eos_token_ids = target.eos_token_ids
-        self.device = parts.device
-        self.dtype = torch.float32
-        self.exact, self.spared = "distribution", SPARED
-        self.layer_masks = {"": getattr(net, "mask", LayerMask())}
+        self.layer_masks: Mapping[str, LayerMask] = {"": getattr(net, "mask", LayerMask())}
         self.window = Window()
-        self.num_layers = 1
-        self.num_layer_runs = 0.0
-        self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
-        self._lean, self.forward_name = self, "lean"  # the one way to run it
         self.head = LeanHead.of(self.model)
 
-    @torch.inference_mode()
-    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
-        """Append places and score them; every feed brings its ``states`` [n, D].
+    @property
+    def run_dtype(self) -> torch.dtype:
+        """Of its hidden states, keys and values."""
+        return self.dtype
+
+    def check(self, plan: LayerPlan) -> None:
+        """No part of it can be run.
 
         Raises:
-            ValueError: a feed without states, or two feeds for one sequence.
+            CapabilityError: always.
         """
-        if any(feed.states is None or len(feed.states) != len(feed.tokens) for feed in feeds):
-            raise ValueError("every token of a feed needs a hidden state")
-        self._check(feeds, ())  # its only tap is its own
-        before = [len(feed.sequence.scratch_tokens) for feed in feeds]
-        try:
-            states = [feed.states for feed in feeds if feed.states is not None]
-            return self._score(feeds, [self._append(feed) for feed in feeds], taps, WHOLE, states)  # type: ignore[arg-type]
-        except BaseException:
-            for feed, size in zip(feeds, before, strict=True):
-                feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
-            raise
+        raise CapabilityError("this model cannot run a part of its layers: it is one layer over the target's states")
 
-    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+        """:meth:`run`, call by call."""
+        return [self.run(call) for call in calls]
+
+    def run(self, call: Call) -> Outputs:
         """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
         cut = self._cut(call)
         if cut is not None:
@@ -114,7 +112,7 @@ class FeatureModel(HuggingFaceModel):
 
         return keep
 
-    def _run_module(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def _run_module(self, call: Call) -> Outputs:
         """The same through the network's own forward, for one whose layer is the target's."""
         (b, width), first, keep = call.ids.shape, call.first, self._keep(call)
         output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], keep)
@@ -123,3 +121,41 @@ class FeatureModel(HuggingFaceModel):
             self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
         )
         return call.taken(logits), {"state": output}
+
+
+class FeatureModel(TreeRunner):
+    """Feeds carry ``states``; the tap ``"state"`` is the network's output, the feature of the following place.
+
+    Args:
+        net, parts, target, project: as for :class:`HeadForward`.
+    """
+
+    forwards: HeadForward
+    kind: type[HeadForward] = HeadForward
+
+    def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
+        head = self.kind(net, parts, target, project)
+        super().__init__(head, TreeCache(head.depth, head.context_length + SCRATCH_ROOM))
+        self.parts, self.project = head.parts, head.project
+
+    @property
+    def window(self) -> Window:
+        """What is read of long texts."""
+        return self.forwards.window
+
+    @window.setter
+    def window(self, window: Window) -> None:
+        self.forwards.window = window
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
+        """Append places and score them; every feed brings its ``states`` [n, D].
+
+        Raises:
+            ValueError: a feed without states, or two feeds for one sequence.
+        """
+        if any(feed.states is None or len(feed.states) != len(feed.tokens) for feed in feeds):
+            raise ValueError("every token of a feed needs a hidden state")
+        self._check(feeds, ())  # its only tap is its own
+        states = [feed.states for feed in feeds if feed.states is not None]
+        return self._whole(feeds, taps, inputs=states)

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
 from foretoken.models.cache.masks import unseen
 from foretoken.models.cache.rectangle import TreeCache
-from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.forward.heads.mtp import Keep, NativeModule
 from foretoken.models.forward.parts import TargetParts
-from foretoken.models.huggingface import SCRATCH_ROOM
-from foretoken.models.network.call import Call
+from foretoken.models.network.call import Call, Outputs
 
 
 class StackedModules(nn.Module):
@@ -44,79 +43,29 @@ class StackedModules(nn.Module):
         return found
 
 
-class StackedModel(FeatureModel):
-    """The modules as one model that drafts chains; the tap ``"state"`` holds all their states [n, M D].
+class StackedForward(HeadForward):
+    """The modules in a row.
 
     Attributes:
-        count: M.
+        step: of the draft that a call makes.
     """
 
-    def __init__(
-        self, net: StackedModules, parts: TargetParts, target: LanguageModel, project: Any | None = None
-    ) -> None:
-        super().__init__(net, parts, target, project)
-        self.count = len(net.steps)
-        self.cache = TreeCache(self.count, self.context_length + SCRATCH_ROOM)
-        self._read: dict[int, list[Tensor]] = {}  # per sequence what its places hand to the next ones, [n, (M - 1) D]
-        self._step = 0
+    step = 0
 
-    def release(self, sequence: SequenceState) -> None:
-        """Free a row."""
-        self._read.pop(id(sequence), None)
-        super().release(sequence)
+    def __init__(self, net: StackedModules, *rest: Any) -> None:
+        super().__init__(net, *rest)
+        self.depth = len(net.steps)
 
-    @torch.inference_mode()
-    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
-        """A copy of the keys and values, and as one more layer of the states that the next place begins with."""
-        found = super().snapshot(sequence, length)
-        if found is None:
-            return None
-        states = torch.cat(self._read[id(sequence)])[None, :length]
-        return replace(found, layers=[*found.layers, (states, states[:, :, :0])])
-
-    def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
-        """Commit the first ``length`` places of a snapshot to an empty sequence."""
-        *layers, beside = snapshot.layers
-        super().restore(sequence, replace(snapshot, layers=layers), length)
-        if beside is not None:
-            self._read[id(sequence)] = [beside[0][0, :length]]
-
-    @torch.inference_mode()
-    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
-        """Read committed places, whose ``states`` are the target's [n, D], or go one step on from states [1, M D].
-
-        Raises:
-            ValueError: a feed without states, or two feeds for one sequence.
-        """
-        reads = [feed for feed in feeds if feed.states is not None and feed.states.shape[-1] == self.parts.hidden_size]
-        # The first step of a draft is made where the text is read; what goes on hangs from text that has been read.
-        self._step = 0 if reads else 1 + max(len(feed.sequence.scratch_tokens) for feed in feeds)
-        rows = super().forward([self._beside_read(feed) for feed in feeds] if reads else feeds, taps)
-        if reads:
-            width = (self.count - 1) * self.parts.hidden_size
-            for feed, row in zip(feeds, rows, strict=True):
-                self._read.setdefault(id(feed.sequence), []).append(row.taps["state"][:, :width])
-        return rows
-
-    def _beside_read(self, feed: Feed) -> Feed:
-        """The target's states, and beside them what the modules have made at the place before the feed."""
-        if feed.states is None:
-            return feed  # is refused
-        before = self._read.get(id(feed.sequence))
-        width = (self.count - 1) * self.parts.hidden_size
-        beside = feed.states.new_zeros(width) if before is None else before[-1][-1].to(feed.states)
-        return replace(feed, states=torch.cat([feed.states, beside.expand(len(feed.states), -1)], -1))
-
-    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def run(self, call: Call) -> Outputs:
         """Logits [n, V] per feed and the outputs [b, width, M D]."""
-        (b, width), first, step = call.ids.shape, call.first, self._step
+        (b, width), first, step = call.ids.shape, call.first, self.step
         embeddings = self.parts.embedding(call.ids).float()
         given: Any = call.states
-        inputs = given.unflatten(-1, (self.count, -1))  # [b, width, M, D]
+        inputs = given.unflatten(-1, (self.depth, -1))  # [b, width, M, D]
         outputs: list[Tensor] = []
         cut = self._cut(call)
         for index, module in enumerate(self.model.steps):
-            if index < min(step, self.count - 1):
+            if index < min(step, self.depth - 1):
                 outputs.append(inputs[:, :, index])  # its step is over
                 continue
             features = inputs[:, :, index]
@@ -150,3 +99,68 @@ class StackedModel(FeatureModel):
         void = torch.arange(used, device=self.device) < index
         late = call.positions[:, None, :, None] >= index
         return mask.masked_fill(void & late, unseen(self.dtype))
+
+
+class StackedModel(FeatureModel):
+    """The modules as one model that drafts chains; the tap ``"state"`` holds all their states [n, M D].
+
+    Attributes:
+        count: M.
+    """
+
+    forwards: StackedForward
+    kind = StackedForward
+
+    def __init__(
+        self, net: StackedModules, parts: TargetParts, target: LanguageModel, project: Any | None = None
+    ) -> None:
+        super().__init__(net, parts, target, project)
+        self.count = len(net.steps)
+        self._read: dict[int, list[Tensor]] = {}  # per sequence what its places hand to the next ones, [n, (M - 1) D]
+
+    def release(self, sequence: SequenceState) -> None:
+        """Free a row."""
+        self._read.pop(id(sequence), None)
+        super().release(sequence)
+
+    @torch.inference_mode()
+    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
+        """A copy of the keys and values, and as one more layer of the states that the next place begins with."""
+        found = super().snapshot(sequence, length)
+        if found is None:
+            return None
+        states = torch.cat(self._read[id(sequence)])[None, :length]
+        return replace(found, layers=[*found.layers, (states, states[:, :, :0])])
+
+    def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
+        """Commit the first ``length`` places of a snapshot to an empty sequence."""
+        *layers, beside = snapshot.layers
+        super().restore(sequence, replace(snapshot, layers=layers), length)
+        if beside is not None:
+            self._read[id(sequence)] = [beside[0][0, :length]]
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
+        """Read committed places, whose ``states`` are the target's [n, D], or go one step on from states [1, M D].
+
+        Raises:
+            ValueError: a feed without states, or two feeds for one sequence.
+        """
+        reads = [feed for feed in feeds if feed.states is not None and feed.states.shape[-1] == self.parts.hidden_size]
+        # The first step of a draft is made where the text is read; what goes on hangs from text that has been read.
+        self.forwards.step = 0 if reads else 1 + max(len(feed.sequence.scratch_tokens) for feed in feeds)
+        rows = super().forward([self._beside_read(feed) for feed in feeds] if reads else feeds, taps)
+        if reads:
+            width = (self.count - 1) * self.parts.hidden_size
+            for feed, row in zip(feeds, rows, strict=True):
+                self._read.setdefault(id(feed.sequence), []).append(row.taps["state"][:, :width])
+        return rows
+
+    def _beside_read(self, feed: Feed) -> Feed:
+        """The target's states, and beside them what the modules have made at the place before the feed."""
+        if feed.states is None:
+            return feed  # is refused
+        before = self._read.get(id(feed.sequence))
+        width = (self.count - 1) * self.parts.hidden_size
+        beside = feed.states.new_zeros(width) if before is None else before[-1][-1].to(feed.states)
+        return replace(feed, states=torch.cat([feed.states, beside.expand(len(feed.states), -1)], -1))
