@@ -11,9 +11,11 @@ import pytest
 from tiny_nets import VOCAB, drafts, save_target
 
 import foretoken
+from engine.tiny_tokenizer import tokenizer
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.pard import PardDrafter
 from foretoken.formats import export_drafter, import_drafter
+from foretoken.measure.acceptance import AcceptanceCheck
 
 
 def with_mask(folder: Path, source: Path, **told: Any) -> Path:
@@ -73,3 +75,17 @@ def test_what_is_refused(pard: Path, target: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="its configuration has no pard_token; give mask=ID"):
         foretoken.load(target, drafter=f"pard:{target}")
+
+
+def test_its_acceptance_is_checked(tmp_path: Path) -> None:
+    """A draft model that is the target itself but for its masks: the next token is always right, the rest are not."""
+    size = len(tokenizer())
+    target = save_target(tmp_path / "target", vocab_size=size)
+    tokenizer().save_pretrained(target)
+    pard = with_mask(tmp_path / "pard", target, pard_token=0)
+    report = import_drafter(pard, tmp_path / "out", target, check=AcceptanceCheck(2.0))
+    by_position = report["acceptance"]["by_position"]
+    assert len(by_position) == 8 and by_position[0] > 0.95 and by_position[1] < 0.9
+    with pytest.raises(ValueError, match=r"6 are expected, .*: likely causes are another target"):
+        import_drafter(pard, tmp_path / "again", target, check=AcceptanceCheck(6.0))
+    assert not (tmp_path / "again").exists()

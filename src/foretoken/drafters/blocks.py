@@ -114,6 +114,11 @@ class BlockDrafter(FeatureReader, ParallelDrafter):
         found: DraftHead = self.model.project
         return found
 
+    def describe(self) -> list[dict[str, Any]]:
+        """How many tokens it can guess, and what runs its network."""
+        runs = {"forward": self.model.forward_name, "native_off": self.model.native_off}
+        return [{**told, "vocabulary": self.head.size, **runs} for told in super().describe()]
+
     def cost_beside(self, target_bytes: int) -> float:
         """The network and the vocabulary projection, which run once, as a share of every level."""
         return share_of_bytes((self.model.weight_bytes + self.head.weight_bytes) // self.max_depth, target_bytes)

@@ -66,7 +66,7 @@ class Eagle3Drafter(FeatureDrafter):
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
         """Fused features [n, D]."""
-        return self.net.fuse([hidden[tap].float() for tap in self.net.config.taps])
+        return self.model.fused(torch.cat([hidden[tap] for tap in self.net.config.taps], -1))
 
 
 def _model(net: Eagle3Net, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> FeatureModel:

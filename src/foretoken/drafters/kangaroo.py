@@ -86,6 +86,11 @@ class KangarooDrafter(OwnLayersDrafter):
         built.head = head  # what the adapter's logits are of
         return built
 
+    def describe(self) -> list[dict[str, Any]]:
+        """The layers' weights, how many tokens it can guess, and what runs the adapter."""
+        runs = {"forward": self.adapter.forward_name, "native_off": self.adapter.native_off}
+        return [{**told, **runs} for told in super().describe()]
+
     def cost_beside(self, target_bytes: int) -> float:
         """The share of the layers that runs, with the adapter as one more sublayer."""
         return super().cost_beside(target_bytes) + 0.5 / num_layers_of(self.model)

@@ -208,24 +208,37 @@ def _has_draft(target_source: Any) -> bool:
 
 
 def has_drafter(name: str, target_source: Any) -> bool:
-    """Whether the library ships a trained drafter of this method for a target: it does for the built-in one."""
-    return str(target_source) == BUILTIN and (ZOO / name).is_dir()
+    """Whether the library ships a trained drafter of this method for a target, the built-in one or a named model."""
+    return _shipped(name, target_source) is not None
+
+
+def _shipped(name: str, target_source: Any) -> Path | None:
+    """The folder of a trained drafter that comes with the library for a target."""
+    named = named_model(target_source)
+    within = ZOO if str(target_source) == BUILTIN else None if named is None else ZOO / named.name
+    return None if within is None or not (within / name).is_dir() else within / name
 
 
 def drafter_folder(name: str, path: str | None, target_source: Any) -> Path:
-    """Where a trained drafter of a ``NAME[:FOLDER]`` spec is: the folder, or the built-in target's own.
+    """Where a trained drafter of a ``NAME[:FOLDER]`` spec is: the folder, or the one that comes with the library.
+
+    ``NAME:MODEL`` is the one for a named model, for its files under other names.
 
     Raises:
-        ValueError: no such folder, or no folder given for a target that is not built in.
+        ValueError: no such folder, or no folder given for a target that the library has no such drafter for.
     """
     if path is None:
-        if not has_drafter(name, target_source):
+        shipped = _shipped(name, target_source)
+        if shipped is None:
             raise ValueError(
                 f"drafter {name!r} needs a folder for this target: {name}:FOLDER, made by `foretoken train {name}`"
             )
-        return ZOO / name
+        return shipped
     folder = Path(path).expanduser()
     if not folder.is_dir():
+        shipped = _shipped(name, path)
+        if shipped is not None:
+            return shipped
         theirs = f", or import another project's with `foretoken import MODEL FOLDER --out {path}`"
         raise ValueError(
             f"{folder} is not a folder with a trained drafter: make one with `foretoken train {name}`"

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = [
-    Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers", "integers8", "forward")
+    Path(__file__).with_name(f"{name}.cpp")
+    for name in ("attention", "bfloat16", "integers", "integers8", "forward", "blocks")
 ]
 HEADERS = [
     Path(__file__).with_name(f"{name}.h")
@@ -30,6 +31,8 @@ HEADERS = [
         "linear",
         "attention",
         "stages",
+        "memory",
+        "best",
     )
 ]
 COMPILERS = ("g++", "c++")
@@ -55,7 +58,7 @@ LEVELS = {
 CHECKSUMS = "SHA256SUMS"
 """Beside the libraries of a wheel: a line for each, as ``sha256sum`` writes and reads them."""
 COMPILING_S = 600
-"""A compiler that takes longer for one source is given up: it needs two to ten seconds on a machine that is not busy."""
+"""A compiler that takes longer for one source is given up: it needs two to ten seconds where nothing else runs."""
 
 
 def compiler() -> str | None:

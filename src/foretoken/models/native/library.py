@@ -52,6 +52,10 @@ class Library(NamedTuple):
     origin: str
 
 
+class NotCoveredError(ValueError):
+    """A network that the library does not run; says why."""
+
+
 def why_not() -> str | None:
     """Why this machine has no kernels of our own, ``None`` where it has them.
 

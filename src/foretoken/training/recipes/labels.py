@@ -31,14 +31,14 @@ class Labels:
             return
         if batch.learned is not None:
             wanted = wanted & batch.learned[:, 1:]
-        possible = torch.zeros(batch.parts.vocab_size, device=wanted.device)
-        possible[ids] = 1.0
         self.distributions = torch.zeros(*wanted.shape, len(ids), device=wanted.device)
         self.counted = torch.zeros(wanted.shape, device=wanted.device)
         for texts, columns in zip(*(part.split(CHUNK) for part in wanted.nonzero(as_tuple=True)), strict=True):
             logits = batch.parts.logits(batch.taps["last"][texts, columns])
-            self.counted[texts, columns] = possible[logits.argmax(-1)]
-            self.distributions[texts, columns] = torch.softmax(logits[:, ids].float(), -1)
+            some = logits[:, ids]
+            # The largest logit, not its place: on a CPU argmax of bfloat16 costs more than the projection.
+            self.counted[texts, columns] = (some.amax(-1) == logits.amax(-1)).float()
+            self.distributions[texts, columns] = torch.softmax(some.float(), -1)
 
     def of(self, texts: Tensor, columns: Tensor) -> tuple[Tensor, Tensor | None]:
         """The distributions [m, V_d] after the tokens at the places (texts, columns), both [m], and which of them count

@@ -14,15 +14,18 @@ import torch
 from torch import Tensor
 
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
-from foretoken.models.cache.masks import LayerMask
+from foretoken.models.cache.masks import LayerMask, RowPlan
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import Cut, Window
+from foretoken.models.clock import now
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.lean import HeadRun, LeanHead
+from foretoken.models.forward.heads.native import MOST_ROWS, native_head
 from foretoken.models.forward.lean import SPARED
 from foretoken.models.forward.parts import TargetParts
+from foretoken.models.native.library import NotCoveredError
 from foretoken.models.network.call import Call, Outputs
-from foretoken.models.network.layers import LayerPlan
+from foretoken.models.network.layers import WHOLE, LayerPlan
 from foretoken.models.network.rotary import ChangingRotary
 from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
@@ -42,7 +45,7 @@ class HeadForward:
         depth: how many layers keep keys and values.
     """
 
-    name, context_why = "lean", ""  # the one way to run it
+    context_why = ""
     rotary: ChangingRotary | None = None
     num_layers = depth = 1
     spared: int | None = SPARED
@@ -58,6 +61,7 @@ class HeadForward:
         self.layer_masks: Mapping[str, LayerMask] = {"": getattr(net, "mask", LayerMask())}
         self.window = Window()
         self.head = LeanHead.of(self.model)
+        self.name = "public" if self.head is None else "lean"
 
     @property
     def run_dtype(self) -> torch.dtype:
@@ -128,6 +132,11 @@ class FeatureModel(TreeRunner):
 
     Args:
         net, parts, target, project: as for :class:`HeadForward`.
+
+    Attributes:
+        top: how many of the best tokens of a row are told instead of its logits, by a network that runs in our library
+            (:class:`~foretoken.models.forward.heads.native.HeadRows`); 0: logits are always handed out.
+        native: the network as the library runs it, if it does; ``native_off`` says why not.
     """
 
     forwards: HeadForward
@@ -137,6 +146,13 @@ class FeatureModel(TreeRunner):
         head = self.kind(net, parts, target, project)
         super().__init__(head, TreeCache(head.depth, head.context_length + SCRATCH_ROOM))
         self.parts, self.project = head.parts, head.project
+        self.top, self._is_renewed = 0, False
+        self.native, self.native_off = native_head(self.model, parts, self.project)
+
+    @property
+    def forward_name(self) -> str:  # type: ignore[override]
+        """What runs the network."""
+        return self.forwards.name if self.native is None else self.native.name
 
     @property
     def window(self) -> Window:
@@ -159,3 +175,56 @@ class FeatureModel(TreeRunner):
         self._check(feeds, ())  # its only tap is its own
         states = [feed.states for feed in feeds if feed.states is not None]
         return self._whole(feeds, taps, inputs=states)
+
+    def _score(
+        self,
+        feeds: Sequence[Feed],
+        places: Sequence[RowPlan],
+        taps: Sequence[str],
+        plan: LayerPlan = WHOLE,
+        inputs: Sequence[Sequence[Tensor] | Tensor] = (),
+    ) -> list[Rows]:
+        if inputs and self._runs_native(feeds, places):
+            return self._native_rows(feeds, places)
+        return super()._score(feeds, places, taps, plan, inputs)
+
+    def _runs_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> bool:
+        """Whether our library runs these places, with the weights as they are where a text is read further."""
+        if sum(place.new for place in places) > MOST_ROWS and self.forwards.head is not None:
+            return False
+        if any(feed.parents is None for feed in feeds):
+            if not self._is_renewed:
+                self._renew_native()
+            self._is_renewed = False
+        return self.native is not None and (self.native.guesses or all(feed.wanted == 0 for feed in feeds))
+
+    def _renew_native(self) -> None:
+        """Follow the network's weights."""
+        try:
+            if self.native is not None:
+                self.native.renew()
+        except NotCoveredError as error:
+            self.native, self.native_off = None, str(error)
+
+    @torch.inference_mode()
+    def fused(self, states: Tensor) -> Tensor:
+        """A state [n, D] of hidden states at several depths side by side [n, k D], by the network's ``fc``."""
+        self._renew_native()
+        self._is_renewed = True  # what is fused is read next
+        if self.native is None or self.native.fuse is None or len(states) > MOST_ROWS:
+            found: Tensor = self.model.fc(states.float())
+            return found
+        return self.native.fuse(states.to(torch.bfloat16))
+
+    def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
+        """The same by one call of our library."""
+        for feed, place in zip(feeds, places, strict=True):
+            self.bands.make_room(feed.sequence, place.committed + len(place.parents))
+        began = now(self.device)
+        native: Any = self.native
+        found: list[Rows] = native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
+        self.run_s += now(self.device) - began
+        self.num_layer_runs += 1
+        self.run_rows += sum(place.new for place in places)
+        self.bands.note_size()
+        return found

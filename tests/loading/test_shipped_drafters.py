@@ -1,0 +1,41 @@
+"""Trained drafters that come with the library for named models: found by the model's name and by ``NAME:MODEL``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.named_models import NAME, register, wheel
+
+from foretoken.loading import drafters
+from foretoken.loading.drafters import drafter_folder, has_drafter
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A zoo with ``eagle3`` for the named model and ``medusa`` for the built-in one."""
+    register(monkeypatch, tmp_path / "cache", wheel(tmp_path / "wheels", b"GGUF"), b"GGUF")
+    (tmp_path / "zoo" / NAME / "eagle3").mkdir(parents=True)
+    (tmp_path / "zoo" / "medusa").mkdir()
+    monkeypatch.setattr(drafters, "ZOO", tmp_path / "zoo")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "zoo"
+
+
+def test_each_target_has_its_own(zoo: Path) -> None:
+    assert drafter_folder("eagle3", None, NAME) == zoo / NAME / "eagle3"
+    assert drafter_folder("medusa", None, "builtin") == zoo / "medusa"
+    assert has_drafter("eagle3", NAME) and has_drafter("medusa", "builtin")
+    for name, source in (("medusa", NAME), ("eagle3", "builtin"), ("eagle3", "other/model"), ("eagle3", None)):
+        assert not has_drafter(name, source)
+        with pytest.raises(ValueError, match=f"drafter '{name}' needs a folder for this target"):
+            drafter_folder(name, None, source)
+
+
+def test_a_models_name_stands_for_its_drafter(zoo: Path) -> None:
+    """Its file has any name; a folder that is there comes first."""
+    assert drafter_folder("eagle3", NAME, "some/where.gguf") == zoo / NAME / "eagle3"
+    with pytest.raises(ValueError, match=f"^{NAME} is not a folder with a trained drafter"):
+        drafter_folder("medusa", NAME, "some/where.gguf")
+    Path(NAME).mkdir()
+    assert drafter_folder("eagle3", NAME, "some/where.gguf") == Path(NAME)
