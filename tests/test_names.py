@@ -50,6 +50,6 @@ def test_it_travels_between_processes() -> None:
 
 
 def test_the_library_lists_every_method_that_is_valid() -> None:
-    with pytest.raises(ValueError, match="unknown drafter 'egle3': did you mean eagle3 or eagle") as error:
+    with pytest.raises(ValueError, match="unknown drafter 'egle3': did you mean eagle3, eagle or peagle") as error:
         find("drafter", "egle3")
     assert all(row.name in str(error.value) for row in rows("drafter"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -153,20 +154,32 @@ def test_a_window_leaves_out_what_the_twin_leaves_out() -> None:
     assert distance(outputs(model), bounded) > 2 * NEAR
 
 
-def test_a_long_piece_of_text_is_read_by_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What that stores in float32 is taken over."""
-    read, model = [], head_of(network("eagle"))
-    states = torch.randn(31, 48, generator=torch.Generator().manual_seed(1))
-    for most in (0, 64):
-        monkeypatch.setattr("foretoken.models.forward.heads.features.MOST_ROWS", most)
-        text = model.open()
-        (first,) = model.forward([Feed(text, prompt_of(30), wanted=0, states=states[:30])])
-        assert isinstance(first, HeadRows) == bool(most)
-        model.commit(text, range(30))
-        monkeypatch.setattr("foretoken.models.forward.heads.features.MOST_ROWS", 64)
-        read += model.forward([Feed(text, [4], states=states[30:])])
-        model.release(text)
-    assert 0 < distance(read[:1], read[1:]) < NEAR
+@pytest.mark.parametrize("pieces", [[100], [1] * 100, [64, 36], [33, 3, 64]])
+def test_what_is_guessed_does_not_depend_on_the_pieces_in_which_a_text_was_read(pieces: list[int]) -> None:
+    model = head_of(network("eagle"))
+    states = torch.randn(101, 48, generator=torch.Generator().manual_seed(1))
+    text, read = model.open(), 0
+    for size in pieces:
+        (row,) = model.forward(
+            [Feed(text, prompt_of(100)[read : read + size], wanted=0, states=states[read : read + size])]
+        )
+        model.commit(text, range(size))
+        read += size
+        assert isinstance(row, HeadRows)
+    (last,) = model.forward([Feed(text, [4], states=states[100:])])
+    assert torch.equal(last.logits, _read_at_once().logits)
+
+
+@cache
+def _read_at_once() -> HeadRows:
+    model = head_of(network("eagle"))
+    states = torch.randn(101, 48, generator=torch.Generator().manual_seed(1))
+    text = model.open()
+    model.forward([Feed(text, prompt_of(100), wanted=0, states=states[:100])])
+    model.commit(text, range(100))
+    (last,) = model.forward([Feed(text, [4], states=states[100:])])
+    assert isinstance(last, HeadRows)
+    return last
 
 
 # -- weights that change -----------------------------------------------------------------------------------------------

@@ -103,14 +103,16 @@ class Eagle3Recipe(FeatureRecipe):
         """Make the most frequent tokens of the training text the draft vocabulary (ties: the lower id)."""
         self.net.choose(torch.from_numpy(most_frequent(tokens, self.config.vocab_size, self.config.guessed)))
         self._start_head(self.net)
-        self.scales = self._scales(tokens[:SIZED]) if self.config.scaled else None
+        self.scales = self._scales(tokens[:SIZED])
 
-    def _scales(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
+    def _scales(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> Tensor | None:
         """[taps] that make hidden states of a text [n] of size 1 (the median, since some tokens have huge ones).
 
         The residual stream carries the fused state as it is.  Where that is large, 23 in SmolLM2, attention and MLP
         hardly count beside it and learn slowly; no draft depends on its size, because norms read it.
         """
+        if not self.config.scaled:
+            return None
         text = torch.from_numpy(tokens.astype(np.int64)).to(self.parts.device)[None]
         states = self.parts.features(text, self.config.taps)
         sizes = [states[tap].float().square().mean(-1).sqrt().median() for tap in self.config.taps]

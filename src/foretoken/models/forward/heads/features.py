@@ -20,7 +20,7 @@ from foretoken.models.cache.window import Cut, Window
 from foretoken.models.clock import now
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.lean import HeadRun, LeanHead
-from foretoken.models.forward.heads.native import MOST_ROWS, native_head
+from foretoken.models.forward.heads.native import native_head
 from foretoken.models.forward.lean import SPARED
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.native.library import NotCoveredError
@@ -184,14 +184,15 @@ class FeatureModel(TreeRunner):
         plan: LayerPlan = WHOLE,
         inputs: Sequence[Sequence[Tensor] | Tensor] = (),
     ) -> list[Rows]:
-        if inputs and self._runs_native(feeds, places):
+        if inputs and self._runs_native(feeds):
             return self._native_rows(feeds, places)
         return super()._score(feeds, places, taps, plan, inputs)
 
-    def _runs_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> bool:
-        """Whether our library runs these places, with the weights as they are where a text is read further."""
-        if sum(place.new for place in places) > MOST_ROWS and self.forwards.head is not None:
-            return False
+    def _runs_native(self, feeds: Sequence[Feed]) -> bool:
+        """Whether our library runs these places, with the weights as they are where a text is read further.
+
+        It runs them however many there are: drafts must not depend on the pieces in which a text was read.
+        """
         if any(feed.parents is None for feed in feeds):
             if not self._is_renewed:
                 self._renew_native()
@@ -211,7 +212,7 @@ class FeatureModel(TreeRunner):
         """A state [n, D] of hidden states at several depths side by side [n, k D], by the network's ``fc``."""
         self._renew_native()
         self._is_renewed = True  # what is fused is read next
-        if self.native is None or self.native.fuse is None or len(states) > MOST_ROWS:
+        if self.native is None or self.native.fuse is None:
             found: Tensor = self.model.fc(states.float())
             return found
         return self.native.fuse(states.to(torch.bfloat16))

@@ -34,8 +34,6 @@ from foretoken.models.native import forward as native
 from foretoken.models.native.library import NotCoveredError
 from foretoken.models.network.watch import Watch, has_hooks
 
-MOST_ROWS = 64
-"""Rows from which on the twin is faster where products are not made in tiles."""
 TABLE = 8192
 """Positions whose cosines and sines are kept once they were asked for."""
 UNSEEN = 0x3F80
