@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 STAMP  := $(VENV)/.installed
-CODE   := src tests benchmarks examples docs/*.py
+CODE   := src tests benchmarks examples docs/*.py .ci/*.py setup.py
 # A CPU build of torch is enough and small; set TORCH to another requirement (or to a local file) for a GPU.
 TORCH  ?= torch==2.13.0
 # llama.cpp compiled with AMX ends the process with an illegal instruction (its pull request 26954).
@@ -14,7 +14,7 @@ NO_AMX := $(shell grep -qs amx_tile /proc/cpuinfo && echo -mno-amx-tile -mno-amx
 # Which of how many parts of the slow tests `make test-slow` runs: PART=1/2 and PART=2/2 have run each of them once.
 PART   ?= 1/1
 
-.PHONY: help setup demo test test-slow test-all gguf check format docs reference readme plots first-hour wheels hooks clean
+.PHONY: help setup demo test test-slow test-all gguf check format docs reference readme plots first-hour wheels release docs-version hooks clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -77,6 +77,14 @@ readme: $(STAMP) ## make the README's picture and tables again
 
 wheels: ## build the wheel, install it under Python 3.11, 3.12 and 3.13, and use it there
 	TORCH="$(TORCH)" .ci/wheels
+
+release: ## build sdist, wheels, list of contents and checksums into dist/, and use them in clean environments (TRIAL=1: not ready yet)
+	TORCH="$(TORCH)" $(PYTHON) .ci/release.py $(if $(TRIAL),--trial)
+
+docs-version: $(STAMP) ## put the site of this version on the branch gh-pages, as VERSION and as latest (nothing is pushed)
+	$(BIN)/pip install --quiet "mike>=2.1,<3"
+	DOCS_VERSIONS=mike NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $$($(BIN)/python -c "import foretoken; print(foretoken.__version__.rpartition('.')[0])") latest
+	$(BIN)/mike set-default latest
 
 hooks: $(STAMP) ## install the pre-commit hooks
 	$(BIN)/pip install --quiet pre-commit

@@ -1,6 +1,6 @@
 """``foretoken serve`` beside ``transformers serve`` and llama.cpp's server: same model, same machine, same load.
 
-    python benchmarks/serve_side_by_side.py --llama llama-server [--size 300m | --target FOLDER --gguf FILE]
+    python benchmarks/serve_side_by_side.py --llama llama-server [--size 300m | --target FOLDER --gguf FILE --file]
         [--concurrency 1,8] [--requests 16] [--drafters auto=auto "draft=model:{draft},k=4"] [--out run.jsonl]
 
 The built-in target (``--size`` inflates it: its outputs at the cost of a bigger model) is written once as a
@@ -8,6 +8,8 @@ Transformers folder and as a GGUF file in the same dtype.  All servers run at on
 them in turns, so that each is alone while it is asked; prompt caches are off or salted.  Answers are greedy;
 Transformers and llama.cpp have no drafts here.  ``transformers serve`` runs as it is by default;
 ``--continuous-batching`` adds it as it is meant for several clients, which on a CPU needs tens of seconds to begin.
+``--file`` adds arms of ours on llama.cpp's own file, and ``--llama-python`` its Python server, which takes requests one
+after the other, where there is no ``llama-server``.
 """
 
 from __future__ import annotations
@@ -49,28 +51,26 @@ def written(folder: Path, size: str, dtype: str) -> tuple[Path, Path]:
 def commands(options: argparse.Namespace, checkpoint: Path, gguf: Path) -> dict[str, list[str]]:
     """Arms: how each server is started, but for its port."""
     most = max(int(value) for value in options.concurrency.split(","))
-    ours = [
-        sys.executable,
-        "-m",
-        "foretoken",
-        "serve",
-        str(checkpoint),
-        "--max-running",
-        str(most),
-        "--no-prefix-cache",
-    ]
+    ours = [sys.executable, "-m", "foretoken", "serve", "--max-running", str(most), "--no-prefix-cache"]
+    served = {"": checkpoint, **({"file_": gguf} if options.file else {})}
     theirs = [str(Path(sys.executable).parent / "transformers"), "serve", str(checkpoint)]
     theirs += ["--host", "127.0.0.1", "--dtype", "auto", "--device", "cpu"]
-    found = {"plain": [*ours, "--drafter", "none"]}
-    for given in options.drafters:
-        name, _, spec = given.partition("=")
-        found[name] = [*ours, "--drafter", spec.format(draft=ZOO / "draft")]
+    found = {}
+    for kind, model in served.items():
+        found[f"{kind}plain"] = [*ours, str(model), "--drafter", "none"]
+        for given in options.drafters:
+            name, _, spec = given.partition("=")
+            found[kind + name] = [*ours, str(model), "--drafter", spec.format(draft=ZOO / "draft")]
     found["transformers"] = theirs
     if options.continuous_batching:
         found["transformers_batching"] = [*theirs, "--continuous-batching"]
     if options.llama is not None:
         llama = [str(options.llama), "-m", str(gguf), "-t", str(options.threads), "-np", str(most)]
         found["llama.cpp"] = [*llama, "-c", str(1024 * most), "--host", "127.0.0.1", "--no-cache-prompt", "--no-webui"]
+    if options.llama_python is not None:
+        llama = [str(options.llama_python), "-m", "llama_cpp.server", "--model", str(gguf), "--n_ctx", "2048"]
+        threads = ["--n_threads", str(options.threads), "--n_threads_batch", str(options.threads)]
+        found["llama.cpp_python"] = [*llama, *threads, "--host", "127.0.0.1", "--interrupt_requests", "false"]
     return {name: command for name, command in found.items() if name not in options.without}
 
 
@@ -103,12 +103,15 @@ def running(name: str, command: list[str]) -> Iterator[str]:
 
 
 def _is_ready(url: str) -> bool:
-    """Ours has ``/ready``, the others only ``/health``."""
+    """Ours has ``/ready``, most others only ``/health``, and llama.cpp's Python server neither."""
     try:
-        answer = httpx.get(f"{url}/ready", timeout=5)
-        return (httpx.get(f"{url}/health", timeout=5) if answer.status_code == 404 else answer).status_code == 200
+        for path in ("ready", "health", "v1/models"):
+            answer = httpx.get(f"{url}/{path}", timeout=5)
+            if answer.status_code != 404:
+                return answer.status_code == 200
     except httpx.HTTPError:
-        return False
+        pass
+    return False
 
 
 def main() -> None:
@@ -121,6 +124,8 @@ def main() -> None:
         "--drafters", nargs="*", default=["auto=auto"], help="NAME=SPEC; {draft} is the built-in draft model"
     )
     parser.add_argument("--llama", type=Path, help="llama-server")
+    parser.add_argument("--llama-python", type=Path, help="a Python that has llama_cpp.server")
+    parser.add_argument("--file", action="store_true", help="ours on the GGUF file as well")
     parser.add_argument("--without", nargs="*", default=[], help="arms to leave out")
     parser.add_argument("--continuous-batching", action="store_true", help="one more arm: transformers with it")
     parser.add_argument("--threads", type=int, default=2, help="of llama-server")

@@ -50,14 +50,19 @@ BAD: list[dict[str, Any]] = [
     {"model": "another"},
     {"speculative": {"method": "telepathy"}},
 ]
+ENDED = "request_success_total"
+CANCELLED_TOKENS = 200
+"""That a request asks for which will be cancelled."""
 KEY = "soak-key-0123456789"
 
 
 class Soak:
     """What the clients have seen."""
 
-    def __init__(self, url: str, seed: int, drafts: str) -> None:
-        self.url, self.seed, self.drafts = url, seed, drafts
+    def __init__(self, url: str, seed: int) -> None:
+        self.url, self.seed = url, seed
+        told = httpx.get(f"{url}/v1/spec", headers={"Authorization": f"Bearer {KEY}"}, timeout=30).json()
+        self.methods = [None, None, "none", *told["members"]]  # what auto chooses from is measured at load
         self.lock = threading.Lock()
         self.counts: Counter[str] = Counter()
         self.tokens = 0
@@ -112,7 +117,7 @@ class Soak:
             body["frequency_penalty"] = 0.5
         if draw.random() < 0.2:
             body["stop"] = ["\n\n", "return"]
-        method = draw.choice([None, None, "none", "ngram", self.drafts])
+        method = draw.choice(self.methods)
         if method is not None or draw.random() < 0.2:
             body["speculative"] = {"method": method, "explain": draw.random() < 0.3} if method else {"explain": True}
         if draw.random() < 0.1:
@@ -164,7 +169,7 @@ class Soak:
 
     def cancel(self, client: httpx.Client, draw: random.Random) -> None:
         """Read a few events of a stream, and go away."""
-        body = {"model": "builtin", "prompt": draw.choice(PROMPTS), "max_tokens": 200, "ignore_eos": True}
+        body = {"model": "builtin", "prompt": draw.choice(PROMPTS), "max_tokens": CANCELLED_TOKENS, "ignore_eos": True}
         left = draw.randint(0, 5)
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
             for _ in answer.iter_lines():
@@ -250,7 +255,7 @@ def main() -> None:
     parser.add_argument("--log", default="", help="file for the server's log")
     args = parser.parse_args()
     process, url = started(args)
-    soak = Soak(url, args.seed, "model" if args.target == "builtin" else "quantized")
+    soak = Soak(url, args.seed)
     try:
         soak.end = time.monotonic() + 60 * args.minutes
         threads = [threading.Thread(target=soak.work, args=(index,)) for index in range(args.clients)]
@@ -281,18 +286,23 @@ def judged(soak: Soak, samples: list[dict[str, float]], health: list[float], tex
         if samples[-1][name] > first[name] + (8 if name == "files" else 0):  # connections that are being closed
             wrong.append(f"{name} grew from {first[name]:.0f} to {samples[-1][name]:.0f}")
     told = {
-        "requests": counter(text, "request_success_total"),
+        "requests": sum(counter(text, ENDED, finished_reason=reason) for reason in ("stop", "length")),
+        "aborted": counter(text, ENDED, finished_reason="abort"),
         "tokens": counter(text, "generation_tokens_total"),
         "failures": counter(text, "request_failure_total"),
         "running": counter(text, "num_requests_running"),
         "waiting": counter(text, "num_requests_waiting"),
     }
-    seen = {"requests": soak.counts["ok"], "tokens": soak.tokens, "failures": 0, "running": 0, "waiting": 0}
+    cancelled = soak.counts["cancelled"]
+    seen = {"requests": soak.counts["ok"], "aborted": cancelled, "failures": 0, "running": 0, "waiting": 0}
     wrong += [
         f"{name}: the server counts {told[name]:.0f}, its clients {seen[name]}"
         for name in seen
         if told[name] != seen[name]
     ]
+    # Who cancels does not know what it was given: some tokens, and fewer than it has asked for.
+    if not soak.tokens + cancelled <= told["tokens"] < soak.tokens + CANCELLED_TOKENS * max(1, cancelled):
+        wrong.append(f"tokens: the server counts {told['tokens']:.0f}, its clients {soak.tokens} besides {cancelled}")
     if code:
         wrong.append(f"the server ended with {code}")
     health.sort()

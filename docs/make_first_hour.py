@@ -1,20 +1,24 @@
 """Walks ``docs/first_hour.md`` in an empty folder and writes what its commands printed and took into the page.
 
-    python docs/make_first_hour.py [--repository URL] [--keep FOLDER] [--beside "nothing else ran"]
+    python docs/make_first_hour.py [--repository URL] [--keep FOLDER] [--beside "nothing else ran"] [--most 1200]
 
 Commands are the lines after ``$ `` in ``console`` blocks, run by one shell from the first to the last; a block with a
 title is a file that is written first.  The walk begins before anything is installed, so only the standard library is
-needed.
+needed.  Home and cache are in the folder too: what an earlier walk has fetched or measured is not used.  The page is
+written when every command went well; whatever a command left running is ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,35 +47,47 @@ class Shell:
 
     folder: Path
     places: Sequence[tuple[str, str]]
+    most_s: float = 1200.0
     bash: subprocess.Popen[str] = field(init=False)
 
     def __post_init__(self) -> None:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
         env |= {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "MAKEFLAGS": "--no-print-directory"}
+        env |= {"XDG_CACHE_HOME": str(self.folder / ".cache")}
         self.bash = subprocess.Popen(
             ["bash", "-m"], cwd=self.folder, env=env, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, errors="replace",
+            stderr=subprocess.STDOUT, errors="replace", start_new_session=True,
         )  # fmt: skip
 
     def run(self, command: str) -> tuple[list[str], float]:
         """What a command printed, and its seconds.
 
         Raises:
-            Failed: it did.
+            Failed: it did, or it took longer than a command may.
         """
         assert self.bash.stdin is not None and self.bash.stdout is not None
         start, lines, end = time.monotonic(), [], "--- end of the command:"
         # The group keeps what the command changes in the shell, and keeps it from reading the shell's own input.
         self.bash.stdin.write(f"{{ {command}\n}} </dev/null\ncode=$?; echo; echo '{end}' $code\n")
         self.bash.stdin.flush()
+        timer, line = threading.Timer(self.most_s, self.close), ""
+        timer.start()
         for line in self.bash.stdout:
             if line.startswith(end):
                 break
             lines.append(line.rstrip())
-        code = line.removeprefix(end).strip()
+        timer.cancel()
+        code = line.removeprefix(end).strip() if line.startswith(end) else f"no end within {self.most_s:.0f} s"
         if code != "0":
             raise Failed(f"$ {command}\n" + "\n".join(lines[-20:]) + f"\nended with {code or 'the shell'}")
         return [self.plain(line) for line in lines if not NOISE.match(line)], time.monotonic() - start
+
+    def close(self) -> None:
+        """End the shell and all that it has started: background jobs have process groups of their own."""
+        found = subprocess.run(["ps", "-o", "pid=", "-s", str(self.bash.pid)], capture_output=True, text=True)
+        for pid in map(int, found.stdout.split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def plain(self, line: str) -> str:
         """A line without this machine's folders."""
@@ -87,13 +103,13 @@ def cut(lines: Sequence[str]) -> list[str]:
     return [*lines[:FIRST], f"[{len(lines) - FIRST - LAST} lines]", *lines[-LAST:]]
 
 
-def walked(page: str, folder: Path, repository: str) -> str:
+def walked(page: str, folder: Path, repository: str, most_s: float = 1200.0) -> str:
     """The page with outputs and times.
 
     Raises:
         Failed: a command did; the message has its last lines.
     """
-    shell = Shell(folder, [(repository, CLONE), (str(folder), "~")])
+    shell = Shell(folder, [(repository, CLONE), (str(folder), "~")], most_s)
     parts, rows, done = [], [], 0
     heading = ""
     try:
@@ -110,7 +126,7 @@ def walked(page: str, folder: Path, repository: str) -> str:
             parts[-1] = parts[-1][: block.start() - block.end()] + f"```console\n{body}```\n"
             rows.append((heading, took))
     finally:
-        shell.bash.terminate()
+        shell.close()
     return TIMES.sub(lambda found: f"{found[1]}{_times(rows)}{found[2]}", "".join([*parts, page[done:]]))
 
 
@@ -146,13 +162,14 @@ def main() -> int:
     parser.add_argument("--repository", default=str(ROOT), help="what is cloned (its last commit)")
     parser.add_argument("--keep", type=Path, help="walk in this folder and leave it there")
     parser.add_argument("--beside", default="nothing else ran", help="what ran on the machine at the same time")
+    parser.add_argument("--most", type=float, default=1200.0, help="seconds that one command may take")
     arguments = parser.parse_args()
     if arguments.keep:
         arguments.keep.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as made:
         folder = arguments.keep or Path(made)
         try:
-            page = walked(PAGE.read_text(encoding="utf-8"), folder.resolve(), arguments.repository)
+            page = walked(PAGE.read_text(encoding="utf-8"), folder.resolve(), arguments.repository, arguments.most)
         except Failed as failure:
             print(failure, file=sys.stderr)
             return 1

@@ -1,13 +1,14 @@
 """Makes the README's generated parts: pictures, the demo's output, the tables.
 
     python docs/make_readme.py                                  # pictures and demo; figures as they were kept
+    python docs/make_readme.py --only chinese                   # the Chinese page alone, with what the README has
     python docs/make_readme.py --only real drafters             # some parts
     python docs/make_readme.py --real a.json b.json             # figures of new runs of benchmarks/real_models.py
 
 The picture and the demo show ``smollm2`` where it has been fetched (``foretoken models``), else the built-in model.
 A part stands between ``<!-- begin: NAME -->`` and ``<!-- end: NAME -->``; the README decides which it has.  The figures
 of runs are kept in ``docs/figures/real_models.json``, so that the table can be written again without the runs.  The
-recording of a terminal is the site's.
+recording of a terminal is the site's.  The Chinese page has the README's picture, demo and figures: never others.
 """
 
 from __future__ import annotations
@@ -28,10 +29,22 @@ from foretoken.io.named_models import MODELS
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures"
 REAL = FIGURES / "real_models.json"
+README, CHINESE = ROOT / "README.md", ROOT / "docs" / "zh" / "README.md"
 BUILTIN = ("show", "def read_lines(path):", "--drafter", "model,tree=3x2x1", "--verifier", "without_replacement",
            "--temperature", "1", "--seed", "3", "--max-new-tokens", "40")  # fmt: skip
 SHOWN = ("show", NAME, PROMPT, "--drafter", "suffix", "--max-new-tokens", "48", "--round", "2")
 REAL_KEYS = ("machine", "environment", "model", "prompts", "new_tokens", "speed")
+WORDS = {
+    "head": "tokens/s", "greedy": "greedy", "heat": "T={:g}", "plain": "plain", "lookup": "prompt lookup",
+    "and": " and ", "comma": ", ", "prompts": "{} conversations of {} tokens",
+    "said": "{}, 2 threads; {}, arms in turns, prompt included, medians; same files.",
+}  # fmt: skip
+"""Of the table of real models."""
+CHINESE_WORDS = {
+    "head": "每秒 token 数", "greedy": "贪心", "heat": "T={:g}", "plain": "普通解码", "lookup": "prompt lookup",
+    "and": "、", "comma": "，", "prompts": "{} 段对话、每段 {} 个 token",
+    "said": "{}，2 个线程；{}；各方轮流运行，含提示，取中位数；同一批文件。",
+}  # fmt: skip
 COLUMNS = 104
 """Width of the recorded terminal, in letters."""
 ALT = "tokens appear round by round, green where a draft was accepted; then the trees of the first rounds"
@@ -102,26 +115,23 @@ def commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def real_table(runs: Sequence[Mapping[str, Any]]) -> str:
+def real_table(runs: Sequence[Mapping[str, Any]], words: Mapping[str, str] = WORDS) -> str:
     """A row per way of decoding, a column per model and temperature, and a line of conditions."""
     columns = [(run, heat) for run in runs for heat in run["speed"]]
     ways = dict.fromkeys(way for run, heat in columns for way in run["speed"][heat])
-    heads = [f"{run['title']}, {'greedy' if float(heat) == 0 else f'T={float(heat):g}'}" for run, heat in columns]
-    lines = [f"| tokens/s | {' | '.join(heads)} |", f"|---|{'---|' * len(columns)}"]
+    heats = [words["greedy"] if float(heat) == 0 else words["heat"].format(float(heat)) for _, heat in columns]
+    heads = [f"{run['title']}{words['comma']}{heat}" for (run, _), heat in zip(columns, heats, strict=True)]
+    lines = [f"| {words['head']} | {' | '.join(heads)} |", f"|---|{'---|' * len(columns)}"]
     for way in sorted(ways, key=lambda name: (_engine(name) == "foretoken", _engine(name))):
         rates = [run["speed"][heat].get(way) for run, heat in columns]
         best = [rate is not None and rate == max(run["speed"][heat].values())
                 for rate, (run, heat) in zip(rates, columns, strict=True)]  # fmt: skip
         cells = ["" if rate is None else f"{'**' if top else ''}{rate:.0f}{'**' if top else ''}"
                  for rate, top in zip(rates, best, strict=True)]  # fmt: skip
-        lines.append(f"| {_engine(way)} {_named(way)} | {' | '.join(cells)} |")
+        lines.append(f"| {_engine(way)} {_named(way, words)} | {' | '.join(cells)} |")
     machines = "; ".join(dict.fromkeys(str(run["machine"]) for run in runs))
-    prompts = " and ".join(
-        dict.fromkeys(f"{run['prompts']} conversations of {run['new_tokens']} tokens" for run in runs)
-    )
-    return "\n".join(
-        [*lines, "", f"{machines}, 2 threads; {prompts}, arms in turns, prompt included, medians; same files."]
-    )
+    prompts = dict.fromkeys(words["prompts"].format(run["prompts"], run["new_tokens"]) for run in runs)
+    return "\n".join([*lines, "", words["said"].format(machines, words["and"].join(prompts))])
 
 
 def _engine(way: str) -> str:
@@ -129,9 +139,10 @@ def _engine(way: str) -> str:
     return {"transformers": "Transformers", "llama.cpp": "llama.cpp"}.get(first, "foretoken")
 
 
-def _named(way: str) -> str:
-    words = way.removeprefix("transformers ").removeprefix("llama.cpp ")
-    return words if words != way or way == "plain" else f"`{way}`"
+def _named(way: str, words: Mapping[str, str]) -> str:
+    theirs = way.removeprefix("transformers ").removeprefix("llama.cpp ")
+    said = {"plain": words["plain"], "prompt lookup": words["lookup"]}.get(theirs, theirs)
+    return said if theirs != way or way == "plain" else f"`{way}`"
 
 
 # -- the README ------------------------------------------------------------------------------------------------------
@@ -172,18 +183,43 @@ def filled(text: str, names: Sequence[str], parts: Mapping[str, Callable[[], str
     return text
 
 
+def part_of(text: str, name: str) -> str:
+    """What stands in a part of a page.
+
+    Raises:
+        ValueError: the page has no such part.
+    """
+    found = re.search(rf"<!-- begin: {name} -->\n(.*?)\n?<!-- end: {name} -->", text, re.S)
+    if found is None:
+        raise ValueError(f"there is no part {name!r}")
+    return found[1]
+
+
+def chinese(page: str, readme: str) -> str:
+    """The Chinese page with the README's picture, demo and figures."""
+    runs = json.loads(REAL.read_text(encoding="utf-8"))
+    parts = {
+        "picture": lambda: "![一轮真实的投机解码：猜了什么，接受了什么，为什么](../figures/readme.svg)",
+        "demo": lambda: part_of(readme, "demo"),
+        "real": lambda: real_table(runs, CHINESE_WORDS),
+    }
+    return filled(page, (), parts)
+
+
 def main() -> None:
-    """Write the README's parts."""
+    """Write the README's parts, and after them the Chinese page's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", nargs="+", type=Path, help="reports of benchmarks/real_models.py, one a model")
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=[], help="make these parts only")
+    names = [*PARTS, "chinese"]
+    parser.add_argument("--only", nargs="+", choices=names, default=[], help="make these parts only")
     arguments = parser.parse_args()
     if arguments.real:
         reports = [json.loads(file.read_text(encoding="utf-8")) for file in arguments.real]
         kept = [{"title": r["source"], **{key: r[key] for key in REAL_KEYS}, "commit": commit()} for r in reports]
         REAL.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    readme = ROOT / "README.md"
-    readme.write_text(filled(readme.read_text(encoding="utf-8"), arguments.only, PARTS), encoding="utf-8")
+    readme = filled(README.read_text(encoding="utf-8"), arguments.only, PARTS)
+    README.write_text(readme, encoding="utf-8")
+    CHINESE.write_text(chinese(CHINESE.read_text(encoding="utf-8"), readme), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,12 +87,12 @@ INSIDE_MODELS: dict[str, set[str]] = {
     "cache": {"base"},
     "network": {"base", "cache"},
     "native": {"linear"},
-    "linear": {"base", "native", "network"},
-    "checks": {"base", "cache", "linear", "network"},
+    "linear": {"base", "machine", "native", "network"},
+    "checks": {"base", "cache", "linear", "machine", "network"},
     "gguf": {"checks", "linear", "native"},
-    "forward": {"base", "cache", "checks", "clock", "huggingface", "linear", "native", "network"},
-    "variants": {"base", "cache", "forward", "huggingface", "linear", "network"},
-    "other": {"base", "gguf", "huggingface"},
+    "forward": {"base", "cache", "checks", "clock", "huggingface", "linear", "native", "network", "refusals", "runner"},
+    "variants": {"base", "cache", "forward", "huggingface", "linear", "machine", "network", "runner"},
+    "other": {"base", "gguf", "huggingface", "runner"},
 }
 """Folder of ``models/`` -> what of ``models/`` it may import besides itself."""
 
@@ -220,10 +221,19 @@ def test_no_files_of_models_import_each_other_in_a_circle() -> None:
 
 def test_a_circle_is_seen() -> None:
     imports = models_imports()
-    base, linear = ROOT / "models/base.py", ROOT / "models/linear/packing.py"
-    (found,) = imports_of(linear, "def f():\n    from foretoken.models.base import Rows")
-    imports[linear] |= set(files_of(found, set(imports)))
-    assert {base, linear} <= set(cycle_of(imports))
+    runner, layers = ROOT / "models/runner.py", ROOT / "models/network/layers.py"
+    (found,) = imports_of(layers, "def f():\n    from foretoken.models.runner import TreeRunner")
+    imports[layers] |= set(files_of(found, set(imports)))
+    assert {runner, layers} <= set(cycle_of(imports))
+
+
+def test_the_protocol_of_models_imports_nothing_heavy() -> None:
+    """Whoever only names its types waits for no other library."""
+    modules = {found.module for found in imports_of(ROOT / "models/base.py")}
+    others = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
+    assert others == {"foretoken.models.refusals"}
+    ours = {found.module.split(".")[0] for found in imports_of(ROOT / "models/refusals.py")}
+    assert ours <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,7 @@ FILES = sorted(
 )
 MOST_FILE, MOST_BODY = 400, 60
 
-LARGER_FILES = {
-    "src/foretoken/models/huggingface.py": 568,
-}
+LARGER_FILES = {}
 LARGER_FUNCTIONS: dict[str, int] = {}
 
 

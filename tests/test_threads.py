@@ -36,7 +36,7 @@ def at_once(work: Callable[[int], Any]) -> list[Any]:
 @pytest.fixture
 def public(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models run on their own forward, as those of families without a lean one do."""
-    monkeypatch.setattr("foretoken.models.huggingface.build_lean", lambda *_: None)
+    monkeypatch.setattr("foretoken.models.forward.network.build_lean", lambda *_: None)
 
 
 def plain_texts(model: Any) -> list[list[int]]:

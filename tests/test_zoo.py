@@ -18,7 +18,7 @@ PROSE = "It was a cold evening in November, and the old house "
 
 def test_zoo_is_small_and_holds_no_pickles() -> None:
     files = [p for p in ZOO.rglob("*") if p.is_file()]
-    assert sum(p.stat().st_size for p in files) < 80_000_000
+    assert sum(p.stat().st_size for p in files) < 81_000_000
     assert not [p for p in files if p.suffix in (".bin", ".pt", ".pth", ".pkl")]
     for name in ("target", "draft", "hybrid"):
         check_folder(ZOO / name)

@@ -15,6 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 import foretoken as ft
 from foretoken.bench.inflate import inflate, inflation, load_inflated, target_name
 from foretoken.models.base import Feed
+from foretoken.models.cache import bands
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import PackedLinear, weight_bytes
@@ -231,6 +232,23 @@ def test_extra_embeddings_are_widened() -> None:
     assert (logits[0] - logits[1]).abs().max() < 1e-9
     with pytest.raises(ValueError, match="16"):
         big.extra_embeddings(torch.zeros(1, 192))
+
+
+def test_texts_in_caches_of_their_own_are_counted_as_the_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lean forward runs several rectangles at once: all of them hand out the small model's layers."""
+    monkeypatch.setattr(bands, "SHORT", 0)
+    _, big = pair()
+    assert big.is_lean
+    texts = [big.open() for _ in range(2)]
+    assert texts[0].cache is not texts[1].cache
+    for text in texts:
+        big.prefill(text, TEXT)
+    _, wanted = scored(big, ("layer:1", "last"))
+    for rows in big.forward([Feed(text, *TREE) for text in texts], ("layer:1", "last")):
+        assert {name: (states - wanted[name]).abs().max() < 1e-9 for name, states in rows.taps.items()} == {
+            "layer:1": True,
+            "last": True,
+        }
 
 
 def test_drafters_see_the_small_model() -> None:

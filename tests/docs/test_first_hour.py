@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import time
 from pathlib import Path
 
 import make_first_hour
@@ -63,6 +65,29 @@ def _emptied(folder: Path) -> Path:
 def test_a_command_that_fails_ends_the_walk(tmp_path: Path, command: str) -> None:
     with pytest.raises(make_first_hour.Failed, match=re.escape(f"$ {command}")):
         make_first_hour.walked(f"```console\n$ {command}\n```\n", tmp_path, "/the/place")
+
+
+def test_a_command_that_hangs_ends_the_walk_and_all_that_it_started(tmp_path: Path) -> None:
+    page = "```console\n$ sleep 71 & echo $! > one; sleep 72\n```\n"
+    with pytest.raises(make_first_hour.Failed, match="no end within 1 s"):
+        make_first_hour.walked(page, tmp_path, "/the/place", most_s=1.0)
+    assert not _runs(int((tmp_path / "one").read_text()))
+
+
+def test_background_jobs_end_with_the_walk_and_the_cache_is_in_the_folder(tmp_path: Path) -> None:
+    page = "```console\n$ sleep 73 > /dev/null & echo $! > one\n$ echo $XDG_CACHE_HOME\n```\n"
+    assert "\n~/.cache\n" in make_first_hour.walked(page, tmp_path, "/the/place")
+    assert not _runs(int((tmp_path / "one").read_text()))
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs; one that has ended and is not waited for does not."""
+    for _ in range(50):
+        found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+        if not found or found.startswith("Z"):
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def test_the_page_was_walked() -> None:

@@ -21,12 +21,15 @@ RUN = [
     *sorted((DOCS / "howto").glob("*.md")),
     DOCS / "explain" / "when_it_does_not_pay.md",
     DOCS / "index.md",
+    *sorted((DOCS / "zh" / "howto").glob("*.md")),
     DOCS / "zh" / "README.md",
     DOCS / "zh" / "articles.md",
 ]
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.M | re.S)
 
-each_page = pytest.mark.parametrize("page", RUN, ids=lambda page: f"{page.parent.name}-{page.stem}")
+each_page = pytest.mark.parametrize(
+    "page", RUN, ids=lambda page: "-".join(page.relative_to(DOCS).with_suffix("").parts)
+)
 
 
 @each_page

@@ -28,6 +28,33 @@ def test_the_table_of_real_models() -> None:
     ]
 
 
+def test_the_table_in_chinese() -> None:
+    run = {"title": "m.gguf", "machine": "a CPU", "prompts": 12, "new_tokens": 128}
+    speed = {"0.0": {"plain": 10.0, "ngram": 20.4, "llama.cpp prompt lookup": 5.0}}
+    lines = make_readme.real_table([{**run, "speed": speed}], make_readme.CHINESE_WORDS)
+    assert lines.splitlines() == [
+        "| 每秒 token 数 | m.gguf，贪心 |",
+        "|---|---|",
+        "| llama.cpp prompt lookup | 5 |",
+        "| foretoken 普通解码 | 10 |",
+        "| foretoken `ngram` | **20** |",
+        "",
+        "a CPU，2 个线程；12 段对话、每段 128 个 token；各方轮流运行，含提示，取中位数；同一批文件。",
+    ]
+
+
+def test_the_figures_of_the_front_pages_are_those_that_were_kept() -> None:
+    """No figure of a run is typed: tables are of ``real_models.json``, the Chinese page has the README's demo."""
+    readme = make_readme.README.read_text(encoding="utf-8")
+    assert make_readme.part_of(readme, "real") == make_readme.real(), "make_readme.py --only real"
+    assert make_readme.part_of(readme, "drafters") == make_readme.drafters(), "make_readme.py --only drafters"
+    page = make_readme.CHINESE.read_text(encoding="utf-8")
+    assert page == make_readme.chinese(page, readme), "make_readme.py --only chinese"
+    assert "每秒 token 数" in page and "output identical: yes" in make_readme.part_of(page, "demo")
+    with pytest.raises(ValueError, match="there is no part 'demo'"):
+        make_readme.part_of("", "demo")
+
+
 def test_parts_go_between_their_marks() -> None:
     text = "a\n<!-- begin: one -->\nold\n<!-- end: one -->\nb\n<!-- begin: two -->\n<!-- end: two -->\n"
     parts = {"one": lambda: "new \\1", "two": lambda: "2"}

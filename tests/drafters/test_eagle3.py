@@ -228,8 +228,8 @@ def test_only_tokens_of_the_draft_vocabulary_are_guessed(share_head: bool) -> No
     assert len(tree) == 13 and set(tree.tokens[1:]) <= set(CHOSEN.tolist())
     assert all(tree.parents[node] < node for node in range(len(tree)))
     assert max(tree.depths) <= 4 and max(map(len, tree.children)) <= 3
-    logits, state = context.state[drafter, "head"]
-    exact = draft_logits(drafter.net, drafter.model.parts, drafter.net.head_state(state)[None])
+    row, state = context.state[drafter, "head"]
+    logits, exact = row.logits, draft_logits(drafter.net, drafter.model.parts, drafter.net.head_state(state))
     assert logits.shape == (1, len(CHOSEN)) and torch.allclose(logits, exact.float(), rtol=0.02, atol=0.1)
     best = CHOSEN[exact[0].argmax()]
     assert tree.tokens[1] == int(best)
@@ -270,8 +270,8 @@ def test_the_cache_holds_fused_features_only() -> None:
         for context in contexts:
             assert context.state[drafter].tokens == context.tokens[1:]
             if len(context.tokens) > 1:
-                logits, _ = context.state[drafter, "head"]
-                assert torch.allclose(logits[-1], fresh_head(drafter, target, context.tokens), atol=0.05)
+                row, _ = context.state[drafter, "head"]
+                assert torch.allclose(row.logits[-1], fresh_head(drafter, target, context.tokens), atol=0.05)
                 checked += 1
         return trees
 

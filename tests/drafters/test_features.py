@@ -88,8 +88,8 @@ def test_the_cache_holds_true_features_only(family: Any) -> None:
             if len(context.tokens) == 1:  # nothing has been seen of it yet
                 continue
             checked.append((list(context.tokens), fresh_head(drafter, target, context.tokens)))
-            logits, _ = context.state[drafter, "head"]
-            assert torch.allclose(logits[-1], checked[-1][1], atol=1e-3)
+            row, _ = context.state[drafter, "head"]
+            assert torch.allclose(row.logits[-1], checked[-1][1], atol=1e-3)
         return trees
 
     drafter.propose_batch = watched  # type: ignore[method-assign]
@@ -193,7 +193,7 @@ def test_a_long_prompt_is_read_in_pieces(family: Any, monkeypatch: pytest.Monkey
         target.release(sequence)
         drafter.start(context)
         drafter.propose(context, Budget(1, 1))
-        heads.append(context.state[drafter, "head"][0])
+        heads.append(context.state[drafter, "head"][0].logits)
     assert calls == [6, 1, 3, 3, 1]
     assert torch.allclose(heads[0], heads[1], atol=1e-4)
 

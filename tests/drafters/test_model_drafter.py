@@ -16,10 +16,11 @@ from scipy.stats import chisquare
 from foretoken.controllers.confidence import ConfidenceController
 from foretoken.core import Budget, Context, Kind, Rng, TokenTree
 from foretoken.drafters.drawing import draw_each, draw_iid, draw_without_replacement
-from foretoken.drafters.model import ModelDrafter, parse_widths
+from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.sampling import Sampler, SamplingParams
+from foretoken.trees.expansion import parse_widths
 from toys import engine, fixed_tables, llamas, next_logits, serve, tables
 
 PROMPT = [0, 1, 2, 3, 0, 1]

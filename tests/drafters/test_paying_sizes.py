@@ -17,7 +17,7 @@ from foretoken.loading import build_drafter, load_model
 from foretoken.models import call_costs
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
-from foretoken.models.checks import remembered
+from foretoken.models.machine import results_file
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes.kangaroo import KangarooRecipe
 from foretoken.trees.cost_aware import paying_count
@@ -179,14 +179,14 @@ def test_costs_never_fall_and_are_measured_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_costs_are_remembered_by_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(remembered, "_KNOWN", {})
-    monkeypatch.setattr(remembered, "WORTH_KEEPING_S", 0.0)
+    monkeypatch.setattr(call_costs.KEPT, "known", {})
+    monkeypatch.setattr(call_costs, "WORTH_KEEPING_S", 0.0)
     first = quick_costs(llamas(torch.float32)[0])
-    monkeypatch.setattr(remembered, "_KNOWN", {})  # another process
+    monkeypatch.setattr(call_costs.KEPT, "known", {})  # another process
     monkeypatch.setattr(call_costs, "_measure_quickly", lambda target: pytest.fail("the file has it"))
     assert quick_costs(llamas(torch.float32)[0]).seconds == first.seconds
-    remembered.results_file().write_text("{")
-    monkeypatch.setattr(remembered, "_KNOWN", {})
+    results_file().write_text("{")
+    monkeypatch.setattr(call_costs.KEPT, "known", {})
     monkeypatch.setattr(call_costs, "_measure_quickly", lambda target: {1: 7.0})
     assert quick_costs(llamas(torch.float32)[0]).seconds == {1: 7.0}, "a damaged file counts as none"
 

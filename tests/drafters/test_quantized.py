@@ -22,6 +22,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
 from foretoken.models.base import CapabilityError, Feed
+from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import pack_linears
 from foretoken.models.linear.quantised import multiplies_bytes
@@ -182,14 +183,14 @@ def test_a_draft_that_stays_in_the_cache_is_noticed(monkeypatch: pytest.MonkeyPa
     network = new_model("llama", hidden_size=64)
     target = HuggingFaceModel(network, exact="bitwise")
     *_, (_, wanted) = rows_after_rounds(HuggingFaceModel(network, exact="bitwise"), None, 12)
-    run = HuggingFaceModel._run
+    run = Network.run_all
     whole = LayerPlan(weights=Scheme("8").name)
     QuantizedDrafter(target, "8")
 
-    def quantised(self: HuggingFaceModel, call: Call) -> Any:
-        return run(self, replace(call, plan=whole))
+    def quantised(self: Network, calls: list[Call]) -> Any:
+        return run(self, [replace(call, plan=whole) for call in calls])
 
-    monkeypatch.setattr(HuggingFaceModel, "_run", quantised)
+    monkeypatch.setattr(Network, "run_all", quantised)
     tokens, found = next(rows_after_rounds(target, ScriptedDrafter("1 2 0"), 1))
     assert not all(torch.equal(a, b[:, : len(tokens)]) for a, b in zip(found, wanted, strict=True))
 
@@ -233,13 +234,13 @@ def test_bits_16_accept_everything() -> None:
     target = model()
     for run in serve(engine(target, QuantizedDrafter(target, "16", k=4)), requests()):
         assert run.stats.acceptance_rate == 1.0
-    assert not target._second
+    assert not target.forwards.second
 
 
 def test_acceptance_on_the_builtin_target(product: str) -> None:
     """At least .9 of int8 drafts are accepted, .75 of int4."""
     target = builtin()
-    target._second = {}
+    target.forwards.second = {}
     prompts = [list(range(400, 424)), [50, 90, 17], list(range(1000, 1020))]
     texts = [Request(p, SamplingParams(), 32, ignore_eos=True) for p in prompts]
     runs = serve(engine(target, QuantizedDrafter(target, product, k=4)), texts)
@@ -299,11 +300,11 @@ def test_packed_layers_are_quantised_too() -> None:
 def test_the_set_holds_what_the_dequantised_weights_say(lean: bool) -> None:
     """Layer by layer against the readable twin; the vocabulary projection is int8 even with bits=4."""
     target = model("qwen2", torch.float32, lean=lean)
-    weights = QuantisedWeights(target, Scheme("4"))
+    weights = QuantisedWeights(target.forwards, Scheme("4"))
     made = weights.all_products
     assert len(made) == (3 * 4 + 1 if lean else 3 * 7 + 1)
     assert [one.bits for one in made] == [4] * (len(made) - 1) + [8]
-    twins = QuantisedWeights(target, Scheme("4"))
+    twins = QuantisedWeights(target.forwards, Scheme("4"))
     x = torch.randn(3, 64)
     for one, twin in zip(made, twins.all_products, strict=True):
         if one.shape[1] == 64:
@@ -360,7 +361,7 @@ def test_targets_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     gpt2 = HuggingFaceModel(new_model("gpt2"))
     with pytest.raises(CapabilityError, match=r"GPT2Block layers of this target have no nn\.Linear") as error:
         QuantizedDrafter(gpt2)
-    assert one_line(error) and not gpt2._second
+    assert one_line(error) and not gpt2.forwards.second
     odd = model(hidden_size=40, num_attention_heads=4, intermediate_size=72)
     with pytest.raises(CapabilityError, match=r"no layer of this target fits bits=4: .* use bits=8") as error:
         QuantizedDrafter(odd, "4")
@@ -371,11 +372,11 @@ def test_targets_that_cannot_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         lacking.setattr(second_weights, "multiplies_bytes", lambda: False)
         with pytest.raises(CapabilityError, match="no kernel for activations of 8 bits: leave it out") as error:
             QuantizedDrafter(whole, "8", activations="8")
-        assert one_line(error) and not whole._second
+        assert one_line(error) and not whole.forwards.second
     monkeypatch.setattr(second_weights, "free_bytes", lambda: 1000)
     with pytest.raises(ValueError, match=r"a second set of weights takes .* GB and .* are free") as full:
         QuantizedDrafter(whole, "8")
-    assert one_line(full) and not whole._second
+    assert one_line(full) and not whole.forwards.second
     monkeypatch.setattr(second_weights, "available", dict)
     with pytest.raises(CapabilityError, match="this build of PyTorch") as error:
         QuantizedDrafter(whole, "8")

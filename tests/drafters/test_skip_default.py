@@ -20,7 +20,6 @@ from foretoken.drafters.skip_default import (
 )
 from foretoken.drafters.skip_sets import SkipSet
 from foretoken.engine.request import Request
-from foretoken.models.checks import remembered
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.taps import decoder_layers
 from foretoken.sampling import SamplingParams
@@ -46,7 +45,7 @@ def target_with_silent_sublayers(seed: int = 0) -> HuggingFaceModel:
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(remembered, "_KNOWN", {})
+    monkeypatch.setattr(skip_default.KEPT, "known", {})
     monkeypatch.setattr(skip_default, "quick_costs", lambda target: CHEAP)
     monkeypatch.setattr(skip_default._OwnText, "_saved", lambda self: (1 / 24, 1 / 12))
 
@@ -96,11 +95,11 @@ def test_a_set_that_is_given_is_not_measured(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_it_is_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "WORTH_KEEPING_S", 0.0)
+    monkeypatch.setattr(skip_default, "WORTH_KEEPING_S", 0.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingToSkipWarning)
         first = default_set(target_with_silent_sublayers(), None)
-        monkeypatch.setattr(remembered, "_KNOWN", {})  # another process
+        monkeypatch.setattr(skip_default.KEPT, "known", {})  # another process
         monkeypatch.setattr(skip_default, "measured_set", lambda *args: pytest.fail("the file has it"))
         assert default_set(target_with_silent_sublayers(), None) == first
     other = Choice(SkipSet(mlp=frozenset({1})), 0.9, 1.5)
@@ -117,7 +116,7 @@ def test_it_says_when_nothing_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         ) as told:
             default_set(target, None)
         assert "\n" not in str(told[0].message)
-    monkeypatch.setattr(remembered, "_KNOWN", {})
+    monkeypatch.setattr(skip_default.KEPT, "known", {})
     monkeypatch.setattr(skip_default, "measured_set", lambda *args: Choice(SkipSet(mlp=frozenset({1})), 0.9, 1.2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -134,7 +134,7 @@ def test_company_changes_no_draft(name: str) -> None:
 def test_short_texts_are_read_whole(name: str) -> None:
     target = block_target()
     whole, usual, near = (MAKE[name](target, **options) for options in ({"window": 0}, {}, {"window": 2 * len(LONG)}))
-    assert usual.model.window == Window(USUAL) and USUAL == 4096
+    assert usual.model.forwards.window == Window(USUAL) and USUAL == 4096
     assert trees(whole, target, [LONG]) == trees(usual, target, [LONG]) == trees(near, target, [LONG])
     for wrong, words in (({"window": -1}, "at least 0"), ({"window": 0, "sink": 4}, "leave sink out")):
         with pytest.raises(ValueError, match=words):

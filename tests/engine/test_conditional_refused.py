@@ -10,6 +10,7 @@ from finite_languages import END, Numbers, model, request
 
 from foretoken.constraints import CannotGoOn, FiniteLanguage
 from foretoken.core import OptionError
+from foretoken.engine.conditional import MOST_NODES
 from foretoken.models.base import Capabilities
 from foretoken.models.other.table import TableModel
 from foretoken.sampling import SamplingParams
@@ -41,6 +42,23 @@ def test_what_cannot_be_is_refused_in_one_line(more: dict[str, Any], option: str
     with pytest.raises(ValueError, match=words) as error:
         engine(model(), tokenizer=Numbers()).check(request(**more))
     assert "\n" not in str(error.value) and isinstance(error.value, OptionError) and error.value.option == option
+
+
+def test_the_largest_language_is_taken_and_one_token_more_is_not() -> None:
+    strings = list(product(range(1, 6), repeat=5))
+    count = next(n for n in range(1600, len(strings)) if len(FiniteLanguage.of(strings[:n])) == MOST_NODES)
+    served = engine(model(), tokenizer=Numbers())
+    served.check(request(language=FiniteLanguage.of(strings[:count]), max_new_tokens=8))
+    language = FiniteLanguage.of(strings[: count + 1])
+    assert len(language) == MOST_NODES + 1
+    with pytest.raises(OptionError, match=f"{len(language)} tokens as a tree"):
+        served.check(request(language=language, max_new_tokens=8))
+
+
+def test_a_language_of_100_000_strings_is_refused_before_it_is_scored() -> None:
+    language = FiniteLanguage.of(product(range(1, 11), repeat=5))
+    with pytest.raises(OptionError, match="are the most that are scored"):
+        engine(model(), tokenizer=Numbers()).check(request(language=language))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.loop import Engine
-from foretoken.engine.reading import ALL, PIECE, shares
+from foretoken.engine.reading import ALL, FEWEST, FIRST, PIECE, ReadingTime, shares
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import Feed
 from foretoken.models.huggingface import HuggingFaceModel
@@ -71,6 +71,45 @@ def test_late_arrivals_change_nothing(chunk: int) -> None:
             if emission.finish_reason is not None:
                 done[run.id] = run.output
     assert [done[i + 1] for i in range(6)] == outputs(plain, requests)
+
+
+def test_the_time_of_reading_is_bounded_where_others_wait() -> None:
+    reading = ReadingTime(0.1)
+    assert reading.most(256, 2) == FIRST and reading.most(256, 1) == 256 and reading.most(8, 2) == 8
+    reading.note(64, 0.064)
+    assert reading.most(256, 2) == 64 and reading.most(256, 1) == 256, "100 fit, and 64 is a power of two"
+    reading.note_round(0.3)
+    assert reading.most(256, 2) == 256 and reading.most(128, 2) == 128, "a round takes as long"
+    reading.note_round(0.01)
+    for _ in range(50):
+        reading.note(64, 6.4)
+    assert reading.most(256, 2) == FEWEST, "a slow model goes on reading"
+    for _ in range(50):
+        reading.note(16, 0.0001)
+    assert reading.most(256, 2) == 256
+    assert ReadingTime(None).most(ALL, 9) == ALL
+
+
+def test_a_long_prompt_is_read_in_smaller_pieces_beside_others() -> None:
+    """Alone it is read in whole chunks, and its text is the same."""
+    target, _ = models()
+    llm, sizes = engine(target, None, prefill_chunk=256), []
+    llm.serve(8, None, 256, 0, prefill_s=0.1)
+    prefill = target.prefill_batch
+
+    def noted(texts: Any, taps: Any = ()) -> Any:
+        sizes.append(sum(len(tokens) for _, tokens in texts))
+        llm.reading.token_s = 0.1 / 40  # 32 is the largest power of two in .1 s
+        return prefill(texts, taps)
+
+    target.prefill_batch = noted  # type: ignore[method-assign]
+    llm.reading.note = lambda tokens, spent_s: None  # type: ignore[method-assign]
+    llm.reading.note_round = lambda spent_s: None  # type: ignore[method-assign]
+    long, short = Request(text(600, 1), max_new_tokens=3), Request([1, 2], max_new_tokens=40)
+    alone = outputs(llm, [long])
+    assert sizes == [256, 256, 87]
+    sizes.clear()
+    assert outputs(llm, [short, long])[1:] == alone and max(sizes) == 32
 
 
 def test_a_table_is_read_in_pieces_too() -> None:

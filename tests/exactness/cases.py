@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from trained import trained
+from trained import taught, trained
 
 from foretoken.costs import TargetCost
 from foretoken.drafters.base import Drafter
@@ -47,10 +47,13 @@ from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
+from foretoken.drafters.nets.peagle import PeagleConfig, PeagleNet
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.ngram_cache import NgramCacheDrafter
 from foretoken.drafters.online import OnlineDrafter
+from foretoken.drafters.pard import PardDrafter
 from foretoken.drafters.pass_tokens import PassTokensDrafter
+from foretoken.drafters.peagle import PeagleDrafter
 from foretoken.drafters.prediction import PredictionDrafter
 from foretoken.drafters.quantized import QuantizedDrafter
 from foretoken.drafters.recycling import RecyclingDrafter
@@ -179,6 +182,17 @@ def eagle3(target: LanguageModel, share_head: bool, **options: Any) -> Eagle3Dra
     return Eagle3Drafter.of(net, parts, target, nodes=5, depth=3, **options)
 
 
+def peagle(target: LanguageModel, shape: dict[str, Any], **options: Any) -> PeagleDrafter:
+    """A random network of two layers that can guess every second token, or what ``shape`` says."""
+    parts = TargetParts(target)
+    layer = dataclasses.asdict(LayerConfig.of_target(parts.config))
+    told = {"vocab_size": parts.vocab_size, "draft_vocab": parts.vocab_size // 2, "layers": "0,1,2", "num_layers": 2}
+    config = PeagleConfig(**{**layer, **told, "places": 3, **shape})
+    net = random_weights(PeagleNet(config))
+    net.choose(torch.arange(config.guessed) if not config.draft_vocab else torch.arange(config.draft_vocab) * 2 + 1)
+    return PeagleDrafter.of(net, parts, target, **{"nodes": 5, **options})
+
+
 def block(drafter: Any, target: LanguageModel, shape: dict[str, Any], **options: Any) -> Drafter:
     """A random network of two layers that guesses blocks of four, or that and more for ``shape``."""
     parts = TargetParts(target)
@@ -282,6 +296,13 @@ CASES: dict[str, list[Case]] = {
             Case(f"sequoia-{draw}", lambda target, draft, d=draw: ModelDrafter(draft, tree=SEQUOIA, draw=d))  # type: ignore[misc]
             for draw in ("without_replacement", "iid", "greedy")
         ),
+    ],
+    "pard": [
+        Case("drawn", lambda target, draft: PardDrafter(draft, k=3, mask=3, nodes=5)),
+        Case("points", lambda target, draft: PardDrafter(draft, k=3, mask=0, nodes=5, draw="greedy")),
+        Case("chain", lambda target, draft: PardDrafter(draft, k=2, mask=2, width=1)),
+        Case("few", lambda target, draft: guessing_few(PardDrafter(draft, k=3, mask=1, nodes=5), draft), network=True),
+        Case("trained", lambda target, draft: taught(target, draft), network=True),
     ],
     "online": [
         Case(
@@ -553,6 +574,19 @@ CASES: dict[str, list[Case]] = {
         Case("own-head", lambda target, draft: eagle3(target, share_head=False), network=True),
         Case("target-head", lambda target, draft: eagle3(target, share_head=True), network=True),
         Case("points", lambda target, draft: eagle3(target, share_head=True, draw="greedy"), network=True),
+    ],
+    "peagle": [
+        Case("drawn", lambda target, draft: peagle(target, {}), network=True),
+        Case(
+            "points",
+            lambda target, draft: peagle(target, {"num_layers": 1, "share_head": True}, draw="greedy"),
+            network=True,
+        ),
+        Case(
+            "chain",
+            lambda target, draft: peagle(target, {"draft_vocab": 0, "own_embedding": True}, width=1, k=4),
+            network=True,
+        ),
     ],
     "mtp": [
         Case("drawn", lambda target, draft: feature_drafter(MtpDrafter, MtpNet, MtpConfig, target), network=True),

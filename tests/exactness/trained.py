@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+
 import torch
+from transformers import PreTrainedModel
 
 from foretoken.drafters.base import Drafter
+from foretoken.drafters.pard import PardDrafter
 from foretoken.models.base import LanguageModel
 from foretoken.models.forward.parts import Fingerprint, TargetParts
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.training.distill import Distiller
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch, Recipe
+from foretoken.training.workshop import DistillConfig
 
 STEPS, TEXTS, LENGTH = 30, 4, 40
 
@@ -33,6 +42,33 @@ def _train(method: str, target: LanguageModel) -> Recipe:
         optimizer.zero_grad()
     recipe.net.eval()
     return recipe
+
+
+_TAUGHT: dict[Fingerprint, PreTrainedModel] = {}
+
+
+def taught(target: LanguageModel, draft: LanguageModel) -> PardDrafter:
+    """A draft model that has learned to fill masks with what the target says behind random texts."""
+    key = TargetParts(target).fingerprint()
+    if key not in _TAUGHT:
+        student = copy.deepcopy(draft.model).float()  # type: ignore[attr-defined]
+        for weight in student.parameters():
+            weight.requires_grad_(True)
+        config = DistillConfig(context=LENGTH, places=3, mask_token=target.vocab_size - 1)
+        shop = SimpleNamespace(
+            target=target, parts=TargetParts(target), config=config, tokenizer=range(target.vocab_size),
+            source=lambda student: None,
+        )  # fmt: skip
+        worker = Distiller(shop, student, Path())  # type: ignore[arg-type]
+        texts = torch.randint(target.vocab_size, (STEPS, TEXTS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+        optimizer = torch.optim.AdamW(student.parameters(), lr=5e-3)
+        for step, tokens in enumerate(texts):
+            with torch.enable_grad():
+                worker.mask_loss(tokens, torch.ones(TEXTS, LENGTH), step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        _TAUGHT[key] = student.to(next(target.model.parameters()).dtype)  # type: ignore[attr-defined]
+    return PardDrafter(HuggingFaceModel(_TAUGHT[key]), k=3, nodes=5, target=target)
 
 
 def trained(method: str, target: LanguageModel) -> Drafter:

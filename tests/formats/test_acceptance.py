@@ -75,7 +75,7 @@ def test_a_figure_that_is_not_reached(hub: Path, telling: Path, tmp_path: Path) 
     assert import_drafter(hub, tmp_path / "other", telling)["drafter"].startswith("dflash:")
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3", *BLOCKS])
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3", "peagle", *BLOCKS])
 def test_every_kind(method: str, tmp_path: Path) -> None:
     """A random drafter of every kind: what may be wrong is what may be wrong with that kind."""
     words = {} if method == "eagle" else {"vocab_size": len(tokenizer())}
@@ -86,7 +86,7 @@ def test_every_kind(method: str, tmp_path: Path) -> None:
         import_drafter(tmp_path / "hub", tmp_path / "out", target, check=AcceptanceCheck(3.0))
     assert "likely causes are another target" in str(caught.value)
     assert ("layer ids" in str(caught.value)) == (method in DEPTHS)
-    assert ("mask_token_id" in str(caught.value)) == (method in BLOCKS)
+    assert ("mask_token_id" in str(caught.value)) == (method in (*BLOCKS, "peagle"))
 
 
 @pytest.mark.parametrize(

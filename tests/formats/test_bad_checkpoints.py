@@ -154,7 +154,7 @@ def test_speculators(target: Path, tmp_path: Path) -> None:
     change(source, None, norm_before_residual=False, transformer_layer_config=[])
     refused(source, target, "lacks transformer_layer_config")
     change(source, None, speculators_model_type="mlp")
-    refused(source, target, "of the type 'mlp': eagle3, mtp, dflash.* can be imported")
+    refused(source, target, "of the type 'mlp': eagle3, peagle, mtp, dflash.* can be imported")
 
 
 def test_files(target: Path, tmp_path: Path) -> None:
@@ -180,7 +180,9 @@ def test_unknown_layouts(target: Path, tmp_path: Path) -> None:
     refused(empty, target, r"\(no config.json\) is in no layout")
     (empty / "config.json").write_text('{"architectures": ["DFlashDraftModel"]}')
     save_file({"x": torch.zeros(1)}, empty / "model.safetensors")
-    refused(empty, target, r"\(DFlashDraftModel\) is in no layout .* eagle3, dflash, .*eagle, medusa, model")
+    refused(
+        empty, target, r"\(DFlashDraftModel\) is in no layout .* eagle3, peagle, dflash, .*eagle, medusa, pard, model"
+    )
     refused(empty, target, "in no layout that can be imported as medusa", method="medusa")
     refused(empty, target, "no other project reads a drafter 'ngram'", method="ngram")
     mine = save_net("medusa", tmp_path / "mine", target)

@@ -92,7 +92,8 @@ def test_an_engine_chooses_the_layout(
 BAD = [
     (
         ("ngram",),
-        "no other project reads a drafter 'ngram': choose one of eagle3, dflash, dflash2, dspark, eagle, medusa, model",
+        "no other project reads a drafter 'ngram': choose one of eagle3, peagle, dflash, dflash2, dspark, eagle, "
+        "medusa, pard, model",
     ),
     (("nosuch",), "unknown drafter 'nosuch'"),
     (("medusa", "--format", "speculators"), "medusa has no format 'speculators': choose one of original, vllm"),

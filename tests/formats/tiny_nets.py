@@ -20,6 +20,7 @@ from foretoken.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.drafters.nets.peagle import PeagleConfig, PeagleNet
 from foretoken.drafters.nets.store import save_drafter
 from foretoken.loading import load_model
 from foretoken.models.forward.parts import TargetParts
@@ -85,8 +86,13 @@ def save_net(method: str, folder: Path, target: Path, **config: Any) -> Path:
             net.get_buffer("d2t").copy_(rows - torch.arange(len(rows)))
             net.get_buffer("t2d").zero_()[rows] = True
     else:
-        shape = Eagle3Config(**{**layer, "vocab_size": VOCAB, "draft_vocab": 30, "layers": "1,2,4", **config})
-        net = Eagle3Net(shape)
+        told = {**layer, "vocab_size": VOCAB, "draft_vocab": 30, "layers": "1,2,4"}
+        if method == "peagle":
+            shape = PeagleConfig(**{**told, "num_layers": 3, "mask_token": 7, "places": 8, **config})
+            net = PeagleNet(shape)
+        else:
+            shape = Eagle3Config(**{**told, **config})
+            net = Eagle3Net(shape)
         if shape.draft_vocab:
             net.choose(DRAFT_TOKENS[: shape.draft_vocab])
     save_drafter(folder, method, asdict(shape), randomised(net), parts.fingerprint(), measured)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.models.checks import fast_paths as checks
+from foretoken.models.checks import fast_paths
 from foretoken.models.linear import layouts, quantised
 from foretoken.models.native import library
 
@@ -21,8 +21,8 @@ HERE = [name for name in library.LEVELS if library._cpu_level((name,))]
 @pytest.fixture(autouse=True)
 def fresh_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing is remembered from other tests."""
-    monkeypatch.setattr(checks, "_KNOWN", {})
-    monkeypatch.setattr(checks, "cache_folder", lambda: tmp_path / "none")
+    monkeypatch.setattr(fast_paths.KEPT, "known", {})
+    monkeypatch.setattr(fast_paths.KEPT, "file", lambda: tmp_path / "none" / "machine.json")
 
 
 @pytest.fixture(params=HERE or ["none"])

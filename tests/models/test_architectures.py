@@ -15,7 +15,7 @@ import torch
 from checkpoints import ARCHITECTURES, VOCAB, best_dtype, checkpoint, plain_logits, prompt_of
 from torch import Tensor
 
-from foretoken.models import huggingface
+from foretoken.models import runner
 from foretoken.models.base import Feed, SequenceState
 from foretoken.models.cache.masks import LayerMask
 from foretoken.models.huggingface import HuggingFaceModel
@@ -118,9 +118,9 @@ def test_tree_logits_are_those_of_its_paths(subject: Subject, length: int) -> No
 
 def test_a_plain_causal_mask_is_clearly_off(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: were the tree a chain to the mask, the tests above would fail."""
-    real = huggingface.RowPlan
+    real = runner.RowPlan
     monkeypatch.setattr(
-        huggingface,
+        runner,
         "RowPlan",
         lambda c, parents, depths, *more: real(c, range(-1, len(parents) - 1), depths, *more),
     )
@@ -134,10 +134,10 @@ def test_a_plain_causal_mask_is_clearly_off(subject: Subject, monkeypatch: pytes
 
 
 def test_without_its_window_a_sliding_layer_is_clearly_off(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = subject.model.layer_masks
+    masks = subject.model.forwards.layer_masks
     if all(mask.kind == "full" for mask in masks.values()):
         pytest.skip("all layers of this architecture see the whole past")
-    monkeypatch.setattr(subject.model, "layer_masks", dict.fromkeys(masks, LayerMask()))
+    monkeypatch.setattr(subject.model.forwards, "layer_masks", dict.fromkeys(masks, LayerMask()))
     sequence = subject.at(prompt_of(LONG))
     (logits,) = subject.forward(Feed(sequence, [7]))
     assert subject.distance([*prompt_of(LONG), 7], logits[0]) > 0.1
@@ -230,7 +230,7 @@ def test_catch_up_keeps_what_was_accepted(subject: Subject) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 4, 9])
 def test_chunked_prefill_is_one_call(subject: Subject, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(runner, "PREFILL_CHUNK", chunk)
     prompt = prompt_of(LONG)
     sequence = subject.model.open()
     taps = subject.model.prefill(sequence, prompt[:-1], ["last"])
@@ -287,17 +287,17 @@ def test_an_unknown_tap_is_refused_and_no_hook_stays(subject: Subject) -> None:
 
 def test_a_failed_forward_leaves_no_trace(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     model = subject.model
-    attention = [config._attn_implementation_internal for config in model._configs]
+    attention = [config._attn_implementation_internal for config in model.forwards.configs]
     sequence = subject.at(prompt_of(9))
     subject.forward(Feed(sequence, [3, 4], [-1, -1]))
     with monkeypatch.context() as patch:
         patch.setattr(model.cache, "update", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             subject.forward(Feed(sequence, [5]))
-        patch.setattr(model, "_lean", None)
+        patch.setattr(model.forwards, "fast", None)
         with pytest.raises(RuntimeError, match="out of memory"):
             subject.forward(Feed(sequence, [5, 6], [1, 1]), taps=["last"])
-    assert [config._attn_implementation_internal for config in model._configs] == attention
+    assert [config._attn_implementation_internal for config in model.forwards.configs] == attention
     assert sequence.scratch_tokens == [3, 4]
     (logits,) = subject.forward(Feed(sequence, [5, 6], [0, 1]))
     subject.check_nodes(prompt_of(9), sequence, logits)

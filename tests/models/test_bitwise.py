@@ -90,7 +90,7 @@ def test_a_path_in_a_tree_has_the_bits_of_plain_decoding(network: object, lean: 
 def test_the_comparison_sees_a_single_bit(network: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the plain sums of the public forward do depend on where a token is accepted."""
     model = HuggingFaceModel(network, exact="bitwise", lean=False)
-    monkeypatch.setattr(model, "_attention", "sdpa")
+    monkeypatch.setattr(model.forwards, "attention", "sdpa")
     assert differing_rows(model, 10) > 0
 
 

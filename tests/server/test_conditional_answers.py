@@ -87,6 +87,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": {"enum": []}, "sampling": "conditional"}}, "structured_outputs", "cannot be"),
     ({"structured_outputs": {"regex": r"[^\s\S]", "sampling": "conditional"}}, "structured_outputs", "no text fits"),
     ({"structured_outputs": {"choice": [], "sampling": "conditional"}}, "structured_outputs", "1 items at least"),
+    ({"structured_outputs": {"choice": [str(i) for i in range(100_000)], "sampling": "conditional"}},
+     "structured_outputs", "items at most"),
     ({"structured_outputs": {"sampling": "conditional"}}, "structured_outputs", "exactly one of"),
     ({"structured_outputs": {**CHOICE, "sampling": "exact"}}, "structured_outputs", "'masked' or 'conditional'"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"sampling": "conditional"}},

@@ -223,6 +223,41 @@ def test_a_client_that_goes_away_frees_its_place(server: Running, stream: bool) 
     assert server.complete(max_tokens=2)
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_client_that_leaves_a_stream_is_noticed_within_the_round(
+    server: Running, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R4: no token comes after it has gone, so that nothing that is sent to it tells the server."""
+    engine, go = server.serving.llm.engine, threading.Event()
+    step, first = engine.step, engine.rounds
+
+    def held() -> Any:
+        if engine.rounds >= first + 2:
+            go.wait(60)
+        return step()
+
+    monkeypatch.setattr(engine, "step", held)
+    data = json.dumps({"model": "builtin", "prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True})
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.serving.settings.port), timeout=60) as sock:
+        sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode())
+        found = b""
+        while found.count(b"data: ") < 2:
+            found += sock.recv(65536)
+    # All of it was read: the client's system sends an end and no reset.
+    try:
+        end = time.monotonic() + 20
+        while server.serving.places.open and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not server.serving.places.open and engine.rounds == first + 2
+    finally:
+        go.set()
+    end = time.monotonic() + 20
+    while not idle(server) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert idle(server)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_dies_is_noticed() -> None:
     """R6: health says so, and who listens is told by an error, not by an end."""

@@ -144,7 +144,7 @@ def test_an_anthropic_clients_header_is_a_key() -> None:
 
 def test_tokens_come_back_evenly() -> None:
     now = [0.0]
-    places = Places(None, lambda: now[0])
+    places = Places(None, clock=lambda: now[0])
     caller = Caller(name="a", tokens_per_minute=60)
 
     def refused() -> str | None:
@@ -248,6 +248,50 @@ def wait_until(done: Any, seconds: float = 60) -> None:
     while not done():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_a_key_cannot_hold_all_places() -> None:
+    """Without any limit of its own: the last place is for a key that has none, and its request runs beside."""
+    with served(api_keys=("greedy", "other"), max_running=2, max_queued=1) as running:
+        engine = running.serving.llm.engine
+        go, step, seen = threading.Event(), engine.step, []
+
+        def held_step() -> Any:
+            found = step()
+            seen.append([run.request.owner for run in engine.running])
+            go.wait(60)
+            return found
+
+        engine.step = held_step  # type: ignore[method-assign]
+        answers: list[tuple[str, int]] = []
+
+        def ask(key: str) -> None:
+            body = {"model": "builtin", "prompt": "x", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+            answer = httpx.post(f"{running.url}/v1/completions", json=body, headers=bearer(key), timeout=60)
+            if answer.status_code == 503:
+                assert "1 of 3 places are for keys that have none" in error(answer, 503, "queue_full")["message"]
+            answers.append((key, answer.status_code))
+
+        threads = [threading.Thread(target=ask, args=("greedy",)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(answers) == 2)
+        assert answers == [("greedy", 503)] * 2, "two of its four are taken, where three places are"
+        threads.append(threading.Thread(target=ask, args=("other",)))
+        threads[-1].start()
+        wait_until(lambda: running.serving.num_open == 3)
+        go.set()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(answers) == [("greedy", 200)] * 2 + [("greedy", 503)] * 2 + [("other", 200)]
+        both = next(owners for owners in seen if "key-2" in owners)
+        assert sorted(both) == ["key-1", "key-2"], "it did not wait for the greedy key's second request"
+
+
+def test_one_key_alone_has_all_places() -> None:
+    """Nothing is kept back for others that there are not."""
+    with served(api_keys=("only",), max_running=1, max_queued=1) as running:
+        assert running.serving.places.kept == running.serving.llm.engine.kept_places == 0
 
 
 def test_only_keys_that_may_come_first() -> None:

@@ -53,6 +53,29 @@ def test_a_stream_that_is_never_silent_has_no_comments() -> None:
     assert found == [*(event(number) for number in range(20)), DONE]
 
 
+def test_no_comment_in_the_middle_of_a_large_event() -> None:
+    """An event whose pieces wait for their reader is no silence."""
+
+    async def events() -> AsyncIterator[Any]:
+        yield "x"
+
+    async def run() -> list[bytes]:
+        found: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            if message.get("body") == event("x"):
+                found.append(b"begins")
+                await asyncio.sleep(0.2)
+                found.append(b"ends")
+            elif message.get("body") == PING:
+                found.append(PING)
+
+        await EventStream(events(), 0.01, 0, {}).stream_response(send)
+        return found
+
+    assert asyncio.run(run()) == [b"begins", b"ends"]
+
+
 def test_after_an_error_there_is_no_end() -> None:
     closed = []
 

@@ -108,13 +108,17 @@ def test_texts_that_are_too_short() -> None:
         recipe.loss(toy_batch(recipe, 6), torch.Generator())
 
 
+LEARNT = {"peagle": {"places": "3", "num_layers": "1", "draft_vocab": "0"}}
+"""Settings of recipes without blocks."""
+
 # -- learning ----------------------------------------------------------------------------------------------------------
 
 
 def learnt(method: str, settings: dict[str, str], steps: int) -> tuple[Any, HuggingFaceModel]:
     """A drafter for a random target, trained on what that target writes."""
     target = HuggingFaceModel(llama(dtype=torch.float32))
-    recipe: Any = find_recipe(method)(target, TargetParts(target), {"block": "4", **settings}, 0)
+    settings = {**LEARNT.get(method, {"block": "4"}), **settings}
+    recipe: Any = find_recipe(method)(target, TargetParts(target), settings, 0)
     recipe.parts.network.requires_grad_(False)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(32, (96, 2), generator=generator).tolist()
@@ -148,7 +152,7 @@ def acceptance(drafter: Any, target: HuggingFaceModel) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *LEARNT])
 def test_it_learns_on_an_unseen_target(method: str) -> None:
     fresh = acceptance(*learnt(method, {}, 0))
     assert acceptance(*learnt(method, {}, 300)) >= max(1.3, fresh + 0.1)

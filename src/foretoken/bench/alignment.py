@@ -12,6 +12,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.learning.divergences import log_distribution
 from foretoken.drafters.model import ModelDrafter
+from foretoken.drafters.pard import PardDrafter, mask_token
 from foretoken.engine.stats import SpecStats
 from foretoken.llm import assemble
 from foretoken.models import wrap
@@ -41,16 +42,23 @@ class Alignment:
 
     def __call__(self, network: Any) -> dict[str, Any]:
         """``greedy`` and ``sampled`` (see :meth:`lengths`), ``expected_acceptance``, ``argmax_agreement``."""
-        drafter = ModelDrafter(wrap(network, exact="approximate"), K, target=self.target)
+        drafter = self.drafter(network)
         return {
             "greedy": self.lengths(drafter, 0.0),
             "sampled": self.lengths(drafter, 1.0),
             **self.expected(network),
         }
 
+    def drafter(self, network: Any) -> Drafter:
+        """Chains of the network, in one pass where it was taught to fill masks."""
+        model = wrap(network, exact="approximate")
+        if mask_token(model) is None:
+            return ModelDrafter(model, K, target=self.target)
+        return PardDrafter(model, K, nodes=K, width=1, target=self.target)
+
     def together(self, networks: Sequence[Any]) -> dict[str, Any]:
         """``greedy`` and ``sampled`` lengths of several networks as one ensemble."""
-        drafters = [ModelDrafter(wrap(n, exact="approximate"), K, target=self.target) for n in networks]
+        drafters = [self.drafter(network) for network in networks]
         drafter = drafters[0] if len(drafters) == 1 else EnsembleDrafter(drafters)
         return {"greedy": self.lengths(drafter, 0.0), "sampled": self.lengths(drafter, 1.0)}
 

@@ -72,18 +72,19 @@ def _measure(common: Common, repeat: int) -> dict[str, Any]:
 
 def _about(source: str, target: Any) -> dict[str, Any]:
     from foretoken.bench.inflate import target_name
+    from foretoken.models.huggingface import HuggingFaceModel
     from foretoken.models.linear.packing import num_parameters
 
     model = getattr(target, "model", None)
-    packing = getattr(target, "packing", None)
+    known = target if isinstance(target, HuggingFaceModel) else None
     return {
         "source": target_name(target, source),
         "parameters": num_parameters(model) if model is not None else None,
         "weight_bytes": target.weight_bytes,
         "dtype": str(getattr(target, "dtype", "")).removeprefix("torch."),
-        "computes_in": str(getattr(target, "run_dtype", getattr(target, "dtype", ""))).removeprefix("torch."),
-        "layout": packing.layout if packing is not None else "plain",
-        "lean": bool(getattr(target, "is_lean", False)),
+        "computes_in": str(known.run_dtype if known else getattr(target, "dtype", "")).removeprefix("torch."),
+        "layout": known.packing.layout if known else "plain",
+        "lean": known is not None and known.is_lean,
         **target.describe(),
         "device": str(getattr(target, "device", "cpu")),
         "context": target.context_length,

@@ -43,6 +43,7 @@ def serve_command(
     max_queued: Annotated[int | None, Given(help="Requests that wait besides; more get 503 [256].")] = None,
     kv_memory: Annotated[str | None, Given(help="Memory of keys and values, as 2GiB [no limit].")] = None,
     prefill_chunk: Annotated[int | None, Given(help="Prompt tokens read between two rounds [256].")] = None,
+    prefill_time: Annotated[float | None, Given(help="Seconds for this while others wait; 0: no limit [0.1].")] = None,
     prefix_cache: Annotated[
         bool | None, Given("--prefix-cache/--no-prefix-cache", help="Reuse texts with the same beginning [yes].")
     ] = None,

@@ -52,6 +52,8 @@ def distill_command(
     prompt: Prompt = 0,
     written: Written = 1024,
     refresh: Annotated[int, typer.Option(min=1, help="Steps that share one writing of the student.")] = 8,
+    places: Annotated[int, typer.Option(min=1, help="Guess so many places in one pass, by masks (PARD: 8).")] = 1,
+    mask_token: Annotated[int, typer.Option(help="Id of the mask; -1: as configured, else a new token.")] = -1,
     lr: Rate = 1e-3,
     seed: int = 0,
     corpus: Corpus = None,
@@ -70,6 +72,7 @@ def distill_command(
     config = DistillConfig(
         loss=loss, text=text, mix=mix, beta=beta, temperature=temperature, steps=steps, batch_size=batch_size,
         context=context, prompt=prompt, written=written, refresh=refresh, lr=lr, seed=seed,
+        places=places, mask_token=mask_token,
     )  # fmt: skip
     with json_only(as_json), stop_on_signals() as stop, _bars() as bars, stop.in_steps(bars.say, out):
         shop = open_shop(chosen, draft, data, corpus or out / "corpus", config, device, bars.rows)
@@ -83,7 +86,7 @@ def distill_command(
         _write_card(out, report, data, chosen, config)
         bars.say(f"before: {_describe(report['before'])}")
         bars.say(f"after:  {_describe(report['after'])}")
-        bars.say(f'{report["parameters"]:,} parameters -> {out}, for use as drafter "model:{out},k=4"')
+        bars.say(f'{report["parameters"]:,} parameters -> {out}, for use as drafter "model:{out},k={max(places, 4)}"')
     if as_json:
         print_json(report)
 

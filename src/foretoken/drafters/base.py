@@ -106,8 +106,9 @@ class Drafter(ABC):
 
     def describe(self) -> list[dict[str, Any]]:
         """What it drafts with, of a group one entry for each member: ``"drafter"``, its spec; where it runs a network,
-        ``"vocabulary"``, how many tokens it can guess; and of a draft model ``"weights"``, their dtype or what they are
-        quantised to."""
+        ``"vocabulary"``, how many tokens it can guess; of a draft model ``"weights"``, their dtype or what they are
+        quantised to; and of a trained head ``"forward"``, what runs its network, and ``"native_off"``, why that is not
+        our library (empty where it is)."""
         return [{"drafter": self.spec or self.name}]
 
     @property

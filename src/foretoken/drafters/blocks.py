@@ -1,108 +1,34 @@
 """What all drafters share that guess a block of places in one pass of a network over the target's hidden states.
 
-A request whose tokens are fixed, a greedy one or one with noise, gets the likeliest prefixes of the lattice of
-candidates; one that samples gets a chain whose tokens are drawn from the distributions that it carries.
+What is drafted from a block is said in :mod:`foretoken.drafters.parallel`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Kind, TokenTree
-from foretoken.costs import TargetCost
-from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.core import Budget, Context, TokenTree
+from foretoken.drafters.base import BuildContext, share_of_bytes
 from foretoken.drafters.draft_vocabulary import chosen_ids
-from foretoken.drafters.drawing import distribution_of, draw_iid, log_beliefs, ranked
 from foretoken.drafters.dynamic import MOST_NODES
 from foretoken.drafters.features import load_net
-from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.drafters.nets.block_model import BlockModel
 from foretoken.drafters.nets.store import read_stored
+from foretoken.drafters.parallel import Guesses, ParallelDrafter
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
-from foretoken.trees.cost_aware import paying_count
-from foretoken.trees.lattice import Place, lattice
 
 
-@dataclass(frozen=True)
-class Row:
-    """What may stand at one place.
-
-    Attributes:
-        scores: [C] unnormalised log-probabilities.
-        ids: [C] draft ids that they are of; ``None``: all, in order.
-        ends: nothing is drafted here.
-    """
-
-    scores: Tensor
-    ids: Tensor | None = None
-    ends: bool = False
-
-
-class Guesses:
-    """What the network says of the places of one request's block.
-
-    Args:
-        context: the request.
-        states: [k, D] the network's states of the rows that guess.
-        logits: [k, V_d] their logits.
-        head: what the logits are of.
-        races: whether candidates are those of a race on the request's noise.
-    """
-
-    def __init__(self, context: Context, states: Tensor, logits: Tensor, head: DraftHead, races: bool) -> None:
-        self.context, self.states, self.logits, self.head, self.races = context, states, logits, head, races
-
-    def row(self, path: Sequence[int], state: Any) -> tuple[Row, Any]:
-        """The place behind a path of drafted tokens, and what the next place is asked with."""
-        return Row(self.logits[len(path)]), None
-
-    def place(self, path: Sequence[int], state: Any, width: int, budget: Budget) -> Place:
-        """The ``width`` best candidates behind a path; with noise those of the race."""
-        row, after = self.row(path, state)
-        if row.ends:
-            return Place((), (), ())
-        sure = log_beliefs(self._ranking(path, row) if self.races else row.scores[None].float())[0]
-        values, best = sure.topk(min(width, len(sure)))
-        if not self.races:
-            best = self.head.mapped(best if row.ids is None else row.ids[best])
-        log_probs = values.tolist()
-        confident = asks_for_confidence(budget)
-        ends = [confident and budget.stops_after(sure.exp(), math.exp(value)) for value in log_probs]
-        return Place(best.tolist(), log_probs, ends, after)
-
-    def distribution(self, path: Sequence[int], row: Row) -> Tensor | None:
-        """[V] what a token behind a path is drawn from; ``None`` where the request allows nothing of it."""
-        maker = self.context.maker
-        prefix = () if maker.context_free else (*self.context.tokens, *path)
-        return distribution_of(maker, self._spread(row)[0], prefix)
-
-    def _ranking(self, path: Sequence[int], row: Row) -> Tensor:
-        text, maker = self.context.tokens, self.context.maker
-        prefixes = None if maker.context_free else [[*text, *path]]
-        return ranked(maker, self._spread(row), [len(text) + len(path)], prefixes)
-
-    def _spread(self, row: Row) -> Tensor:
-        """Scores [1, V] over the target's ids: what is no candidate is impossible."""
-        if row.ids is None:
-            return self.head.widened(row.scores[None])
-        wide = row.scores.new_full((1, self.head.vocab_size), -torch.inf)
-        wide[0, self.head.mapped(row.ids)] = row.scores
-        return wide
-
-
-class BlockDrafter(FeatureReader, Drafter):
+class BlockDrafter(FeatureReader, ParallelDrafter):
     """Trees of the lattice, or drawn chains.
 
     Args:
@@ -138,11 +64,7 @@ class BlockDrafter(FeatureReader, Drafter):
         window: int = USUAL,
         sink: int = 0,
     ) -> None:
-        if draw not in ("greedy", "iid"):
-            raise ValueError(f"{self.name} needs draw=greedy or draw=iid, not {draw!r}")
-        for key, value in (("nodes", nodes), ("width", width)):
-            if value < 1:
-                raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
+        self._shape(nodes, width, draw)
         self.net: BlockNet = model.model
         most = self.net.config.drafts
         if not 0 <= depth <= most:
@@ -150,12 +72,7 @@ class BlockDrafter(FeatureReader, Drafter):
         super().__init__(model, wanted=0)
         model.window = Window(window, sink)
         self.taps = tuple(dict.fromkeys(self.net.config.tap_names))
-        self.width, self.draw = width, draw
-        self.costs: TargetCost | None = None
-        self.max_depth, self.max_nodes = depth or most, nodes
-        points = (Kind.POINT, width > 1)
-        sorts = {points, (Kind.IID, False)} if draw == "iid" else {points}
-        self.traits = Traits(Kind.IID if draw == "iid" else Kind.POINT, width > 1, frozenset(sorts))
+        self.max_depth = depth or most
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
@@ -197,6 +114,11 @@ class BlockDrafter(FeatureReader, Drafter):
         found: DraftHead = self.model.project
         return found
 
+    def describe(self) -> list[dict[str, Any]]:
+        """How many tokens it can guess, and what runs its network."""
+        runs = {"forward": self.model.forward_name, "native_off": self.model.native_off}
+        return [{**told, "vocabulary": self.head.size, **runs} for told in super().describe()]
+
     def cost_beside(self, target_bytes: int) -> float:
         """The network and the vocabulary projection, which run once, as a share of every level."""
         return share_of_bytes((self.model.weight_bytes + self.head.weight_bytes) // self.max_depth, target_bytes)
@@ -222,7 +144,7 @@ class BlockDrafter(FeatureReader, Drafter):
             guesses = self._guess([contexts[i] for i in ready], max(depths[i] for i in ready))
             for i, guess in zip(ready, guesses, strict=True):
                 sharing = len(ready) if contexts[i].maker.fixed else 1
-                trees[i] = self._tree(guess, budgets[i], depths[i], sharing)
+                trees[i] = self.drafted(guess, budgets[i], depths[i], sharing)
         return trees
 
     @torch.inference_mode()
@@ -238,38 +160,6 @@ class BlockDrafter(FeatureReader, Drafter):
     def guesses(self, context: Context, states: Tensor, logits: Tensor) -> Guesses:
         """What is said of a request's block; states [k, D], logits [k, V_d]."""
         return Guesses(context, states, logits, self.head, self._races(context))
-
-    def _races(self, context: Context) -> bool:
-        return context.maker.noise is not None and self.draw != "greedy"
-
-    def _tree(self, guess: Guesses, budget: Budget, depth: int, sharing: int) -> TokenTree:
-        if self.draw == "iid" and not guess.context.maker.fixed:
-            return self._chain(guess, budget, depth)
-
-        def place(path: Sequence[int], state: Any) -> Place:
-            return guess.place(path, state, self.width, budget)
-
-        seen = lattice(guess.context.root, place, depth, min(self.max_nodes, budget.max_nodes))
-        kept = range(1, len(seen))
-        if self.costs is not None and kept:
-            kept = kept[: paying_count(seen.values(kept), self.costs, sharing)]
-        return seen.tree(kept)
-
-    def _chain(self, guess: Guesses, budget: Budget, depth: int) -> TokenTree:
-        """Tokens that are drawn one after the other, each from its recorded distribution."""
-        drafts, distributions, state = list[int](), list[Tensor](), None
-        confident = asks_for_confidence(budget)
-        while len(drafts) < min(depth, self.max_nodes):
-            row, state = guess.row(drafts, state)
-            distribution = None if row.ends else guess.distribution(drafts, row)
-            if distribution is None:
-                break  # a small draft vocabulary may hold nothing of what the request allows
-            drafts += draw_iid(distribution, 1, guess.context)
-            distributions.append(distribution)
-            # A stop may only suppress what comes after the token: the token itself stays in the draft.
-            if confident and budget.stops_after(distribution, float(distribution[drafts[-1]])):
-                break
-        return TokenTree.chain(guess.context.root, drafts, torch.stack(distributions) if drafts else None)
 
 
 def block_model(net: BlockNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> BlockModel:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from foretoken.core import Context
-from foretoken.drafters.blocks import Guesses, Row
 from foretoken.drafters.nets.block_model import BlockModel
 from foretoken.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.drafters.pairs import PairDrafter, PairGuesses
+from foretoken.drafters.parallel import Guesses, Row
 from foretoken.models.cache.window import USUAL
 
 

@@ -66,17 +66,22 @@ class Eagle3Drafter(FeatureDrafter):
     @torch.inference_mode()
     def features(self, hidden: Mapping[str, Tensor]) -> Tensor:
         """Fused features [n, D]."""
-        return self.net.fuse([hidden[tap].float() for tap in self.net.config.taps])
+        return self.model.fused(torch.cat([hidden[tap] for tap in self.net.config.taps], -1))
 
 
 def _model(net: Eagle3Net, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> FeatureModel:
     """The network with the projection to ``ids`` [V_d] of its tokens, all of them by default."""
     net = net.to(parts.device)
+    return FeatureModel(net, parts, target, vocabulary_head(net, parts, ids))
+
+
+def vocabulary_head(net: Eagle3Net, parts: TargetParts, ids: Tensor | None = None) -> DraftHead:
+    """The projection to ``ids`` [V_d] of the network's tokens, all of them by default."""
     weight = None if net.lm_head is None else net.lm_head.weight.detach()
     if ids is not None and weight is not None:
         place = {token: row for row, token in enumerate(net.vocabulary.tolist())}
         weight = weight[[place[token] for token in ids.tolist()]]
-    return FeatureModel(net, parts, target, DraftHead(parts, net.vocabulary if ids is None else ids, weight))
+    return DraftHead(parts, net.vocabulary if ids is None else ids, weight)
 
 
 def draft_logits(net: Eagle3Net, parts: TargetParts, states: Tensor) -> Tensor:

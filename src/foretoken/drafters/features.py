@@ -23,11 +23,12 @@ from foretoken.drafters.dynamic import MOST_NODES
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description, read_stored
 from foretoken.drafters.reading import FeatureReader
-from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.heads.native import HeadRows
 from foretoken.models.forward.parts import TargetParts
 from foretoken.trees.base import Candidates, Growth
 from foretoken.trees.cost_aware import paying_count
@@ -101,7 +102,7 @@ class FeatureDrafter(FeatureReader, Drafter):
             if value < 1:
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
         super().__init__(model)
-        model.window = Window(window, sink)
+        model.window, model.top = Window(window, sink), width
         self.width, self.draw = width, draw
         self.growth = growth_of(grow)
         self.costs: TargetCost | None = None
@@ -118,9 +119,10 @@ class FeatureDrafter(FeatureReader, Drafter):
         return found if isinstance(found, DraftHead) else None
 
     def describe(self) -> list[dict[str, Any]]:
-        """How many tokens it can guess."""
+        """How many tokens it can guess, and what runs its network."""
         size = self.vocab_size if self.head is None else self.head.size
-        return [{**told, "vocabulary": size} for told in super().describe()]
+        runs = {"forward": self.model.forward_name, "native_off": self.model.native_off}
+        return [{**told, "vocabulary": size, **runs} for told in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
         """The network, and the vocabulary projection that it borrows from the target."""
@@ -155,15 +157,14 @@ class FeatureDrafter(FeatureReader, Drafter):
         ready = [i for i, context in enumerate(contexts) if id(context) in heads]
         growing = trees = [self._begin(contexts[i], budgets[i], len(ready)) for i in ready]
         for tree in trees:
-            logits, state = heads[id(tree.context)]
-            self._expand(tree, [0], logits[-1:], state[None])
+            self._expand(tree, [0], *heads[id(tree.context)])
         for level in range(1, self.max_depth):
             growing = [t for t in growing if t.frontier and level < t.budget.max_depth and self._has_room(t, level)]
             if not growing:
                 break
             rows = self.model.forward([self._feed(tree) for tree in growing])
             for tree, row in zip(growing, rows, strict=True):
-                self._expand(tree, tree.frontier, row.logits, row.taps["state"])
+                self._expand(tree, tree.frontier, row, row.taps["state"])
         for i, tree in zip(ready, trees, strict=True):
             found[i] = self._finished(tree)
         return found
@@ -174,13 +175,13 @@ class FeatureDrafter(FeatureReader, Drafter):
         seen, sharing = Candidates([context.root]), batch if fixed else 1
         return Growing(context, budget, context.state[self], seen, distributions=drawn, sharing=sharing)
 
-    def _heads(self, contexts: Sequence[Context]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Per request the logits [1, V] and the output state [D] at its root, once its text has been read."""
+    def _heads(self, contexts: Sequence[Context]) -> dict[int, tuple[Rows, Tensor]]:
+        """Per request what is said at its root and the output state [1, D] there, once its text has been read."""
         ready, rows = self.follow(contexts)
         for context in contexts:
             row = rows.get(id(context))
             if row is not None:
-                context.state[self, "head"] = row.logits, row.taps["state"][-1]
+                context.state[self, "head"] = row, row.taps["state"][-1:]
         level = [context for context, is_level in zip(contexts, ready, strict=True) if is_level]
         return {id(c): c.state[self, "head"] for c in level if (self, "head") in c.state}
 
@@ -197,14 +198,19 @@ class FeatureDrafter(FeatureReader, Drafter):
             tree.sequence, [tree.seen.tokens[n] for n in tree.frontier], parents, states=torch.stack(tree.states)
         )
 
-    def _expand(self, tree: Growing, nodes: Sequence[int], logits: Tensor, outputs: Tensor) -> None:
+    def _expand(self, tree: Growing, nodes: Sequence[int], row: Rows, outputs: Tensor) -> None:
         """Give every node its best children; some of these are expanded next."""
         if tree.distributions is not None:
-            self._draw(tree, nodes[0], self.widened(logits[:1])[0], outputs)
+            self._draw(tree, nodes[0], self.widened(self._logits(row)[:1])[0], outputs)
             return
         seen, first = tree.seen, len(tree.seen)
-        sure = self._sure(tree, nodes, logits)
-        for node, mine, values in zip(nodes, *self._best(tree, sure), strict=True):
+        sure: Tensor | None = None
+        if isinstance(row, HeadRows) and row.tokens and not self._looks(tree):
+            best = row.tokens, row.values
+        else:
+            sure = self._sure(tree, nodes, self._logits(row))
+            best = self._best(tree, sure)
+        for node, mine, values in zip(nodes, *best, strict=True):
             possible = [i for i, value in enumerate(values) if value > -math.inf]
             seen.add(node, [mine[i] for i in possible], [seen.scores[node] + values[i] for i in possible])
         grew = len(seen) > first
@@ -213,8 +219,18 @@ class FeatureDrafter(FeatureReader, Drafter):
         if self.costs is not None:  # behind a node that is not worth its score nothing is: that is less likely still
             paying = set(self._kept(tree))
             wanted = [node for node in wanted if node in paying]
-        tree.frontier = [node for node in wanted if not self._ends(tree, node, sure[row_of[seen.parents[node]]])]
+        if sure is not None and asks_for_confidence(tree.budget):
+            wanted = [node for node in wanted if not self._ends(tree, node, sure[row_of[seen.parents[node]]])]
+        tree.frontier = list(wanted)
         tree.states = [outputs[row_of[seen.parents[node]]] for node in tree.frontier]
+
+    def _looks(self, tree: Growing) -> bool:
+        """Whether more than the best tokens of a distribution is looked at."""
+        return self._races(tree) or asks_for_confidence(tree.budget)
+
+    def _logits(self, row: Rows) -> Tensor:
+        """All logits [n, V'] of a row."""
+        return row.whole() if isinstance(row, HeadRows) else row.logits
 
     def _races(self, tree: Growing) -> bool:
         return tree.context.maker.noise is not None and self.draw != "greedy"
@@ -238,8 +254,6 @@ class FeatureDrafter(FeatureReader, Drafter):
 
     def _ends(self, tree: Growing, node: int, sure: Tensor) -> bool:
         """Whether a stop rule ends the path with this node, by the log-probabilities [V'] that it was chosen from."""
-        if not asks_for_confidence(tree.budget):
-            return False
         own = tree.seen.scores[node] - tree.seen.scores[tree.seen.parents[node]]
         return tree.budget.stops_after(sure.exp(), math.exp(own))
 

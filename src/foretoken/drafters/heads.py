@@ -16,13 +16,16 @@ from foretoken.core import Budget, Context, TokenTree
 from foretoken.costs import TargetCost
 from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.drafters.draft_vocabulary import chosen_ids
+from foretoken.drafters.drawing import largest, raced_ahead
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
+from foretoken.models.forward.heads.blocks import NativeBlocks
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import TargetParts
 from foretoken.models.linear.packing import weight_bytes
+from foretoken.models.native.library import NotCoveredError
 from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.medusa_tree import TYPICAL
 from foretoken.trees.shapes import Choice, choice_parents, fitting_nodes, medusa_choices, read_tree
@@ -72,6 +75,7 @@ class HeadsDrafter(Drafter):
         ids = torch.tensor(list(frequent)) if frequent else None
         self.reduced = [] if ids is None else _rows(heads.projections, parts, ids)
         self.head = self.reduced[0] if self.reduced else DraftHead(parts, ids)
+        self._native, self.native_off = self._run_natively()
         count = len(heads.blocks)
         self._take(
             read_tree(tree, self.name, count) if tree else medusa_choices((accuracies or TYPICAL)[:count], nodes)
@@ -120,9 +124,38 @@ class HeadsDrafter(Drafter):
         """A drafter over heads for ``target``."""
         return cls(heads, parts, **options)
 
+    @abstractmethod
+    def natives(self) -> list[NativeBlocks]:
+        """The heads as our library runs them, one each or all in one.
+
+        Raises:
+            NotCoveredError: something that the library does not have.
+        """
+
+    def _run_natively(self) -> tuple[list[NativeBlocks], str]:
+        try:
+            return self.natives(), ""
+        except NotCoveredError as error:
+            return [], str(error)
+
+    def renew(self) -> None:
+        """Follow the weights of the heads, before a draft."""
+        try:
+            if self._native and self._native[0].has_changed():  # all are parts of one network
+                for native in self._native:
+                    native.describe()
+        except NotCoveredError as error:
+            self._native, self.native_off = [], str(error)
+
+    def projections(self, head: int | None = None) -> list[Any]:
+        """The vocabulary projection that all heads share, or those of all heads or of one."""
+        own = self.reduced or list(self.heads.projections)
+        return (own if head is None else [own[head]]) if own else [self.head]
+
     def describe(self) -> list[dict[str, Any]]:
-        """How many tokens they can guess."""
-        return [{**told, "vocabulary": self.head.size} for told in super().describe()]
+        """How many tokens they can guess, and what runs them."""
+        runs = {"forward": "native" if self._native else "lean", "native_off": self.native_off}
+        return [{**told, "vocabulary": self.head.size, **runs} for told in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
         """A head of so many, and the vocabulary projection where it borrows the target's."""
@@ -145,6 +178,7 @@ class HeadsDrafter(Drafter):
         ready = [i for i, nodes in shapes.items() if nodes]
         ready = [i for i, is_level in zip(ready, self.level([contexts[i] for i in ready]), strict=True) if is_level]
         if ready:
+            self.renew()
             chosen = [contexts[i] for i in ready]
             filled = self.fill(
                 self.read_states(chosen), chosen, [shapes[i] for i in ready], [budgets[i] for i in ready]
@@ -173,6 +207,41 @@ class HeadsDrafter(Drafter):
             shapes: per request the nodes of the shape (choice i is node i + 1), parents first.
             budgets: per request, with its stop rule.
         """
+
+    def best(
+        self,
+        head: int,
+        inputs: Tensor,
+        contexts: Sequence[Context],
+        ahead: Sequence[int],
+        budgets: Sequence[Budget],
+        count: int,
+    ) -> tuple[list[list[int]], Tensor | None]:
+        """Per row the ``count`` best tokens, and the logits that they are the best of, where a stop rule looks at them.
+
+        Args:
+            head: which one; all that our library runs at once go by the first one's number.
+            inputs: [n, in] what it reads.
+            contexts: the request of each row.
+            ahead: draft tokens before the one that is guessed, of each row.
+            budgets: of the requests.
+            count: how many.
+        """
+        if self._native:
+            found = self._native[head](inputs, count)
+            races = any(context.maker.noise is not None for context in contexts)
+            looked_at = races or any(map(asks_for_confidence, budgets))
+            if found.tokens and not looked_at:
+                return found.tokens, None
+            logits = found.whole()
+        else:
+            logits = self.rows(head, inputs)
+        raced, of = raced_ahead(logits, contexts, ahead, self.head)
+        return largest(raced, count, of), raced
+
+    @abstractmethod
+    def rows(self, head: int, inputs: Tensor) -> Tensor:
+        """[rows, V_d] logits by the heads' own network; the arguments are those of :meth:`best`."""
 
     def project(self, head: int, hidden: Tensor) -> Tensor:
         """[n, V_d] logits of one head's output [n, D]."""
@@ -208,9 +277,10 @@ def values_of(choices: Sequence[Choice], accuracies: Sequence[Sequence[float]]) 
     return [math.prod(accuracies[depth][rank] for depth, rank in enumerate(choice)) for choice in choices]
 
 
-def ends_after(budget: Budget, logits: Tensor, rank: int) -> bool:
-    """Whether a budget's stop rule ends a path with the token of this rank (0: the best) of ``logits`` [V]."""
-    if not asks_for_confidence(budget):
+def ends_after(budget: Budget, logits: Tensor | None, row: int, rank: int) -> bool:
+    """Whether a budget's stop rule ends a path with the token of this rank (0: the best) of a row of ``logits``
+    [n, V]; they are there for every rule that looks at them."""
+    if logits is None or not asks_for_confidence(budget):
         return False
-    distribution = torch.softmax(logits.float(), -1)
+    distribution = torch.softmax(logits[row].float(), -1)
     return budget.stops_after(distribution, float(distribution.topk(rank + 1).values[-1]))

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
-from foretoken.drafters.drawing import largest, raced_ahead
 from foretoken.drafters.heads import HeadsDrafter, ends_after
 from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
+from foretoken.models.forward.heads.blocks import NativeBlocks
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.parts import TargetParts
 
@@ -127,20 +128,29 @@ class HydraDrafter(HeadsDrafter):
             if not any(below):
                 break
             inputs = self._inputs(inputs, trees, below, level)
-            logits = self.project(level, self.heads(level, inputs))
             ranks = 1 + max(self.choices[n - 1][-1] for parents in below for nodes in parents.values() for n in nodes)
             rows = [context for context, parents in zip(contexts, below, strict=True) for _ in parents]
-            raced, head = raced_ahead(logits, rows, [level] * len(rows), self.head)
-            ranked = largest(raced, ranks, head)
+            ranked, raced = self.best(level, inputs, rows, [level] * len(rows), budgets, ranks)
             for tree, parents in zip(trees, below, strict=True):
                 for parent, nodes in parents.items():
                     row = tree.row_of[parent]
                     for node in nodes:
                         rank = self.choices[node - 1][-1]
                         tree.tokens[node] = ranked[row][rank]
-                        if ends_after(tree.budget, raced[row], rank):
+                        if ends_after(tree.budget, raced, row, rank):
                             tree.ended.add(node)
         return [{node: token for node, token in tree.tokens.items() if node} for tree in trees]
+
+    def natives(self) -> list[NativeBlocks]:
+        """Head by head: what one reads begins with what the one before has guessed."""
+        return [
+            NativeBlocks(self.heads, partial(self.heads.pieces, i), self.projections(i), self.head)
+            for i in range(len(self.heads.blocks))
+        ]
+
+    def rows(self, head: int, inputs: Tensor) -> Tensor:
+        """Those of one head."""
+        return self.project(head, self.heads(head, inputs))
 
     def _children(self, tree: _Filling, level: int) -> dict[int, list[int]]:
         """The nodes one level below ``level``, by parent."""

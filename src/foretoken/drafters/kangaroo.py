@@ -23,8 +23,8 @@ from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.models.huggingface import PREFILL_CHUNK
 from foretoken.models.network.layers import LayerPlan
+from foretoken.models.runner import PREFILL_CHUNK
 
 ETA = 0.4
 """A chain ends after a token that the draft gives less than this."""
@@ -85,6 +85,11 @@ class KangarooDrafter(OwnLayersDrafter):
         built = cls(context.target, FeatureModel(net, parts, context.target, head), **options)
         built.head = head  # what the adapter's logits are of
         return built
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The layers' weights, how many tokens it can guess, and what runs the adapter."""
+        runs = {"forward": self.adapter.forward_name, "native_off": self.adapter.native_off}
+        return [{**told, **runs} for told in super().describe()]
 
     def cost_beside(self, target_bytes: int) -> float:
         """The share of the layers that runs, with the adapter as one more sublayer."""

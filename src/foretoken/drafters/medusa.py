@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Budget, Context
-from foretoken.drafters.drawing import largest, raced_ahead
 from foretoken.drafters.heads import HeadsDrafter, ends_after
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
+from foretoken.models.forward.heads.blocks import NativeBlocks
 
 
 class MedusaDrafter(HeadsDrafter):
@@ -27,12 +27,11 @@ class MedusaDrafter(HeadsDrafter):
         self, states: Tensor, contexts: Sequence[Context], shapes: Sequence[Sequence[int]], budgets: Sequence[Budget]
     ) -> list[dict[int, int]]:
         """One call of all heads for all requests."""
-        logits, count = self.logits(states), len(contexts)
+        count, heads = len(contexts), len(self.heads.blocks)
         top = 1 + max(choice[-1] for choice in self.choices)
-        rows = [context for _ in logits for context in contexts]
-        ahead = [head for head in range(len(logits)) for _ in contexts]
-        raced, head = raced_ahead(logits.flatten(0, 1), rows, ahead, self.head)
-        tokens = largest(raced, top, head)
+        rows = [context for _ in range(heads) for context in contexts]
+        ahead = [head for head in range(heads) for _ in contexts]
+        tokens, raced = self.best(0, states, rows, ahead, budgets, top)
         filled: list[dict[int, int]] = []
         for i, (nodes, budget) in enumerate(zip(shapes, budgets, strict=True)):
             found, open_nodes = dict[int, int](), {0}
@@ -42,10 +41,18 @@ class MedusaDrafter(HeadsDrafter):
                 choice = self.choices[node - 1]
                 row = (len(choice) - 1) * count + i
                 found[node] = tokens[row][choice[-1]]
-                if not ends_after(budget, raced[row], choice[-1]):
+                if not ends_after(budget, raced, row, choice[-1]):
                     open_nodes.add(node)
             filled.append(found)
         return filled
+
+    def natives(self) -> list[NativeBlocks]:
+        """All heads at once."""
+        return [NativeBlocks(self.heads, self.heads.pieces, self.projections(), self.head)]
+
+    def rows(self, head: int, inputs: Tensor) -> Tensor:
+        """Those of all heads, one head's behind the other's."""
+        return self.logits(inputs).flatten(0, 1)
 
     def logits(self, states: Tensor) -> Tensor:
         """[K, n, V_d] of states [n, D]."""

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -23,16 +22,15 @@ from foretoken.drafters.dynamic import MOST_NODES, DynamicTree, is_dynamic
 from foretoken.drafters.growing import Growing, asks_for_confidence, check_growth, ends_path, follow, readable, widened
 from foretoken.drafters.levels import choose_together
 from foretoken.drafters.narrowed import described, light_head, projected, reduced_head
+from foretoken.drafters.pard import PardDrafter, mask_token
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.sampling import fixed_tokens
-from foretoken.trees.base import Shape
 from foretoken.trees.counts import Levels, Places, Ranks
-from foretoken.trees.expansion import parse_widths as parse_widths
-from foretoken.trees.shapes import Choice, read_tree
-from foretoken.trees.specs import build_tree, dynamic_trees, static_trees
+from foretoken.trees.places import places_of
+from foretoken.trees.shapes import Choice
 
 Draw = Literal["iid", "without_replacement", "greedy"]
 
@@ -126,16 +124,22 @@ class ModelDrafter(Drafter):
         *,
         quantize: str = "auto",
         vocab: str = "",
+        parallel: bool = True,
         **options: Any,
-    ) -> ModelDrafter:
+    ) -> Drafter:
         """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE]``: load the draft model and check
-        that it fits the target.
+        that it fits the target.  One that was taught to fill masks (its configuration has a ``pard_token``) guesses all
+        places in one pass, see :mod:`foretoken.drafters.pard`, unless ``parallel=false``.
 
         Raises:
             ValueError: another tokenizer, an option outside its choices, or no such draft vocabulary.
             CapabilityError: a draft vocabulary for a model that hands out no hidden states.
         """
         draft = context.draft_model(cls.name, path, quantize=quantize)
+        if parallel and mask_token(draft) is not None:
+            if options.pop("tree", ""):
+                raise ValueError("this draft model guesses all places in one pass: give parallel=false with tree=")
+            return PardDrafter.over(draft, context, vocab, **options)
         built = cls(draft, target=context.target, **options)
         built.head = reduced_head(vocab, draft, context) or light_head(draft)
         return built
@@ -374,21 +378,3 @@ class ModelDrafter(Drafter):
 
 
 _ONE_BY_ONE = ("_expand", "_add_children", "_candidates")
-
-
-def places_of(tree: str, name: str) -> Places:
-    """The static tree that an option ``tree`` asks for: child counts per level, a file, or a spec.
-
-    Raises:
-        ValueError: none of these, or a file of another drafter; the message lists the choices.
-    """
-    if tree[:1].isdigit() and not set(tree.lower()) - set("0123456789x"):
-        return Levels(parse_widths(tree))
-    if tree.partition(",")[0] in static_trees():
-        return Ranks(build_tree(tree, Shape).choices())
-    if tree.endswith(".json") or Path(tree).expanduser().is_file():
-        return Ranks(read_tree(tree, name))
-    raise ValueError(
-        f"tree={tree!r} must be positive child counts per level, for example 3x2x1, a file of `foretoken tune tree`, "
-        f"or one of {', '.join([*static_trees(), *dynamic_trees()])} with its options"
-    )

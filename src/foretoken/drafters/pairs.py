@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Context
-from foretoken.drafters.blocks import BlockDrafter, Guesses, Row
+from foretoken.drafters.blocks import BlockDrafter
 from foretoken.drafters.nets.pairs import PairConfig, PairNet
+from foretoken.drafters.parallel import Guesses, Row
 from foretoken.models.forward.heads.draft_head import DraftHead
 
 

@@ -12,7 +12,7 @@ from foretoken.core import Context, Scores, TokenTree, Verdict
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, Rows, SequenceState
 from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.models.huggingface import PREFILL_CHUNK
+from foretoken.models.runner import PREFILL_CHUNK
 
 
 @dataclass
@@ -93,9 +93,7 @@ class FeatureReader:
         True features are read only, so that these places can be kept.  The pair at place t is the token at t + 1 and
         the feature of t; the last pair holds the root.
         """
-        for context in contexts:
-            context.state[self, "pending"].add(context, self.taps)
-        ready = level(self, _PairReader(self), contexts, [context.tokens[1:] for context in contexts])
+        ready = self.read_up_to_end(contexts)
         ends = [c for c, is_level in zip(contexts, ready, strict=True) if is_level and c.state[self, "pending"]]
         found: dict[int, Rows] = {}
         if ends:
@@ -104,6 +102,12 @@ class FeatureReader:
                 self.keep(context)
                 found[id(context)] = rows
         return ready, found
+
+    def read_up_to_end(self, contexts: Sequence[Context]) -> list[bool]:
+        """Read all but the last places of long texts; says for which requests that is all that was missing."""
+        for context in contexts:
+            context.state[self, "pending"].add(context, self.taps)
+        return level(self, _PairReader(self), contexts, [context.tokens[1:] for context in contexts])
 
     def feed(self, context: Context, count: int, wanted: int) -> Feed:
         """The next places that were not read."""

@@ -25,8 +25,8 @@ from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.call_costs import quick_costs
 from foretoken.models.checks.fast_paths import fingerprint
 from foretoken.models.checks.judging import ordinary_ids
-from foretoken.models.checks.remembered import read, remember
 from foretoken.models.clock import now
+from foretoken.models.machine import WORTH_KEEPING_S, Kept
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -47,6 +47,7 @@ STEPS = 8
 """Steps by which the cost of a sublayer is measured."""
 STALE = 2
 """Larger sets that are tried after the best one."""
+KEPT = Kept("skips")
 
 
 class NothingToSkipWarning(UserWarning):
@@ -81,9 +82,9 @@ def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
     owner: Any = target
     key = fingerprint(owner.model)
     name = f"skips {key} {torch.get_num_threads()} threads {'text' if tokenizer is not None else 'ids'}"
-    stored = None if key is None else read(name)
+    stored = None if key is None else KEPT.read(name)
     layers = num_layers_of(target)
-    if stored is not None:
+    if isinstance(stored, dict):
         skips = SkipSet.parse(str(stored["attention"]), str(stored["mlp"]), layers)
         choice = Choice(skips, float(stored["acceptance"]), float(stored["speed"]))
     else:
@@ -91,7 +92,7 @@ def default_set(target: LanguageModel, tokenizer: Any | None) -> Choice:
         choice = measured_set(target, _prompt_ids(target, tokenizer))
         if key is not None:
             kept = {**choice.skips.options, "acceptance": choice.acceptance, "speed": choice.speed}
-            remember(name, kept, perf_counter() - began)
+            KEPT.keep(name, kept, perf_counter() - began >= WORTH_KEEPING_S)
     if choice.speed < 1.0:
         warnings.warn(
             f"layer_skip: no set of sublayers pays for this model: the best one promises {choice.speed:.2f} of plain "

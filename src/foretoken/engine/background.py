@@ -53,6 +53,9 @@ class AsyncLlm:
         max_queued: most requests that wait besides; more are refused.
         kv_memory: bytes of keys and values that running and kept texts may take; ``None`` for no limit.
         prefill_chunk: tokens of prompts that are read between two rounds.
+        prefill_s: seconds that this may take while others run or wait (or as long as a round, where that is longer);
+            ``None`` for no limit.
+        kept_places: how many of ``max_running`` are for owners of which nothing runs.
         prefix_cache: keep finished texts for others with the same beginning (and the same ``cache_salt``).
         prefix_bytes: most memory for them.
         on_end: told of every request that has ended, however it did: what was asked, the clock's value when it arrived,
@@ -67,6 +70,8 @@ class AsyncLlm:
         max_queued: int = 256,
         kv_memory: int | None = None,
         prefill_chunk: int = 256,
+        prefill_s: float | None = None,
+        kept_places: int = 0,
         prefix_cache: bool = True,
         prefix_bytes: int = 2**28,
         on_end: OnEnd | None = None,
@@ -81,7 +86,7 @@ class AsyncLlm:
         self._turn = llm.calls.turn  # before ``_lock``, where both are held
         self._on_end = on_end
         with self._turn:
-            llm.engine.serve(max_running, kv_memory, prefill_chunk, kept)
+            llm.engine.serve(max_running, kv_memory, prefill_chunk, kept, prefill_s, kept_places)
             llm.engine.on_leave = None if on_end is None else self._note_end
         self._lock = threading.Lock()
         self._wake = threading.Event()

@@ -170,6 +170,7 @@ class Engine(Requests):
         draft_s = drafted - began + taken - committed
         times = RoundTimes(draft_s, target_s, verified - scored, taken - began + self._bookkeeping_s)
         self.rounds, self.times = self.rounds + 1, RoundTimes(*map(sum, zip(self.times, times, strict=True)))
+        self.reading.note_round(times.total_s)
         counts = (len(turns), self.target.run_rows - rows_before or sum(len(turn.tree) for turn in turns))
         turns = self._each(lambda alone: self._account(alone[0], counts, times), turns)
         self._bookkeeping_s = now(self._device) - taken
@@ -223,7 +224,7 @@ class Engine(Requests):
 
     def _begin_reading(self, runs: Sequence[Running]) -> None:
         """Drafters may read as much beside a round as the target does, and more than texts grow by meanwhile."""
-        most = ALL if self.prefill_chunk is None else max(self.prefill_chunk, 2 * BESIDE)
+        most = ALL if self.prefill_chunk is None else max(self._most_to_read(), 2 * BESIDE)
         self.pace.left, self.pace.spent_s = most, 0.0
         for run in runs:
             texts = DraftTexts.of(run.context)

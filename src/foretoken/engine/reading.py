@@ -12,8 +12,52 @@ from foretoken.engine.request import Running
 from foretoken.models.base import Feed, LanguageModel
 
 ALL = 1 << 60
+FIRST, FEWEST = 64, 16
+"""Tokens that are read together before it is known how long that takes, and however long it takes."""
+NEW_SHARE = 0.3
+"""Weight of what was measured last."""
 PIECE = 512
 """Tokens of a prompt whose logits are made at once, where its log-probabilities were asked for."""
+
+
+class ReadingTime:
+    """How many tokens may be read before a round that others wait for, by the time that tokens have taken.
+
+    A number of tokens is a second for one model and a tenth of one for another; who writes waits for all of it.
+
+    Args:
+        limit_s: seconds; reading may take longer only where a round does.  ``None`` for no limit.
+
+    Attributes:
+        token_s: what a token takes, the last ones counting most; 0 before anything was read.
+    """
+
+    def __init__(self, limit_s: float | None = None) -> None:
+        self.limit_s, self.token_s, self._round_s = limit_s, 0.0, 0.0
+
+    def note(self, tokens: int, spent_s: float) -> None:
+        """So many were read together, in so many seconds."""
+        if tokens > 0:
+            new = spent_s / tokens
+            self.token_s += (new - self.token_s) * (NEW_SHARE if self.token_s else 1.0)
+
+    def note_round(self, spent_s: float) -> None:
+        """A round took so many seconds."""
+        self._round_s = spent_s
+
+    def most(self, chunk: int, requests: int) -> int:
+        """Tokens to read now: a power of two, so that products of few sizes are compiled, or the whole chunk.
+
+        Args:
+            chunk: the most.
+            requests: how many run or wait; a single one waits for nobody.
+        """
+        if self.limit_s is None or requests < 2:
+            return chunk
+        if not self.token_s:
+            return min(chunk, FIRST)
+        fit = int(max(self.limit_s, self._round_s) / self.token_s)
+        return min(chunk, max(FEWEST, 1 << fit.bit_length() - 1 if fit else 0))
 
 
 def shares(runs: Sequence[Running], most: int) -> list[tuple[Running, int]]:

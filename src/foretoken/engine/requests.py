@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,9 +27,10 @@ from foretoken.engine.ends import ends_of
 from foretoken.engine.errors import is_full_memory
 from foretoken.engine.joining import check_rules, join, stopper_of
 from foretoken.engine.leaving import Texts
-from foretoken.engine.reading import ALL, open_text, read, shares
+from foretoken.engine.reading import ALL, ReadingTime, open_text, read, shares
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stopping import FinishReason
+from foretoken.engine.turns import first_in_turn
 from foretoken.models.base import CapabilityError, LanguageModel, Snapshot
 from foretoken.models.checks.finite import why_not_finite
 from foretoken.models.clock import now
@@ -104,6 +104,7 @@ class Requests(ABC):
         self.budget = KvBudget(target, kv_memory)
         self.texts = Texts(target, self.taps, prefix_bytes)
         self.pace = Pace()
+        self.reading, self.kept_places = ReadingTime(), 0
         self._ended: list[tuple[Running, Emission]] = []
         self._ids = 0
         self._weights_version = target.weights_version
@@ -117,15 +118,24 @@ class Requests(ABC):
     def _check_drafter(self, name: str | None) -> None:
         """Refuse the name of a member that there is not."""
 
-    def serve(self, max_batch: int, kv_memory: int | None, prefill_chunk: int | None, prefix_bytes: int) -> None:
-        """Change how many requests run together, and what they may take; nothing may be running.
+    def serve(
+        self,
+        max_batch: int,
+        kv_memory: int | None,
+        prefill_chunk: int | None,
+        prefix_bytes: int,
+        prefill_s: float | None = None,
+        kept_places: int = 0,
+    ) -> None:
+        """Change how many requests run together, and what they may take, see :class:`AsyncLlm`; nothing may be running.
 
         Raises:
             ValueError: requests are there already, or a limit that makes no sense.
         """
         if self.busy:
             raise ValueError("requests are running: finish or close them first")
-        self.max_batch, self.prefill_chunk = max_batch, prefill_chunk
+        self.max_batch, self.prefill_chunk, self.kept_places = max_batch, prefill_chunk, kept_places
+        self.reading = ReadingTime(prefill_s)
         self.budget = KvBudget(self.target, kv_memory)
         self.texts = Texts(self.target, self.taps, prefix_bytes)
 
@@ -268,7 +278,7 @@ class Requests(ABC):
         for run in [run for run in (*self.waiting, *self.running) if run.is_late]:
             self._end(run, "deadline")
         while len(self.running) < self.max_batch:
-            first = self._first_in_turn()
+            first = first_in_turn(self.waiting, self.running, self.max_batch, self.kept_places)
             if first is None or not self.budget.admits(first):
                 break
             self.waiting.remove(first)
@@ -277,14 +287,6 @@ class Requests(ABC):
             self._each(self._open, [Turn(first)])
         if self.budget.left is not None:
             self.texts.prefixes.shrink(self.budget.left)
-
-    def _first_in_turn(self) -> Running | None:
-        """The first waiting request whose owner may have one more that runs."""
-        busy = Counter(run.request.owner for run in self.running)
-        for run in self.waiting:
-            if not run.request.owner_running or busy[run.request.owner] < run.request.owner_running:
-                return run
-        return None
 
     def _open(self, turns: Sequence[Turn]) -> None:
         """Give requests their texts, and those what an earlier text has of the same beginning."""
@@ -315,7 +317,7 @@ class Requests(ABC):
         """Let the target read prompts, all of them or a piece."""
         while unread := [run for run in self.running if not run.started]:
             began = now(self._device)
-            chosen = shares(unread, self.prefill_chunk or ALL)
+            chosen = shares(unread, self._most_to_read())
             sizes = {run.id: size for run, size in chosen}
             turns = [Turn(run) for run, _ in chosen]
 
@@ -326,11 +328,15 @@ class Requests(ABC):
             for turn in done:
                 self._guard(self._start, [turn])
             spent = now(self._device) - began
+            self.reading.note(sum(sizes.values()), spent)
             for turn in turns:
                 turn.run.stats.prefill_s += spent
                 turn.run.stats.total_s += spent
             if self.prefill_chunk is not None:
                 return
+
+    def _most_to_read(self) -> int:
+        return self.reading.most(self.prefill_chunk or ALL, len(self.running) + len(self.waiting))
 
     def _start(self, turns: Sequence[Turn]) -> None:
         """The last prompt token is the first root: there is no special first step, and reading needed no logits."""

@@ -43,6 +43,8 @@ class Layout:
 LAYOUTS: tuple[Layout, ...] = (
     # Where two could read a checkpoint, the first one does.
     Layout("eagle3", "speculators", "eagle3_speculators:Eagle3Speculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("peagle", "speculators", "peagle_plain:PeagleSpeculators", "vllm-project/speculators", {"vllm": ""}),
+    Layout("peagle", "plain", "peagle_plain:PeaglePlain", "EAGLE-3's names and mask_hidden", {"vllm": ""}),
     Layout("eagle3", "plain", "eagle3_plain:Eagle3Plain", "EAGLE, SpecForge, AngelSlim", {"vllm": "", "sglang": ""}),
     Layout("dflash", "speculators", "dflash_plain:DflashSpeculators", "vllm-project/speculators", {"vllm": ""}),
     Layout("dflash", "plain", "dflash_plain:DflashPlain", "z-lab's DFlash, SpecForge", {"vllm": ""}),
@@ -60,6 +62,7 @@ LAYOUTS: tuple[Layout, ...] = (
         {"vllm": "vLLM 0.33 and later cannot load Medusa: this needs vLLM 0.32 or older"},
     ),
     Layout("medusa", "original", "medusa_original:MedusaOriginal", "FasterDecoding/Medusa"),
+    Layout("pard", "plain", "pard:PardFolder", "AMD's PARD: a Hugging Face folder with a pard_token", {"vllm": ""}),
     Layout("model", "plain", "model:ModelFolder", "a Hugging Face folder", dict.fromkeys(ENGINES, "")),
     Layout("early_exit", "plain", "early_exit:EarlyExit", "the exit layer, as JSON", {"huggingface": ""}),
     Layout("layer_skip", "plain", "layer_skip:LayerSkip", "the skipped sublayers, as JSON"),
@@ -69,6 +72,7 @@ LAYOUTS: tuple[Layout, ...] = (
 
 DEFAULTS = {
     "eagle3": "plain",
+    "peagle": "plain",
     "dflash": "plain",
     "dflash2": "plain",
     "dspark": "plain",

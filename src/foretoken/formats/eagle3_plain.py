@@ -6,7 +6,7 @@ Li et al. 2025 (arXiv 2503.01840).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ class Eagle3Plain(NetFormat):
     """The head is always written, also one that is the target's own."""
 
     method = "eagle3"
-    net_config = Eagle3Config
-    net_class = Eagle3Net
+    net_config: ClassVar[type[Eagle3Config]] = Eagle3Config
+    net_class: ClassVar[type[Eagle3Net]] = Eagle3Net
     layer = "midlayer"
 
     def recognises(self, found: Found) -> bool:
@@ -37,7 +37,7 @@ class Eagle3Plain(NetFormat):
 
     def write(self, trained: Trained, target: Target) -> Checkpoint:
         """A rename, and the numbers of the layers as every engine counts them."""
-        shape = Eagle3Config(**trained.config)
+        shape = self.net_config(**trained.config)
         return Checkpoint(self.described(shape, target), self.tensors(shape, trained, target))
 
     def described(self, shape: Eagle3Config, target: Target) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from foretoken.formats.folders import Found
 from foretoken.formats.llama_layer import layer_keys
 
 KEY = "speculators_model_type"
-READ = ("eagle3", "mtp", "dflash", "dflash2", "dspark")
+READ = ("eagle3", "peagle", "mtp", "dflash", "dflash2", "dspark")
 """Types of such checkpoints that are read."""
 VERSION = "0.9.0"
 """The version whose layout this is."""

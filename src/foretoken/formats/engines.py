@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+from foretoken.drafters.pard import TRAINED
+
 DEPTH, WIDTH, NODES = 5, 4, 16
 """Levels, children and nodes of a tree, as our own drafters have them."""
-VLLM_METHODS = {"model": "draft_model", "dflash2": "dflash"}
+VLLM_METHODS = {"model": "draft_model", "pard": "draft_model", "peagle": "eagle3", "dflash2": "dflash"}
 SGLANG_METHODS = {"model": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 
 
@@ -31,11 +33,13 @@ def _vllm(method: str, out: Path, written: Path) -> str:
     if "block_size" in told:
         inner = {**told, **told.get("dflash_config", {})}
         heads = inner["block_size"] - (not inner.get("sample_from_anchor"))
-    chosen = {
+    chosen: dict[str, Any] = {
         "method": VLLM_METHODS.get(method, method),
         "model": str(out),
         "num_speculative_tokens": heads or DEPTH,
     }
+    if method in ("pard", "peagle"):
+        chosen |= {"num_speculative_tokens": TRAINED, "parallel_drafting": True}
     return f"--speculative-config '{json.dumps(chosen)}'"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from foretoken.io.headers import tensor_names
 
 OURS = "drafter.json"
-IMPORTED = ("eagle", "eagle3", "medusa", "mtp", "dflash", "dflash2", "dspark")
+IMPORTED = ("eagle", "eagle3", "peagle", "medusa", "mtp", "dflash", "dflash2", "dspark")
 """Methods whose drafters other projects train, in layouts that ``foretoken import`` reads."""
 PREFIXES = {
     "model.": "",

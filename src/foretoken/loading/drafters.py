@@ -14,6 +14,7 @@ from foretoken.drafters.base import BuildContext, Drafter, Verify
 from foretoken.drafters.ensemble import EnsembleDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.nested import works_nested
+from foretoken.drafters.pard import PardDrafter, mask_token
 from foretoken.io.drafter_folders import IMPORTED
 from foretoken.io.named_models import named_model
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
@@ -75,7 +76,8 @@ class LoadingContext(BuildContext):
         if isinstance(given, Path):
             raise ValueError(f"a path is no drafter: give model:{given} for a draft model, or NAME:{given}")
         if isinstance(given, LanguageModel) or (isinstance(given, nn.Module) and not isinstance(given, type)):
-            return ModelDrafter(given_draft_model(given, self.target, self.tokenizer), target=self.target)
+            draft = given_draft_model(given, self.target, self.tokenizer)
+            return (ModelDrafter if mask_token(draft) is None else PardDrafter)(draft, target=self.target)
         raise ValueError(f"{with_article(type(given).__name__)} is no drafter: {ACCEPTED}")
 
     def group(self, specs: Sequence[Part | None]) -> list[Drafter]:

@@ -31,9 +31,9 @@ ENOUGH = 0.8
 """Share of the expected figure that is enough: text of another kind is accepted a little less."""
 CLEARLY_MORE = 1.1
 """How many times the tokens a round other layers must give to be named."""
-DEPTHS = {"dflash": "taps", "dflash2": "taps", "dspark": "taps", "eagle3": "layers"}
+DEPTHS = {"dflash": "taps", "dflash2": "taps", "dspark": "taps", "eagle3": "layers", "peagle": "layers"}
 """Where a drafter's configuration names depths of the target, by method."""
-CHAINS = dict.fromkeys(("dflash", "dflash2", "dspark"), "nodes=256,width=1") | dict.fromkeys(
+CHAINS = dict.fromkeys(("dflash", "dflash2", "dspark", "pard", "peagle"), "nodes=256,width=1") | dict.fromkeys(
     ("eagle", "eagle3"), "nodes=5,depth=5,width=1"
 )
 """Options of a chain, by method; what is not named drafts one by itself."""
@@ -190,7 +190,7 @@ def _shifted(new: NewDrafter, by: int, prompts: Sequence[Sequence[int]]) -> Acce
 
 def _too_little(new: NewDrafter, own: Acceptance, expected: float, better: str) -> str:
     method = new.spec.split(":")[0]
-    masks = ["a wrong mask_token_id"] if DEPTHS.get(method) == "taps" else []
+    masks = ["a wrong mask_token_id"] if DEPTHS.get(method) == "taps" or method == "peagle" else []
     layers = ["layer ids of another numbering"] if method in DEPTHS else []
     causes = ["another target than it was trained for", *layers, *masks, "a figure for trees or for text of one kind"]
     return (

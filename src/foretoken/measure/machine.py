@@ -53,7 +53,7 @@ def hardware() -> dict[str, Any]:
         "cpu": name or platform.processor() or platform.machine(),
         "cores": os.cpu_count() or 1,
         "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
-        "kernels": native.why_not() or "compiled",
+        "kernels": native.described(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "mps": bool(torch.backends.mps.is_available()),
     }

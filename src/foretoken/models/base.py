@@ -11,15 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from foretoken.models.linear.packing import unpack_linears, weight_bytes
-from foretoken.models.network.alone import lock_of
-from foretoken.models.network.watch import Watch
 from foretoken.models.refusals import Refusal as Refusal
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from foretoken.models.network.layers import LayerPlan
 
 
@@ -198,6 +194,7 @@ class LanguageModel(ABC):
         capabilities: what the model offers.
         run_s: seconds spent in the network so far (without masks and bookkeeping; on a GPU until it has done its work).
         run_rows: rows of hidden states that it computed in this time, padding included.
+        threads: how many it computes with.
         forward_name: what computes its forwards: ``"public"`` for Transformers' own, ``"lean"``, ``"native"``.
         stored_as: how its weights are stored, where that is not in the dtype of its activations.
         exactness: ``"bitwise"``: the bits of a token's logits do not depend on what is scored beside it, so that text
@@ -211,8 +208,6 @@ class LanguageModel(ABC):
 
     weights_version: int = 0
     reads: bool = True
-    _watch: Watch | None = None
-
     forward_name: str = "public"
     stored_as: str = ""
     exactness: str = "rounding"
@@ -221,6 +216,7 @@ class LanguageModel(ABC):
     context_why: str = ""
     run_s: float = 0.0
     run_rows: int = 0
+    threads: int = 1
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
@@ -239,24 +235,14 @@ class LanguageModel(ABC):
             "weights": " ".join(filter(None, (self.stored_as, str(getattr(self, "dtype", "")).removeprefix("torch.")))),
             "exactness": self.exactness,
             "exactness_why": self.exactness_why,
-            "threads": torch.get_num_threads(),
+            "threads": self.threads,
             "refused": [asdict(refusal) for refusal in self.refused],
             "graphs_off": getattr(self, "graphs_off", f"{type(self).__name__} runs no fixed shapes"),
         }
 
-    def follow(self) -> None:
+    def follow(self) -> None:  # noqa: B027
         """Notice whether the network was changed from outside (its weights, its layers, hooks), and run it as it is
         now.  :meth:`open` does so; open sequences then hold what another network has computed."""
-        if self._watch is not None:
-            with lock_of(self._watch.network):
-                if self._watch.has_changed():
-                    self._renew()
-                    self.weights_version += 1
-
-    def _renew(self) -> None:
-        """Take the network as it is now."""
-        if self._watch is not None:
-            self._watch = Watch(self._watch.network)
 
     @property
     def kv_bytes(self) -> int:
@@ -288,14 +274,10 @@ class LanguageModel(ABC):
     @property
     def weight_bytes(self) -> int:
         """Memory that the weights take; 0 for a model without any."""
-        module = getattr(self, "model", None)
-        return weight_bytes(module) if isinstance(module, nn.Module) else 0
+        return 0
 
-    def unpack(self) -> None:
+    def unpack(self) -> None:  # noqa: B027
         """Give the model's packed linear layers (``pack=True``) their plain form back, with the same weights."""
-        module = getattr(self, "model", None)
-        if isinstance(module, nn.Module):
-            unpack_linears(module)
 
     @abstractmethod
     def open(self) -> SequenceState:

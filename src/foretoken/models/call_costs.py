@@ -19,8 +19,8 @@ import torch
 from foretoken.costs import TargetCost
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.checks.fast_paths import fingerprint
-from foretoken.models.checks.remembered import read, remember
 from foretoken.models.clock import now
+from foretoken.models.machine import WORTH_KEEPING_S, Kept
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Node counts that a target is measured at by default."""
@@ -29,6 +29,7 @@ QUICK_TEXT, QUICK_TURNS = 64, 3
 MOST_EXPENSIVE = 6.0
 """A call that costs more than this many of one node ends the quick measurement: no draft of that size pays."""
 
+KEPT = Kept("calls")
 _KNOWN: WeakKeyDictionary[LanguageModel, TargetCost] = WeakKeyDictionary()
 
 
@@ -42,12 +43,13 @@ def quick_costs(target: LanguageModel) -> TargetCost:
         module: Any = getattr(target, "model", None)
         key = fingerprint(module) if isinstance(module, torch.nn.Module) else None
         name = f"calls {key} {torch.get_num_threads()} threads"
-        stored = None if key is None else read(name)
-        if stored is None:
+        stored = None if key is None else KEPT.read(name)
+        if not isinstance(stored, dict):
             began = perf_counter()
             found = _measure_quickly(target)
             if key is not None:
-                remember(name, {str(count): seconds for count, seconds in found.items()}, perf_counter() - began)
+                result = {str(count): seconds for count, seconds in found.items()}
+                KEPT.keep(name, result, perf_counter() - began >= WORTH_KEEPING_S)
         else:
             found = {int(count): float(seconds) for count, seconds in stored.items()}
         _KNOWN[target] = TargetCost(found)

@@ -1,55 +1,25 @@
-"""A Transformers causal LM as a :class:`LanguageModel`: ragged batches of trees through the public forward."""
+"""A Transformers causal LM as a :class:`LanguageModel`: a runner over its network, which follows what is changed."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from types import MappingProxyType
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState, Snapshot
-from foretoken.models.cache.bands import Bands, in_bands, picked
-from foretoken.models.cache.masks import RowPlan, additive_mask
 from foretoken.models.cache.rectangle import TreeCache
-from foretoken.models.checks.fast_paths import Checks, Probe
-from foretoken.models.clock import now
-from foretoken.models.forward.attention import attention_for
-from foretoken.models.forward.lean import build_lean
-from foretoken.models.forward.native import fastest_of
-from foretoken.models.forward.public import run_public
-from foretoken.models.forward.public_layouts import lay_out
-from foretoken.models.linear.packing import Packing, unpack_linears
+from foretoken.models.checks.fast_paths import Probe
+from foretoken.models.forward.network import Network
+from foretoken.models.linear.packing import Packing
 from foretoken.models.network.alone import alone
-from foretoken.models.network.call import Call, inputs_of, padded_states
-from foretoken.models.network.capabilities import detect
-from foretoken.models.network.extra import check_rows
-from foretoken.models.network.layers import WHOLE, LayerPlan, check_sublayers
-from foretoken.models.network.placement import device_of
-from foretoken.models.network.rotary import ChangingRotary, context_of
-from foretoken.models.network.taps import check_taps, decoder_layers
-from foretoken.models.network.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks
-from foretoken.models.network.watch import Watch, has_hooks
-from foretoken.models.provisional import comes_before, keep_common, without_first
+from foretoken.models.network.watch import Watch
 from foretoken.models.refusals import refusal
-
-PREFILL_CHUNK = 512
-"""Tokens of a prompt that are scored in one call."""
-SCRATCH_ROOM = 512
-"""Slots beyond the context for scratch nodes."""
+from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 
-class SecondWeights(Protocol):
-    """A network of the model's shape whose weights are others, see :meth:`HuggingFaceModel.add_weights`."""
-
-    def run(self, owner: HuggingFaceModel, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Logits [n, V] per feed and taps, with the keys and values in the cache of ``owner``."""
-
-
-class HuggingFaceModel(LanguageModel):
+class HuggingFaceModel(TreeRunner):
     """Runs a ``PreTrainedModel`` over committed prefixes plus scratch trees.
 
     The model object is left as it was found: the attention function is switched for the duration of a forward only.
@@ -64,21 +34,13 @@ class HuggingFaceModel(LanguageModel):
             multiplies them faster in another layout (:meth:`unpack` takes that back).  Otherwise the lean forward has
             copies of the weights, and large models are not run on it.
         probe: gives ids of an ordinary text for the checks of fast paths (:mod:`foretoken.models.checks.fast_paths`).
+        network: makes the forward of the model, which may count its layers in another way.
 
     Raises:
         CapabilityError: the model cannot take trees (use :func:`foretoken.models.wrap`, which falls back).
     """
 
-    _extra: tuple[Tensor, ...] = ()
-    _second: Mapping[str, SecondWeights] = MappingProxyType({})
-    rotary: ChangingRotary | None = None
-    """Its rotary embeddings that change with the length of the text, if any do."""
-    graphs: Any = None
-    """What runs forwards as CUDA graphs (:mod:`foretoken.models.forward.graphed`), if anything does."""
-    graphs_off: str = "not asked for"
-    """Why nothing does; empty where it does."""
-    native_off: str = "not tried"
-    """Why its forwards are not native ones (:mod:`foretoken.models.forward.native`); empty where they are."""
+    forwards: Network
 
     def __init__(
         self,
@@ -88,85 +50,61 @@ class HuggingFaceModel(LanguageModel):
         lean: bool = True,
         in_place: bool = False,
         probe: Probe | None = None,
+        network: Callable[..., Network] = Network,
     ) -> None:
-        if exact not in ("distribution", "bitwise", "approximate"):
-            raise ValueError(f"exact must be 'distribution', 'bitwise' or 'approximate', not {exact!r}")
-        self.model = model.eval()
-        self.config = model.config.get_text_config()
+        forwards = network(model, exact, lean=lean, in_place=in_place, probe=probe)
+        super().__init__(forwards, TreeCache(forwards.depth, forwards.context_length + SCRATCH_ROOM))
         self.stored_as = getattr(model, "stored_as", "")
-        self.capabilities: Capabilities = detect(model)
-        if not self.capabilities.tree_mask:
-            raise CapabilityError(f"this model cannot take trees: {self.capabilities.missing['tree_mask']}")
-        self.vocab_size = int(self.config.vocab_size)
-        self.rotary = ChangingRotary.of(model)
-        self.context_length, self.context_why = context_of(model, context_length_of(self.config), self.rotary)
-        self.eos_token_ids = eos_ids(model)
-        self.device, self.dtype = device_of(model), model.dtype
-        self.exact = exact
-        self.layer_masks = layer_masks(model)
-        self._attention = attention_for(exact, self.device)
-        self._configs = attention_configs(model)
-        self.cache_argument = cache_argument(model)
-        self._single_mask = set(self.layer_masks) == {""}
-        self.num_layers = len(decoder_layers(model))
-        self.num_layer_runs = 0.0
-        self._checked_plans: set[LayerPlan] = set()
-        self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
-        self._lean: Any = None
-        self._wants_lean, self._in_place, self._probe = lean, in_place, probe
         with alone(model):
-            self._choose_forward()
+            self._choose()
             self._watch = Watch(model)
 
-    def _choose_forward(self) -> None:
-        """Lay the linear layers out and build the lean forward, where that can be: it calls no hooks."""
-        exact = self.exact == "bitwise"
-        self.packing = Packing.of(self.model, self.dtype, self.device, exact, self._in_place)
-        checks = Checks(self, self._probe)
-        self.refused, self._lean, self.forward_name, self.native_off = (), None, "public", "no lean forward"
-        if self._wants_lean:
-            self._lean = build_lean(self, checks)
-        if self._lean is None:
-            lay_out(self, checks)
-        else:
-            self._lean = fastest_of(self._lean, checks)
-        if self.exact != "approximate":
-            self.exactness, self.exactness_why = checks.exactness(self.way)
-
-    @property
-    def way(self) -> str:
-        """What makes the forwards of one network different ones."""
-        return f"{self.forward_name} {self.packing.way} {self.exact}"
-
-    def refuse(self, path: str, why: str, costs: str) -> None:
-        """Note, and say once, that a fast path is not taken."""
-        self.refused = (*self.refused, refusal(path, why, costs))
+    def _choose(self) -> None:
+        network = self.forwards
+        checks = network.choose()
+        self.refused = network.refused
+        if network.exact != "approximate":
+            self.exactness, self.exactness_why = checks.exactness(network.way, self)
 
     def _renew(self) -> None:
         """Fused copies of the weights are made anew; open sequences keep a cache that nobody else writes to."""
-        self.device, self.dtype = device_of(self.model), self.model.dtype
-        if self._in_place and not has_hooks(self.model):  # hooks are called where packed layers have taken the place
-            unpack_linears(self.model)
+        self.forwards.renew()
         graphs, self.graphs = self.graphs, None
         self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
-        self._configs = attention_configs(self.model)
         self._watch = None  # the checks open texts of their own
-        self._choose_forward()
+        self._choose()
         if graphs is not None:
             graphs.stop("the model was changed after it was loaded")
         self._watch = Watch(self.model)
 
     @property
-    def is_lean(self) -> bool:
-        """Whether forwards run on the lean twin instead of the public one."""
-        return self._lean is not None
+    def config(self) -> Any:
+        """Its text configuration."""
+        return self.forwards.config
+
+    @property
+    def exact(self) -> str:
+        """What its arithmetic must keep."""
+        return self.forwards.exact
+
+    @property
+    def packing(self) -> Packing:
+        """How its linear layers are laid out."""
+        return self.forwards.packing
 
     @property
     def run_dtype(self) -> torch.dtype:
-        """What hidden states, keys and values are computed in: the dtype of the model, but float32 on a lean forward
-        whose 16-bit weights are multiplied with float32 activations."""
-        dtype: torch.dtype = self.dtype if self._lean is None else self._lean.dtype
-        return dtype
+        """Of hidden states, keys and values."""
+        return self.forwards.run_dtype
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether forwards run on the lean twin instead of the public one."""
+        return self.forwards.fast is not None
+
+    def refuse(self, path: str, why: str, costs: str) -> None:
+        """Note, and say once, that a fast path is not taken."""
+        self.refused = (*self.refused, refusal(path, why, costs))
 
     def unpack(self) -> None:
         """Give the model its plain linear layers back, with the same weights; forwards are the public ones from now on.
@@ -176,50 +114,42 @@ class HuggingFaceModel(LanguageModel):
         """
         if self._sequences:
             raise ValueError("requests are running on the packed model: finish or close them before it is unpacked")
-        unpack_linears(self.model)
-        self._lean, self._second, self.forward_name, self.native_off = None, {}, "public", "the model was unpacked"
-        self._wants_lean = self._in_place = False
+        self.forwards.unpack()
         self.graphs, self.graphs_off = None, "the model was unpacked"
         self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
         self._watch = Watch(self.model)
 
     def extra_embeddings(self, rows: Tensor) -> int:
         """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
-        check_rows(self.model, rows)
-        return self._add_rows(rows)
-
-    def _add_rows(self, rows: Tensor) -> int:
-        first = self.vocab_size
-        for known in self._extra:
-            if known.data_ptr() == rows.data_ptr() and known.shape == rows.shape:
-                return first
-            first += len(known)
-        self._extra = (*self._extra, rows)
-        return first
-
-    @property
-    def extra_rows(self) -> Tensor | None:
-        """[K, D] what ids from ``vocab_size`` on are embedded as; ``None`` as long as there are none."""
-        return torch.cat(self._extra) if self._extra else None
-
-    def add_weights(self, name: str, make: Callable[[HuggingFaceModel], SecondWeights]) -> SecondWeights:
-        """A second set of weights that :meth:`forward_part` can run by this name; made where it is not there yet."""
-        if name not in self._second:
-            self._second = {**self._second, name: make(self)}
-        return self._second[name]
+        return self.forwards.add_rows(rows)
 
     def take_weights(self, source: torch.nn.Module) -> None:
         """Copy the weights of ``source``, a network of the same shape, over the present ones.
 
         Open sequences stay: what their caches hold was made by the old weights, what follows is made by the new ones.
         """
-        with torch.no_grad():
-            for mine, new in zip(self.model.parameters(), source.parameters(), strict=True):
-                mine.copy_(new)
-        if self._lean is not None:
-            self._lean = self._lean.again(self)  # its fused weights are copies
-        if self._watch is not None:
-            self._watch = Watch(self.model)
+        self.forwards.take_weights(source)
+        self._watch = Watch(self.model)
+        self.weights_version += 1
+
+    def over(self, network: Any) -> HuggingFaceModel:
+        """The model over another network of the same shape, fused weights and all, for :meth:`go_on_with`.
+
+        Nothing that runs meanwhile is touched: another thread may go on with the model.
+        """
+        other = copy.copy(self)
+        other.forwards, other._watch = self.forwards.over(network), Watch(network)
+        return other
+
+    def go_on_with(self, other: HuggingFaceModel) -> None:
+        """Take the network of a model that :meth:`over` has made ready; open sequences stay.
+
+        It takes no time, but where CUDA graphs hold the places of the present weights: then the new ones are copied.
+        """
+        if self.graphs is not None:
+            self.take_weights(other.model)
+            return
+        self.forwards, self._watch = other.forwards, other._watch
         self.weights_version += 1
 
     def sibling(self) -> HuggingFaceModel:
@@ -229,340 +159,6 @@ class HuggingFaceModel(LanguageModel):
         lie between them cost time.  :meth:`take_weights` must be told to siblings one by one.
         """
         other = copy.copy(self)
-        other._separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
+        other.forwards = copy.copy(self.forwards)
+        other.separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
         return other
-
-    @property
-    def cache(self) -> TreeCache:
-        """The cache that is always there; long texts may be in others (:mod:`foretoken.models.cache.bands`)."""
-        return self.bands.first
-
-    @cache.setter
-    def cache(self, cache: TreeCache) -> None:
-        self.bands = Bands(cache)
-
-    @property
-    def _sequences(self) -> list[SequenceState]:
-        return self.bands.texts
-
-    def _separate(self, cache: TreeCache) -> None:
-        """A shallow copy of another model gets a cache, sequences and counts of its own."""
-        self.cache = cache
-        self.graphs, self.graphs_off = None, "this copy of a model has a cache of its own"
-        self.run_s, self.run_rows, self.num_layer_runs = 0.0, 0, 0.0
-        if self._lean is not None:
-            self._lean = copy.copy(self._lean)
-            self._lean.owner = self
-
-    # -- sequences ---------------------------------------------------------------------------------------------------
-
-    def open(self) -> SequenceState:
-        """A new, empty sequence in a row of its own."""
-        self.follow()
-        return self.bands.open(SequenceState(row=0))
-
-    def release(self, sequence: SequenceState) -> None:
-        """Free a row."""
-        self.bands.release(sequence)
-
-    def _slots(self, sequence: SequenceState) -> int:
-        """How many slots the committed tokens take."""
-        return len(sequence.tokens)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Memory that keys and values of open sequences take now."""
-        return self.bands.num_bytes()
-
-    @property
-    def kv_peak_bytes(self) -> int:
-        """The most that they have taken."""
-        return self.bands.peak_bytes
-
-    @cached_property
-    def kv_bytes_per_token(self) -> int:
-        """What they take per token, as one token shows."""
-        sibling = self.sibling()
-        sequence = sibling.open()
-        sibling.prefill(sequence, [0])
-        return sequence.cache.slot_bytes
-
-    @torch.inference_mode()
-    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
-        """A copy of the keys and values of the first ``length`` committed tokens."""
-        layers = sequence.cache.copied(sequence.row, length)
-        return Snapshot(list(sequence.tokens[:length]), layers, regime=sequence.regime) if any(layers) else None
-
-    def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
-        """Commit the first ``length`` tokens of a snapshot to an empty sequence."""
-        snapshot.check_regime(sequence)
-        self.bands.make_room(sequence, length)
-        for layer, pair in enumerate(snapshot.layers):
-            if pair is not None:
-                sequence.cache.load(sequence.row, layer, pair[0][:, :length], pair[1][:, :length])
-        sequence.tokens.extend(snapshot.tokens[:length])
-        self.bands.note_size()
-
-    def prefill_batch(
-        self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
-    ) -> list[dict[str, Tensor]]:
-        """Short texts in one call where little of it is padding, else one by one."""
-        lengths = [len(tokens) for _, tokens in texts]
-        padded = len(texts) * max(lengths, default=0)
-        if len(texts) < 2 or 0 in lengths or padded > PREFILL_CHUNK or (not self.is_lean and padded > 2 * sum(lengths)):
-            return super().prefill_batch(texts, taps)
-        self._grow(texts)
-        rows = self.forward([Feed(sequence, tokens, wanted=0) for sequence, tokens in texts], taps)
-        for sequence, tokens in texts:
-            self.commit(sequence, range(len(tokens)))
-        return [row.taps for row in rows]
-
-    def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
-        """Keep one scratch path (gathered to contiguous slots), drop the rest.
-
-        Raises:
-            ValueError: the path holds nodes that only a part of the network has seen.
-        """
-        if sequence.provisional and len(path):
-            raise ValueError("these nodes were run by a part of the layers: run all before keeping them")
-        sequence.cache.keep(sequence.row, self._slots(sequence), path)
-        sequence.tokens.extend(sequence.scratch_tokens[node] for node in path)
-        sequence.clear_scratch()
-
-    def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Keep the first ``length`` committed tokens: the slots behind them are written anew."""
-        del sequence.tokens[length:]
-        sequence.clear_scratch()
-        if not sequence.tokens:
-            sequence.regime = 0
-
-    def expect(self, sequence: SequenceState, length: int) -> None:
-        """Read a text as one of ``length`` tokens."""
-        if self.rotary is not None:
-            self.rotary.expect(self, sequence, length)
-
-    def room(self, sequence: SequenceState) -> int:
-        """Tokens that can follow the committed ones in one forward."""
-        room = None if self.rotary is None else self.rotary.room(sequence)
-        return super().room(sequence) if room is None else room
-
-    def _grow(self, texts: Sequence[tuple[SequenceState, Sequence[int]]]) -> None:
-        """Texts get tokens that are certain: those that cross the border of the rotary embeddings are read again."""
-        if self.rotary is not None:
-            self.rotary.grow(self, texts)
-
-    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
-        """Commit ``tokens`` in chunks, without logits."""
-        parts: dict[str, list[Tensor]] = {name: [] for name in taps}
-        self._grow([(sequence, tokens)])
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            chunk = tokens[start : start + PREFILL_CHUNK]
-            rows = self.forward([Feed(sequence, chunk, wanted=0)], taps)[0]
-            self.commit(sequence, range(len(chunk)))
-            for name in taps:
-                parts[name].append(rows.taps[name])
-        return {name: torch.cat(list_) for name, list_ in parts.items() if list_}
-
-    # -- forward -----------------------------------------------------------------------------------------------------
-
-    @torch.inference_mode()
-    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
-        """Append nodes and score them: one padded [b, width] call over the rows that the feeds span.
-
-        Provisional nodes (see :meth:`forward_part`) that a feed restates go on from the layer that they have reached;
-        others are dropped.  When anything fails the scratch trees are as they were before, or empty where they were
-        provisional.
-
-        Raises:
-            ValueError: an unknown tap, or two feeds for one sequence.
-        """
-        self._check(feeds, taps)
-        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
-        if any(feed.sequence.provisional for feed in feeds):
-            return self._finish(feeds, taps)
-        return self._whole(feeds, taps)
-
-    def _whole(self, feeds: Sequence[Feed], taps: Sequence[str], plan: LayerPlan = WHOLE) -> list[Rows]:
-        before = [len(feed.sequence.scratch_tokens) for feed in feeds]
-        try:
-            return self._score(feeds, [self._append(feed) for feed in feeds], taps, plan)
-        except BaseException:
-            for feed, size in zip(feeds, before, strict=True):
-                feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
-            raise
-
-    def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
-        check_taps(taps, self.num_layers)
-        if len({id(feed.sequence) for feed in feeds}) < len(feeds):
-            raise ValueError("two feeds of one forward belong to the same sequence: join them")
-
-    @torch.inference_mode()
-    def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
-        """Append provisional nodes, run by a part of the network; remember where nodes can go on from.
-
-        Raises:
-            ValueError: a plan that does not fit the model or the nodes that are there, an unknown tap, or two feeds
-                for one sequence.
-            CapabilityError: a skipped sublayer is no module of its own.
-        """
-        self._check(feeds, taps)
-        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
-        if plan.weights and plan.weights not in self._second:
-            raise ValueError(f"this model has no second weights {plan.weights!r}: add them first")
-        if plan not in self._checked_plans:  # a draft runs the same plan at every step
-            plan.check(self.num_layers)
-            check_sublayers(self.model, plan)
-            self._checked_plans.add(plan)
-        end = plan.end(self.num_layers)
-        # Behind the last layer there is nothing to go on with: such nodes are stated anew, like those that skipped.
-        reached = 0 if plan.skip_attention or plan.skip_mlp or end == self.num_layers else end
-        for feed in feeds:
-            sequence = feed.sequence
-            if sequence.scratch_tokens and (not sequence.provisional or sequence.exit_layer != reached):
-                raise ValueError("the scratch nodes were run by other layers: commit or drop them first")
-            sequence.provisional, sequence.exit_layer = True, reached
-        exit_tap = f"layer:{reached}"
-        results = self._whole(feeds, (*taps, exit_tap) if reached and exit_tap not in taps else taps, plan)
-        if reached:
-            for feed, rows in zip(feeds, results, strict=True):
-                feed.sequence.exit_states.extend(rows.taps[exit_tap])
-        return results
-
-    @torch.inference_mode()
-    def forward_on(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
-        """Run further layers of provisional nodes: feeds name all that are there, with ``states`` at ``plan.start``."""
-        places = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
-        return self._score(feeds, places, taps, plan, [list(feed.states) for feed in feeds if feed.states is not None])
-
-    def _finish(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
-        """A whole forward of trees whose leading nodes have run the first layers already."""
-        exits = {feed.sequence.exit_layer for feed in feeds if feed.sequence.exit_layer}
-        exit_tap = f"layer:{min(exits, default=0)}"
-        if len(exits) != 1 or any(comes_before(name, min(exits)) for name in taps):
-            for feed in feeds:  # nothing to go on from, or hidden states of the first layers are asked for
-                feed.sequence.clear_scratch()
-            return self._whole(feeds, taps)
-        window = LayerPlan(stop=exits.pop())
-        try:
-            for feed in feeds:
-                keep_common(feed)
-            rest = [without_first(feed, len(feed.sequence.scratch_tokens)) for feed in feeds]
-            fresh = [feed for feed in rest if feed.tokens]
-            if fresh:
-                self.forward_part(fresh, window)
-            places = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
-            upper = LayerPlan(start=window.end(self.num_layers))
-            states = [feed.sequence.exit_states for feed in feeds]
-            results = self._score(feeds, places, [name for name in taps if name != exit_tap], upper, states)
-            if exit_tap in taps:  # what the upper layers went on from
-                for rows, kept in zip(results, states, strict=True):
-                    rows.taps[exit_tap] = torch.stack(kept)
-        except BaseException:
-            for feed in feeds:
-                feed.sequence.clear_scratch()
-            raise
-        for feed in feeds:
-            feed.sequence.provisional, feed.sequence.exit_layer = False, 0
-            feed.sequence.exit_states.clear()
-        return results
-
-    def _score(
-        self,
-        feeds: Sequence[Feed],
-        places: Sequence[RowPlan],
-        taps: Sequence[str],
-        plan: LayerPlan = WHOLE,
-        inputs: Sequence[Sequence[Tensor]] = (),
-    ) -> list[Rows]:
-        """Run the network, or the part of it that ``plan`` names, on the last nodes of the scratch trees.
-
-        ``inputs`` are, per feed, the hidden states [D] of its nodes at layer ``plan.start``.
-        """
-        if self.graphs is not None and self.graphs.owner is self and plan.is_whole and not inputs:
-            fixed: list[Rows] | None = self.graphs.score(feeds, places, taps)
-            if fixed is not None:
-                return fixed
-        for feed, place in zip(feeds, places, strict=True):
-            self.bands.make_room(feed.sequence, place.committed + len(place.parents))
-        groups = in_bands([feed.sequence for feed in feeds])
-        calls = [
-            self._call(picked(feeds, group), picked(places, group), picked(inputs, group), taps, plan)
-            for group in groups
-        ]
-        self.bands.note_size()
-        began = now(self.device)
-        found = self._run_all(calls)
-        self.run_s += now(self.device) - began
-        self.num_layer_runs += plan.count(self.num_layers)
-        results: dict[int, Rows] = {}
-        for group, call, (logits, hidden) in zip(groups, calls, found, strict=True):
-            self.run_rows += call.ids.numel() if call.counts is None else sum(call.counts)
-            for index, kept, (i, _, end) in zip(group, logits, call.wanted, strict=True):
-                results[index] = Rows(kept, {name: h[i, :end] for name, h in hidden.items()})
-        return [results[index] for index in range(len(feeds))]
-
-    def _call(
-        self,
-        feeds: Sequence[Feed],
-        places: Sequence[RowPlan],
-        inputs: Sequence[Sequence[Tensor]],
-        taps: Sequence[str],
-        plan: LayerPlan,
-    ) -> Call:
-        """The padded [b, width] call of nodes whose sequences share a cache, over the rows that they span."""
-        cache = feeds[0].sequence.cache
-        by_row = {feed.sequence.row: place for feed, place in zip(feeds, places, strict=True)}
-        low, high = min(by_row), max(by_row) + 1
-        width = max(place.new for place in places)
-        rows = [by_row[r] if r in by_row else self._idle(cache.texts[r]) for r in range(low, high)]
-        starts = [row.committed + len(row.parents) - row.new for row in rows]
-        used = max(starts) + width
-        cache.plan(low, high, starts, width, used)
-        ids, positions = inputs_of(rows, low, feeds, width, self.context_length - 1, self.device)
-        masks: dict[str, Tensor | None] = {
-            name: additive_mask(rows, layer, width, used, self.run_dtype, self.device)
-            for name, layer in self.layer_masks.items()
-        }
-        wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
-        spans = [(f.sequence.row - low, p.new - n, p.new) for f, p, n in zip(feeds, places, wanted, strict=True)]
-        states = padded_states(inputs, feeds, low, ids, self.run_dtype) if inputs else None
-        regimes = [text.regime for text in cache.texts[low:high]]
-        lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)
-        return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
-
-    def _append(self, feed: Feed) -> RowPlan:
-        sequence, count = feed.sequence, len(feed.tokens)
-        old = len(sequence.scratch_tokens)
-        parents = range(old - 1, old - 1 + count) if feed.parents is None else feed.parents
-        sequence.append(feed.tokens, parents)
-        return self._row_plan(sequence, count, feed.after)
-
-    def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
-        """Where the last ``new`` scratch nodes of a sequence are."""
-        visible = -1 if after is None else after
-        return RowPlan(len(sequence.tokens), sequence.scratch_parents, sequence.scratch_depths, new, visible)
-
-    def _idle(self, sequence: SequenceState) -> RowPlan:
-        """A row between the fed ones that takes no part: its padding is written behind its own scratch."""
-        return self._row_plan(sequence, 0)
-
-    def _counts(self, rows: Sequence[RowPlan], width: int) -> list[int] | None:
-        """Nodes by row, where leaving out the padding saves more than it costs."""
-        counts = [row.new for row in rows]
-        return None if self._lean is None or len(rows) * width - sum(counts) < self._lean.spared else counts
-
-    def _run_all(self, calls: Sequence[Call]) -> list[tuple[list[Tensor], dict[str, Tensor]]]:
-        """One run for all where the forward takes several caches at once, else one each."""
-        if len(calls) > 1 and hasattr(self._lean, "run_all") and not calls[0].plan.weights:
-            return list(self._lean.run_all(calls))
-        return [self._run(call) for call in calls]
-
-    def _run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Logits [n, V] per feed and taps on the lean forward, or on the public one where there is none."""
-        if call.plan.weights:
-            return self._second[call.plan.weights].run(self, call)
-        return self._run_public(call) if self._lean is None else self._lean.run(call)
-
-    def _run_public(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Logits [n, V] per feed and taps through the model's own forward."""
-        return run_public(self, call)

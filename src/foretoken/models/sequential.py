@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.base import Capabilities, CapabilityError, Feed, Rows, SequenceState
 from foretoken.models.clock import now
+from foretoken.models.module import ModuleModel
 from foretoken.models.network.alone import alone, lock_of
 from foretoken.models.network.capabilities import detect
 from foretoken.models.network.placement import decoding, device_of
@@ -24,7 +25,7 @@ from foretoken.models.network.traits import cache_name, context_length_of, eos_i
 from foretoken.models.network.watch import Watch
 
 
-class SequentialModel(LanguageModel):
+class SequentialModel(ModuleModel):
     """ALiBi, recurrent and convolutional models.
 
     Args:

@@ -18,11 +18,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.base import CapabilityError, Feed, Rows, SequenceState
 from foretoken.models.cache.delta_rule import recorded, rule_files
 from foretoken.models.cache.state import StateCache
 from foretoken.models.checks.self_test import state_fault
 from foretoken.models.clock import now
+from foretoken.models.module import ModuleModel
 from foretoken.models.network.alone import alone, lock_of
 from foretoken.models.network.capabilities import detect
 from foretoken.models.network.placement import decoding, device_of
@@ -41,7 +42,7 @@ _FAULTS: WeakKeyDictionary[Any, dict[tuple[torch.dtype, torch.device, str], str 
 """Results of self-tests: ``custom_generate`` wraps the same model anew in every call."""
 
 
-class StatefulModel(LanguageModel):
+class StatefulModel(ModuleModel):
     """Runs a ``PreTrainedModel`` with recurrent layers over committed prefixes plus a scratch chain.
 
     Every sequence has a Transformers cache of its own and is run alone: recurrent layers know no padding in the middle

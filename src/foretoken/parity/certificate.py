@@ -16,6 +16,7 @@ from typing import Any
 
 from foretoken.measure.machine import hardware, threads, versions
 from foretoken.models.base import LanguageModel
+from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.parity.report import PLAIN, Report, Settings
 from foretoken.parity.weights import Checksums, drafter_checksums, model_checksums
 
@@ -77,10 +78,9 @@ def machine_here() -> dict[str, Any]:
 
 def model_here(source: str, options: Mapping[str, Any], target: LanguageModel, checksums: Checksums) -> dict[str, Any]:
     """What is certified of a model."""
-    packing = getattr(target, "packing", None)
     told = target.describe()
     del told["threads"]  # the machine's
-    layout = packing.layout if packing is not None else "plain"
+    layout = target.packing.layout if isinstance(target, HuggingFaceModel) else "plain"
     return {"source": source, "checksums": checksums, "options": dict(options), "layout": layout, **told}
 
 

@@ -32,6 +32,7 @@ class Settings:
         max_queued: requests that wait besides; more get 503.
         kv_memory: bytes of keys and values, as "2GiB"; empty for no limit.
         prefill_chunk: prompt tokens that are read between two rounds.
+        prefill_time: seconds that this may take while several requests run or wait; 0 for no limit.
         prefix_cache: whether finished texts are kept for others with the same beginning.
         prefix_memory: bytes that they may take, as "256MiB".
         api_keys: any of them opens every route; none leaves all open.  Behind a key there may be what it may take, as
@@ -77,6 +78,7 @@ class Settings:
     max_queued: int = 256
     kv_memory: str = ""
     prefill_chunk: int = 256
+    prefill_time: float = 0.1
     prefix_cache: bool = True
     prefix_memory: str = "256MiB"
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -113,8 +115,9 @@ class Settings:
             "shutdown_timeout",
             "key_running",
             "key_tokens_per_minute",
+            "prefill_time",
         ):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
         for name in ("request_timeout", "body_timeout", "write_timeout", "watchdog", "ping"):
             if not getattr(self, name) > 0:

@@ -19,6 +19,7 @@ from foretoken.server.config import Settings
 from foretoken.server.errors import ApiError
 from foretoken.server.hosts import Hosts
 from foretoken.server.keys import Caller
+from foretoken.server.memory import FREED
 from foretoken.server.pages import PATHS as PAGE_PATHS
 from foretoken.server.places import Places
 
@@ -27,10 +28,14 @@ OPEN = ("/health", "/ready")
 """Routes that need no key and answer to any name: probes of orchestrators have none."""
 WRITERS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
 """Routes that need a place in the engine."""
+LARGE = 64 * 1024
+"""Bytes of a request or an answer behind which memory is given back to the system."""
 DISCARD_S = 1.0
 """Seconds for the rest of a body that is too large."""
 PIECE = 16 * 1024
 """Bytes of an answer that are handed to a connection at once: the next ones wait until the client has taken these."""
+BETWEEN = "between_events"
+"""In a request's state: whether a stream of events is at the end of one, so that a comment may follow."""
 SECURITY = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -41,18 +46,19 @@ SECURITY = {
 class Gate:
     """Every request passes here first: it gets an id, shows its key, and is small enough and sent in time.
 
-    Behind it every request has in ``scope["state"]`` its ``request_id``, its ``place`` and the ``size`` of its body.
+    Behind it every request has in ``scope["state"]`` its ``request_id``, its ``place``, the ``size`` of its body and
+    the number of bytes ``sent``.
 
     Args:
         app: what comes behind.
         settings: sizes, times, keys and names.
         places: what is admitted.
-        admit: raises an :class:`ApiError` while nothing can be taken: a full server refuses before it reads what was
-            asked, or those whom it serves would wait for that.
+        admit: raises an :class:`ApiError` while nothing can be taken of who asks: a full server refuses before it reads
+            what was asked, or those whom it serves would wait for that.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: Settings, places: Places, admit: Callable[[], None] | None = None
+        self, app: ASGIApp, settings: Settings, places: Places, admit: Callable[[Caller], None] | None = None
     ) -> None:
         self.app, self.places, self.admit = app, places, admit
         self.max_body, self.body_timeout = settings.max_body, settings.body_timeout
@@ -67,7 +73,7 @@ class Gate:
             return
         headers = Headers(scope=scope)
         state = scope.setdefault("state", {})
-        state["request_id"] = _id_of(headers)
+        state["request_id"], state["sent"] = _id_of(headers), 0
         sender = self._sender(scope, send)
         place = None
         try:
@@ -75,7 +81,7 @@ class Gate:
                 place = state["place"] = self.places.place(self._caller(scope, headers))
                 received = await self._body(scope, headers, receive)
                 if self.admit is not None and scope["method"] == "POST" and scope["path"].endswith(WRITERS):
-                    self.admit()
+                    self.admit(place.caller)
             except ApiError as error:
                 await error.response_to(scope["path"])(scope, receive, sender)
                 return
@@ -85,12 +91,15 @@ class Gate:
         finally:
             if place is not None:
                 place.close()
+            if state.get("size", 0) >= LARGE or state["sent"] >= LARGE:
+                FREED.large_one_ended()
 
     def _sender(self, scope: Scope, send: Send) -> Send:
         """Sends with our headers, in pieces, so that who does not read holds a piece and not the answer."""
-        began = time.monotonic()
+        began, state, is_stream = time.monotonic(), scope["state"], False
 
         async def named(message: Message) -> None:
+            nonlocal is_stream
             if message["type"] == "http.response.start":
                 if _is_worth_a_line(scope, message["status"]):
                     log_request(scope, message["status"], began)
@@ -98,13 +107,16 @@ class Gate:
                 found["X-Request-Id"] = scope["state"]["request_id"]
                 for name, value in SECURITY.items():
                     found.setdefault(name, value)
+                is_stream = found.get("content-type", "").startswith("text/event-stream")
             body = message.get("body", b"")
+            state[BETWEEN], state["sent"] = False, state["sent"] + len(body)
             for at in range(0, max(0, len(body) - PIECE), PIECE):
                 await send({"type": "http.response.body", "body": body[at : at + PIECE], "more_body": True})
             if len(body) > PIECE:
                 rest = (len(body) - 1) // PIECE * PIECE
                 message = {**message, "body": body[rest:]}
             await send(message)
+            state[BETWEEN] = is_stream and body.endswith(b"\n\n")
 
         return named
 

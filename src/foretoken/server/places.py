@@ -25,14 +25,15 @@ class Places:
 
     Args:
         most: choices that may be admitted at once; ``None`` where somebody else counts them.
+        kept: how many of them are for keys that have none yet, so that one key cannot hold all.
         clock: seconds.
 
     Attributes:
         open: choices that are admitted.
     """
 
-    def __init__(self, most: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most, self.open = most, 0
+    def __init__(self, most: int | None, kept: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.most, self.kept, self.open = most, kept, 0
         self._clock = clock
         self._by_key: Counter[str] = Counter()
         self._spent: dict[str, tuple[float, float]] = {}  # by key: tokens that are not yet paid for, and since when
@@ -41,20 +42,28 @@ class Places:
         """The place of one request, which takes nothing yet."""
         return Place(self, caller)
 
-    def check_room(self) -> None:
-        """Refuse while there is no room for any.
+    def check_room(self, caller: Caller, count: int = 1) -> None:
+        """Refuse while there is no room for so many of this caller's.
 
         Raises:
             QueueFull: there is none.
         """
-        if self.most is not None and self.open >= self.most:
-            raise QueueFull(f"{self.open} choices run, wait or are being read", 1.0)
+        if self.most is None:
+            return
+        if self.open + count > self.most:
+            raise QueueFull(f"{self.open} choices run, wait or are being read, of {self.most}", 1.0)
+        held = self._by_key[caller.name]
+        if held and self.open + count > self.most - self.kept:
+            raise QueueFull(
+                f"{self.open} choices run, wait or are being read, {held} of this key, and the last {self.kept} of "
+                f"{self.most} places are for keys that have none",
+                1.0,
+            )
 
     def _take(self, caller: Caller, count: int) -> None:
         if self.most is not None:
             _check_size(count, self.most, "this server takes")
-            if self.open + count > self.most:
-                raise QueueFull(f"{self.open} choices run, wait or are being read, of {self.most}", 1.0)
+            self.check_room(caller, count)
         self._check_quota(caller, count)
         self.open += count
         self._by_key[caller.name] += count

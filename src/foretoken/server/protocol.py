@@ -14,13 +14,15 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from foretoken.server.config import Settings
 from foretoken.server.errors import bad
 from foretoken.server.lifecycle import HEADERS_S, MOST_HEADER_BYTES
-from foretoken.server.limits import PIECE
+from foretoken.server.limits import BETWEEN, PIECE
 
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 """A client that has only stopped sending passes over it; one that is gone answers with a reset."""
+EVENT_PROBE = b": ping\n\n"
+"""The same within a stream of events, between two of them: a comment."""
 RESET = struct.pack("ii", 1, 0)
 """Linger for no seconds: a connection that is closed is reset, and what the system has of it is dropped."""
-PROBE_S, MOST_PROBE_S = 0.05, 10.0
+PROBE_S, MOST_PROBE_S = 0.01, 10.0
 """Seconds between the first two probes, which are doubled each time, and between the last ones."""
 
 
@@ -101,11 +103,20 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def _probe(self, wait_s: float) -> None:
-        """The first one is answered with a reset where nobody is there, and the next one finds that out."""
+        """The first one is answered with a reset where nobody is there, and the next one finds that out.
+
+        So a client that went away in mid-stream is noticed now, and not two rounds later.
+        """
         cycle = self.cycle
-        if self.transport.is_closing() or cycle.response_started or cycle.scope["http_version"] != "1.1":
+        if self.transport.is_closing() or cycle.response_complete:
             return
-        self.transport.write(PROBE)
+        if not cycle.response_started:
+            if cycle.scope["http_version"] != "1.1":
+                return
+            self.transport.write(PROBE)
+        elif cycle.scope["state"].get(BETWEEN):
+            sized = b"%x\r\n%b\r\n" % (len(EVENT_PROBE), EVENT_PROBE)
+            self.transport.write(sized if cycle.chunked_encoding else EVENT_PROBE)
         self._probing = self.loop.call_later(wait_s, self._probe, min(2 * wait_s, MOST_PROBE_S))
 
     def pause_writing(self) -> None:

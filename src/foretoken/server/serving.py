@@ -14,11 +14,13 @@ from foretoken.conversation import has_template
 from foretoken.drafters.texts import BESIDE
 from foretoken.engine.background import AsyncLlm, EngineStatus
 from foretoken.engine.errors import Draining, EngineDead, QueueFull
+from foretoken.engine.turns import kept_back
 from foretoken.llm import Llm, load
 from foretoken.measure.busy import settle_threads
 from foretoken.models.words import how_it_runs, refused_lines
 from foretoken.server.config import Settings
 from foretoken.server.errors import ApiError, api_error
+from foretoken.server.keys import Caller
 from foretoken.server.lengths import Lengths
 from foretoken.server.metrics import Metrics
 from foretoken.server.places import Places
@@ -131,7 +133,8 @@ class Serving:
 
     def __post_init__(self) -> None:
         prefixes = ("foretoken", *([self.settings.metrics_compat] if self.settings.metrics_compat else []))
-        self.places = Places(self.settings.max_running + self.settings.max_queued)
+        most = self.settings.max_running + self.settings.max_queued
+        self.places = Places(most, kept_back(most) if len(self.settings.keys) > 1 else 0)
         self.metrics = Metrics(prefixes, self.settings.name, self._status, lambda: self.places.open)
 
     def _status(self) -> EngineStatus | None:
@@ -154,6 +157,8 @@ class Serving:
                 max_queued=settings.max_queued,
                 kv_memory=settings.kv_bytes,
                 prefill_chunk=settings.prefill_chunk,
+                prefill_s=settings.prefill_time or None,
+                kept_places=kept_back(settings.max_running) if len(settings.keys) > 1 else 0,
                 prefix_cache=settings.prefix_cache,
                 prefix_bytes=settings.prefix_bytes,
                 on_end=self.metrics.ended,
@@ -216,8 +221,9 @@ class Serving:
             raise ApiError(503, "the model is being loaded", code="loading", headers={"Retry-After": "2"})
         return self._engine
 
-    def admit(self) -> None:
-        """Refuse a request while there is no room for any; as long as there is no engine, the route says why.
+    def admit(self, caller: Caller) -> None:
+        """Refuse a request while this caller has no room for any; as long as there is no engine, the route says
+        why.
 
         Raises:
             ApiError: 503.
@@ -225,7 +231,7 @@ class Serving:
         try:
             if self._engine is not None:
                 self._engine.check_room()
-                self.places.check_room()
+                self.places.check_room(caller)
         except (QueueFull, Draining, EngineDead) as error:
             failure = api_error(error)
             self.metrics.rejected(failure.code or "error")

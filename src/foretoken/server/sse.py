@@ -82,6 +82,7 @@ class EventStream(StreamingResponse):
         self, events: AsyncIterator[Any], ping_s: float, pad: int, headers: dict[str, str], dialect: Dialect = OPENAI
     ) -> None:
         self.frames, self.ping_s, self._sent_s = framed(events, pad, dialect), ping_s, 0.0
+        self._in_frame = False
         super().__init__(self.frames, media_type="text/event-stream", headers=HEADERS | headers)
 
     async def stream_response(self, send: Send) -> None:
@@ -92,8 +93,9 @@ class EventStream(StreamingResponse):
         pings = asyncio.create_task(self._ping(send))
         try:
             async for frame in self.frames:
-                self._sent_s = now()
+                self._sent_s, self._in_frame = now(), True
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
+                self._in_frame = False
         finally:
             pings.cancel()
             await self.frames.aclose()
@@ -105,4 +107,6 @@ class EventStream(StreamingResponse):
             await asyncio.sleep(max(0.0, self._sent_s + self.ping_s - now()))
             if now() - self._sent_s >= self.ping_s:
                 self._sent_s = now()
+                if self._in_frame:  # a large one goes out in pieces, and waits for its reader: not in the middle of it
+                    continue
                 await send({"type": "http.response.body", "body": PING, "more_body": True})

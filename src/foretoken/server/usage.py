@@ -54,16 +54,21 @@ def metrics(stats: SpecStats, whole_s: float, longest_draft: int, predicted: flo
 
 
 def speculative(stats: SpecStats, longest_draft: int) -> dict[str, Any]:
-    """Counts of rounds and draft tokens; entry j of the histogram is how many rounds accepted j."""
+    """Counts of rounds and draft tokens; entry j of the histogram is how many rounds accepted j.
+
+    It has an entry for every length up to ``num_spec_tokens``, as vLLM's: aiperf drops any other without a word.
+    """
+    rounds = histogram(stats)
+    longest = max(longest_draft, len(rounds) - 1)  # a tree that a request brings may be deeper than the drafter's
     return {
         "mean_acceptance_length": stats.mean_acceptance_length,
         "draft_acceptance_rate": stats.acceptance_rate,
-        "acceptance_histogram": histogram(stats),
+        "acceptance_histogram": [*rounds, *[0] * (longest + 1 - len(rounds))],
         "num_spec_steps": stats.num_drafts,
         "num_drafts": stats.num_drafted_rounds,
         "num_accepted_draft_tokens": stats.num_accepted_tokens,
         "num_draft_tokens": stats.num_draft_tokens,
-        "num_spec_tokens": longest_draft,
+        "num_spec_tokens": longest,
         "draft_ms": 1e3 * stats.draft_s,
         "target_ms": 1e3 * stats.target_s,
         "verify_ms": 1e3 * stats.verify_s,

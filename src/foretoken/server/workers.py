@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Any, TypeVar
 
+from foretoken.server.memory import FREED
+
 T = TypeVar("T")
 LARGE = 32 * 1024
 """Characters from which a text counts as large: some ten milliseconds of tokenising."""
@@ -66,6 +68,8 @@ class FairQueue:
                 except BaseException as error:
                     future.set_exception(error)
             del future, work
+            if large:
+                FREED.large_one_ended()
             with self._changed:
                 self._done += cost
                 self._at_large -= large

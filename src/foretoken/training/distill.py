@@ -15,15 +15,19 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.learning.divergences import divergence
+from foretoken.drafters.pard import MASK
 from foretoken.io.files import save_model
 from foretoken.loading import BUILTIN
 from foretoken.training.checkpoint import check_same, latest_checkpoint, read_meta
 from foretoken.training.curves import AlignmentCurve
 from foretoken.training.loop import Loop, Progress, Saving, identity_of
+from foretoken.training.mask_rows import mask_ids, mask_rows, rows_mask, seeds_of, with_text
 from foretoken.training.optimizers import build_optimizers, vocabulary_of
 from foretoken.training.text_sources import TextSource
-from foretoken.training.workshop import Workshop
+from foretoken.training.workshop import DistillConfig, Workshop
 
+WIDTH = 64
+"""A vocabulary that gets a mask is padded to a multiple of this: products over odd widths are slow."""
 CHUNK, CPU_CHUNK = 1024, 64
 """Positions whose distributions are made at once; on a CPU so few that they stay in its cache (a third of the time)."""
 
@@ -52,6 +56,7 @@ class Distiller:
         longest = int(getattr(student.config.get_text_config(), "max_position_embeddings", 0) or 2**20)
         if config.context > longest:
             raise ValueError(f"--context {config.context} is longer than the draft model's {longest}")
+        self.mask = teach_mask(student, config, len(shop.tokenizer)) if config.places > 1 else -1
         self.shop, self.student, self.out, self.config, self.name = shop, student.eval(), out, config, name
         self.extra = dict(extra or {})
         self.source = source if source is not None else shop.source(student)
@@ -115,20 +120,48 @@ class Distiller:
 
     def _loss(self, step: int) -> Tensor:
         text = self.source(step)
+        if self.mask >= 0:
+            return self.mask_loss(text.tokens, text.weights, step)
         return self.loss(text.tokens, text.weights)
+
+    def mask_loss(self, tokens: Tensor, weights: Tensor, step: int) -> Tensor:
+        """The same loss as :meth:`loss` over the rows of the texts and of masks behind places all over them."""
+        config, device, n = self.config, self.student.device, tokens.shape[1] - 1
+        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
+        anchors, depths = with_text(n, *mask_rows(seeds_of(weights), config.places - 1, generator))
+        seen = rows_mask(anchors, depths).to(device)
+        columns = (anchors + depths).to(device)
+        text = tokens[:, :-1].to(device)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            drafted = self.student(
+                input_ids=mask_ids(text, len(anchors) - n, self.mask),
+                position_ids=columns.expand(len(text), -1),
+                attention_mask=torch.zeros(seen.shape, device=device).masked_fill_(~seen, -torch.inf)[None, None],
+                use_cache=False,
+            ).logits
+        with torch.no_grad():
+            wanted = self.shop.parts.network(input_ids=text, use_cache=False).logits
+        return self._weighted(wanted, drafted, columns.expand(len(text), -1), weights.to(device)[:, columns])
 
     def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Weighted mean divergence per position of rows ``tokens`` int64 [b, n + 1], ``weights`` [b, n]."""
         device = self.student.device
-        ids, weights = tokens[:, :-1].to(device), weights.to(device).flatten()
-        chosen = weights.nonzero()[:, 0]
+        ids = tokens[:, :-1].to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            drafted = self.student(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+            drafted = self.student(input_ids=ids, use_cache=False).logits
         with torch.no_grad():
-            wanted = self.shop.parts.network(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+            wanted = self.shop.parts.network(input_ids=ids, use_cache=False).logits
+        return self._weighted(wanted, drafted, torch.arange(ids.shape[1], device=device).expand_as(ids), weights)
+
+    def _weighted(self, wanted: Tensor, drafted: Tensor, columns: Tensor, weights: Tensor) -> Tensor:
+        """Weighted mean divergence of the student's logits [b, m, V'] from the target's [b, n, V] at ``columns``
+        [b, m]; ``weights`` [b, m]."""
+        starts = torch.arange(len(wanted), device=columns.device)[:, None] * wanted.shape[1]
+        places, weights = (columns + starts).flatten(), weights.to(columns.device).flatten()
+        wanted, drafted = wanted.flatten(0, 1), drafted.flatten(0, 1)
         total = drafted.new_zeros((), dtype=torch.float32)
-        for some in chosen.split(CPU_CHUNK if device.type == "cpu" else CHUNK):
-            p, q = wanted[some, : self.width], drafted[some, : self.width]
+        for some in weights.nonzero()[:, 0].split(CPU_CHUNK if columns.device.type == "cpu" else CHUNK):
+            p, q = wanted[places[some], : self.width], drafted[some, : self.width]
             total = total + (divergence(self.config.loss, p, q, self.config.beta) * weights[some]).sum()
         return total / weights.sum()
 
@@ -145,6 +178,32 @@ class Distiller:
             "after": after,
             "hours": spent_s / 3600,
         }
+
+
+def teach_mask(student: Any, config: DistillConfig, known: int) -> int:
+    """The id of the mask that a student fills, written into its configuration.
+
+    It is the one of the run; that of its configuration; the last row of an embedding that is wider than the tokenizer;
+    or a new row, which begins as the mean of the others.
+
+    Args:
+        student: a causal LM.
+        config: the run.
+        known: tokens of its tokenizer.
+
+    Raises:
+        ValueError: an id that it does not have.
+    """
+    text = student.config.get_text_config()
+    mask = config.mask_token if config.mask_token >= 0 else getattr(student.config, MASK, None)
+    if mask is None:
+        if text.vocab_size <= known:
+            student.resize_token_embeddings(-(-(known + 1) // WIDTH) * WIDTH, mean_resizing=True)
+        mask = text.vocab_size - 1
+    if not 0 <= mask < text.vocab_size:
+        raise ValueError(f"the mask token must be one of the draft model's {text.vocab_size} tokens, not {mask}")
+    setattr(student.config, MASK, mask)
+    return int(mask)
 
 
 def _cast_parameters(network: Any, dtype: torch.dtype) -> None:

@@ -35,6 +35,8 @@ class DistillConfig(RunConfig):
         prompt: tokens of a row that a writing model is given; a quarter of the row by default (0).
         written: rows that the target writes, used again and again.
         refresh: steps that share one writing of the student.
+        places: places that it learns to guess in one pass, masks standing in all but the first (PARD); 1: no masks.
+        mask_token: id of the mask; -1: the one of its configuration, else a new one behind its vocabulary.
 
     Raises:
         ValueError: a value outside its range.
@@ -50,6 +52,8 @@ class DistillConfig(RunConfig):
     prompt: int = 0
     written: int = 1024
     refresh: int = 8
+    places: int = 1
+    mask_token: int = -1
 
     def __post_init__(self) -> None:
         check_loss(self.loss, self.beta)
@@ -59,7 +63,11 @@ class DistillConfig(RunConfig):
             raise ValueError(f"mix must be between 0 and 1, not {self.mix}")
         if self.context < 2 or not 0 <= self.prompt < self.context:
             raise ValueError(f"prompt={self.prompt} must leave room to write in a context of {self.context}")
-        for name in ("steps", "batch_size", "written", "refresh"):
+        if self.mask_token < -1 or (self.places == 1 and self.mask_token != -1):
+            raise ValueError("mask_token must be a token's id, and goes with places above 1")
+        if self.places >= self.context:
+            raise ValueError(f"places={self.places} must be fewer than the {self.context} tokens of a row")
+        for name in ("steps", "batch_size", "written", "refresh", "places"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 

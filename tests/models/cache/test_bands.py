@@ -216,7 +216,7 @@ def test_a_forward_that_fails_leaves_every_band_as_it_was(monkeypatch: pytest.Mo
         raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(found, "_run_all", failing)
+        patch.setattr(found.forwards, "run_all", failing)
         with pytest.raises(MemoryError, match="planted"):
             found.forward([Feed(one, text(200, i)) for i, one in enumerate(texts)])
     assert [(one.tokens, one.scratch_tokens) for one in texts] == before

@@ -10,7 +10,7 @@ from checkpoints import new_model
 from transformers import BertConfig, BertLMHeadModel
 
 import foretoken as ft
-from foretoken.models import huggingface, wrap
+from foretoken.models import runner, wrap
 from foretoken.models.base import CapabilityError
 from foretoken.models.checks import cache_trial
 from foretoken.models.huggingface import HuggingFaceModel
@@ -45,7 +45,7 @@ def test_attention_without_its_mask_is_seen_before_it_decodes(monkeypatch: pytes
     model = new_model("phi3")
     assert isinstance(wrap(model), HuggingFaceModel)
     with monkeypatch.context() as patched:
-        patched.setattr(huggingface, "RowPlan", _blind(huggingface.RowPlan))
+        patched.setattr(runner, "RowPlan", _blind(runner.RowPlan))
         found = wrap(new_model("phi3"), lean=False)
     assert isinstance(found, SequentialModel)
     assert "its logits of several tokens differ" in found.capabilities.missing["rollback"]

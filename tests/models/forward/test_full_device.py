@@ -111,15 +111,15 @@ def test_a_failed_capture_leaves_the_stream_that_was_there(monkeypatch: pytest.M
         with_graphs(model, True)
         sequence, before = model.open(), FakeStream.current
         model.prefill(sequence, [3, 4])
-        run, captured = model._run, []
+        run, captured = model.forwards.run_all, []
 
-        def full(call: Any) -> Any:
+        def full(calls: Any) -> Any:
             captured.append(FakeStream.current is model.graphs.recorder.stream)
             if len(captured) == 3:  # twice it is run before it is captured
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-            return run(call)
+            return run(calls)
 
-        monkeypatch.setattr(model, "_run", full)
+        monkeypatch.setattr(model.forwards, "run_all", full)
         model.forward([Feed(sequence, [5])])  # runs eagerly after all
         assert captured == [False, True, True, False]
         assert FakeStream.current is before

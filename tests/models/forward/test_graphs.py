@@ -257,7 +257,7 @@ def test_new_weights_and_new_rows_reach_the_steps() -> None:
             change(one)
             sequence = one.open()
             one.prefill(sequence, [3, 4])
-            ids = [5, 6] if one._extra == () else [5, 32, 33]
+            ids = [5, 6] if not one.forwards.extra else [5, 32, 33]
             found.append(one.forward([Feed(sequence, ids)])[0].logits)
             one.release(sequence)
         torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-9)

@@ -30,7 +30,7 @@ TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "bfloat16": 0.1}
 def test_lean_is_the_public_forward(name: str, dtype: str, tmp_path: Path) -> None:
     loaded = checkpoint(tmp_path, name, dtype)
     assert isinstance(loaded, HuggingFaceModel)
-    assert loaded._lean is not None, "the check against the public forward refused it"
+    assert loaded.forwards.fast is not None, "the check against the public forward refused it"
     for exact in ("distribution", "bitwise"):
         lean = HuggingFaceModel(loaded.model, exact=exact)
         plain = HuggingFaceModel(loaded.model, exact=exact, lean=False)
@@ -73,7 +73,7 @@ def test_siblings_share_weights_and_nothing_else(lean: bool, tmp_path: Path) -> 
 )
 def test_what_lean_does_not_cover_runs_publicly(name: str, changes: dict[str, Any]) -> None:
     model = HuggingFaceModel(new_model(name, **changes))
-    assert model._lean is None
+    assert model.forwards.fast is None
     compare(outputs(model), outputs(HuggingFaceModel(model.model, lean=False)), 1e-4)
 
 
@@ -89,13 +89,13 @@ def test_rope_variants_are_covered() -> None:
         {"rope_type": "dynamic", "factor": 2.0},
     ):
         model = HuggingFaceModel(new_model("llama", rope_parameters={**PLAIN_ROPE, **rope}))
-        assert model._lean is not None
+        assert model.forwards.fast is not None
         compare(outputs(model), outputs(HuggingFaceModel(model.model, lean=False)), 1e-4)
 
 
 def test_large_models_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lean_module, "MAX_PARAMETERS", 1000)
-    assert HuggingFaceModel(new_model("llama"))._lean is None
+    assert HuggingFaceModel(new_model("llama")).forwards.fast is None
 
 
 @pytest.mark.parametrize("fault", ["bias", "norm", "activation"])
@@ -111,7 +111,7 @@ def test_a_lean_forward_with_other_numbers_is_refused(fault: str, monkeypatch: p
     else:
         layer.input_layernorm.forward = lambda x: x
     for dtype in (torch.float32, torch.bfloat16):
-        owner = HuggingFaceModel(model.to(dtype), lean=False)
+        owner = HuggingFaceModel(model.to(dtype), lean=False).forwards
         assert build_lean(owner) is None, dtype
 
 
@@ -127,7 +127,7 @@ def test_adapted_linear_layers_are_left_alone(names: tuple[str, ...]) -> None:
         for name, child in list(parent.named_children()):
             if name in names:
                 setattr(parent, name, Adapted(child))
-    assert HuggingFaceModel(model)._lean is None
+    assert HuggingFaceModel(model).forwards.fast is None
 
 
 class Adapted(nn.Linear):

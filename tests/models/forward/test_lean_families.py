@@ -130,7 +130,7 @@ CASES = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
     ("name", "fault"), CASES, ids=lambda x: x[0] if isinstance(x, tuple) else getattr(x, "__name__", x)
 )
 def test_a_planted_fault_is_refused(name: str, fault: Any) -> None:
-    owner = HuggingFaceModel(model_of(name), lean=False)
+    owner = HuggingFaceModel(model_of(name), lean=False).forwards
     lean = LeanForward(owner)
     assert agrees(owner, lean)
     (_set(*fault) if isinstance(fault, tuple) else fault)(lean)
@@ -138,10 +138,10 @@ def test_a_planted_fault_is_refused(name: str, fault: Any) -> None:
 
 
 def test_a_partial_rotary_embedding_is_not_a_whole_one() -> None:
-    owner = HuggingFaceModel(model_of("gpt_neox"), lean=False)
+    owner = HuggingFaceModel(model_of("gpt_neox"), lean=False).forwards
     lean = LeanForward(owner)
     assert len(lean.rotary[""].signed) == lean.size.dim // 2
-    lean.rotary = LeanForward(HuggingFaceModel(model_of("gpt_neox", rotary_pct=1.0), lean=False)).rotary
+    lean.rotary = LeanForward(HuggingFaceModel(model_of("gpt_neox", rotary_pct=1.0), lean=False).forwards).rotary
     assert len(lean.rotary[""].signed) == lean.size.dim
     assert not agrees(owner, lean)
 

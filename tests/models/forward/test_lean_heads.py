@@ -19,7 +19,7 @@ from foretoken.drafters.nets.hydra import PrefixLayer
 from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
 from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.models.base import Feed, Rows
-from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.forward.heads.lean import LeanHead
 from foretoken.models.forward.heads.mtp import NativeModule
 from foretoken.models.forward.lean import SPARED
@@ -55,28 +55,34 @@ def head_of(net: nn.Module) -> FeatureModel:
     target = HuggingFaceModel(new_model("llama").double())
     parts = TargetParts(target)
     model = FeatureModel(net, parts, target, project=parts.logits)
-    model.dtype = torch.float64
+    model.forwards.dtype = torch.float64
     return model
 
 
-class PlainHead(FeatureModel):
+class PlainForward(HeadForward):
     """The readable twin: the network's own forward over padded rows, with the cache between keys and attention."""
 
     def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """As :meth:`FeatureModel.run`."""
+        """As :meth:`HeadForward.run`."""
         first, embeddings = call.first, self.parts.embedding(call.ids).float()
 
         def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            return self.cache.update(key, value, 0)
+            return call.cache.update(key, value, 0)
 
         output = self.model(embeddings, call.states, call.positions, call.masks[""], keep)
         return call.taken(self.project(self.model.head_state(output[:, first:]))), {"state": output}
 
 
+class PlainHead(FeatureModel):
+    """The model of the twin."""
+
+    kind = PlainForward
+
+
 def plain(model: FeatureModel) -> PlainHead:
     """The twin of a head, with the same network."""
     made = PlainHead(model.model, model.parts, model, project=model.project)
-    made.dtype = model.dtype
+    made.forwards.dtype = model.dtype
     return made
 
 
@@ -142,7 +148,7 @@ def test_a_layer_that_does_not_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -
         net = net_of("mtp")
         model = head_of(net)
         outputs(model)
-        stale = model.head.layer  # type: ignore[union-attr]
+        stale = model.forwards.head.layer  # type: ignore[union-attr]
         monkeypatch.setattr(LeanHead, "layer", property(lambda self: stale))
         net.load_state_dict(net_of("mtp", seed=1).state_dict())
         with pytest.raises(AssertionError):
@@ -153,10 +159,10 @@ def test_fused_weights_are_made_once() -> None:
     with InFloat64():
         model = head_of(net_of("eagle"))
         outputs(model)
-        assert model.head is not None
-        layer = model.head.layer
+        assert model.forwards.head is not None
+        layer = model.forwards.head.layer
         outputs(model)
-        assert model.head.layer is layer
+        assert model.forwards.head.layer is layer
 
 
 needs_kernels = pytest.mark.skipif(
@@ -176,8 +182,11 @@ def test_a_head_in_bfloat16_says_nearly_the_same(name: str, monkeypatch: pytest.
     for narrow in (False, True):
         monkeypatch.setattr(LeanHead, "_gains", lambda self, narrow=narrow: narrow)
         model = FeatureModel(net, parts, target)
+        model.native = None
         found[narrow] = outputs(model)
-        assert model.head is not None and model.head.dtype == (torch.bfloat16 if narrow else torch.float32)
+        assert model.forwards.head is not None and model.forwards.head.dtype == (
+            torch.bfloat16 if narrow else torch.float32
+        )
         assert all(weight.dtype == torch.float32 for weight in model.model.parameters())
     for one, other in zip(found[False], found[True], strict=True):
         exact, near = one.taps["state"], other.taps["state"]
@@ -195,6 +204,6 @@ def test_a_layer_of_the_targets_runs_through_its_own_module() -> None:
     network = new_model("llama")
     target = HuggingFaceModel(network)
     model = FeatureModel(NativeModule(network), TargetParts(target), target)
-    assert model.head is None
+    assert model.forwards.head is None
     rows = model.forward([Feed(model.open(), [1, 2], states=torch.zeros(2, 48))])[0]
     assert rows.logits.shape == (2, target.vocab_size) and rows.taps["state"].shape == (2, 48)

@@ -46,9 +46,9 @@ def network(name: str, **changes: Any) -> Any:
 def both(model: Any) -> tuple[HuggingFaceModel, HuggingFaceModel]:
     """A model on its native forward, and one on the twin of that."""
     fast, twin = HuggingFaceModel(model), HuggingFaceModel(model)
-    assert fast.forward_name == "native", fast.native_off
-    assert fast.native_off == "" and fast.describe()["forward"] == "native"
-    twin._lean = LeanForward(twin)
+    assert fast.forward_name == "native", fast.forwards.native_off
+    assert fast.forwards.native_off == "" and fast.describe()["forward"] == "native"
+    twin.forwards.fast = LeanForward(twin.forwards)
     return fast, twin
 
 
@@ -164,8 +164,8 @@ def test_texts_in_several_caches_are_one_call(monkeypatch: pytest.MonkeyPatch) -
     sibling.prefill(other, prompt_of(21, seed=2))
     sibling.forward([Feed(other, [8, 9, 10])], ["layer:2", "last"])
     two = calls[-1][0]
-    alone = [model._lean.run(one), model._lean.run(two)]
-    together = model._lean.run_all([one, two])
+    alone = [model.forwards.fast.run(one), model.forwards.fast.run(two)]
+    together = model.forwards.fast.run_all([one, two])
     for (logits, taps), (wanted, states) in zip(together, alone, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(logits, wanted, strict=True))
         assert taps.keys() == states.keys() and all(torch.equal(taps[name], states[name]) for name in taps)
@@ -208,7 +208,7 @@ def _wrong(layers: list[int], name: str, value: Any) -> Fault:
     ids=["mask", "scaling", "activation", "added", "turn"],
 )
 def test_a_native_forward_with_other_numbers_is_refused(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner = HuggingFaceModel(network("gemma3_text"), lean=False)
+    owner = HuggingFaceModel(network("gemma3_text"), lean=False).forwards
     fast = NativeForward(LeanForward(owner))
     assert agrees(owner, fast)
     fault(fast)
@@ -217,7 +217,7 @@ def test_a_native_forward_with_other_numbers_is_refused(fault: Fault, monkeypatc
     monkeypatch.setattr(NativeForward, "__init__", lambda self, twin: (real(self, twin), fault(self))[0])
     refused = HuggingFaceModel(network("gemma3_text", vocab_size=98))
     assert refused.forward_name == "lean" and [one.path for one in refused.refused] == ["native forward"]
-    assert refused.native_off == refused.refused[0].why
+    assert refused.forwards.native_off == refused.refused[0].why
 
 
 @pytest.mark.parametrize(
@@ -232,26 +232,26 @@ def test_a_native_forward_with_other_numbers_is_refused(fault: Fault, monkeypatc
 )
 def test_what_it_does_not_cover_stays_on_the_lean_forward(model: Callable[[], Any], reason: str) -> None:
     owner = HuggingFaceModel(model())
-    assert owner.forward_name == "lean" and reason in owner.native_off and owner.refused == ()
+    assert owner.forward_name == "lean" and reason in owner.forwards.native_off and owner.refused == ()
 
 
 def test_products_in_blocks_stay_on_the_lean_forward() -> None:
     owner = HuggingFaceModel(network("llama"), exact="bitwise")
-    assert owner.forward_name == "lean" and "in blocks" in owner.native_off
+    assert owner.forward_name == "lean" and "in blocks" in owner.forwards.native_off
 
 
 def test_weights_of_pytorchs_layouts_stay_on_the_lean_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.models.linear.packing.fastest_layout", lambda *_: "plain")
     owner = HuggingFaceModel(network("llama"))
-    assert owner.forward_name == "lean" and "laid out" in owner.native_off
+    assert owner.forward_name == "lean" and "laid out" in owner.forwards.native_off
     with pytest.raises(NotCoveredError, match="laid out"):
-        NativeForward(LeanForward(owner))
+        NativeForward(LeanForward(owner.forwards))
 
 
 def test_new_weights_are_taken() -> None:
     model, other = HuggingFaceModel(new_model("llama", **SHAPE).to(torch.bfloat16)), new_model("llama", seed=5, **SHAPE)
     model.take_weights(other.to(torch.bfloat16))
-    assert model._lean.name == "native"
+    assert model.forwards.fast.name == "native"
     fresh = HuggingFaceModel(other)
     for mine, wanted in zip(outputs(model), outputs(fresh), strict=True):
         assert torch.equal(mine.logits, wanted.logits)

@@ -163,7 +163,7 @@ def test_packing_a_model_keeps_its_outputs(case: tuple[str, torch.dtype]) -> Non
     with torch.inference_mode():
         wanted, got = plain(ids).logits, packed(ids).logits
     assert float((wanted - got).square().mean().sqrt() / wanted.std()) < 0.05
-    assert HuggingFaceModel(packed)._lean is None
+    assert HuggingFaceModel(packed).forwards.fast is None
     assert unpack_linears(packed) == 21 and [n for n, _ in packed.named_modules()] == names
     for mine, theirs in zip(packed.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from foretoken.models import machine
 from foretoken.models.linear import product_costs
 from foretoken.models.linear.layouts import LAYOUTS, usable_layouts
 from foretoken.models.linear.packing import Projection
 from foretoken.models.linear.product_costs import (
-    cache_file,
     fastest_layout,
     known_times,
     least_rows,
@@ -21,6 +20,7 @@ from foretoken.models.linear.product_costs import (
     size_class,
     step_s,
 )
+from foretoken.models.machine import results_file
 from foretoken.models.native import library
 
 BF16 = torch.bfloat16
@@ -29,6 +29,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(product_costs.KEPT, "known", {})
     product_costs._times.cache_clear()
     yield
     product_costs._times.cache_clear()
@@ -45,7 +46,7 @@ def test_the_fastest_is_chosen_and_ties_stay_plain(monkeypatch: pytest.MonkeyPat
     times(monkeypatch, {"plain": (10, 10, 10, 10), "onednn": (9.8, 9.8, 9.8, 9.8), "half": (9.7, 9.7, 9.7, 9.7)})
     assert fastest_layout(BF16, [(512, 512)], names) == "plain"  # 3 % are noise
     product_costs._times.cache_clear()
-    cache_file().unlink()
+    results_file().unlink()
     times(monkeypatch, {"plain": (10, 19, 38, 76), "onednn": (12, 13, 17, 20), "half": (6, 6, 7, 13)})
     assert fastest_layout(BF16, [(512, 512)], names) == "half"
     assert fastest_layout(BF16, [(512, 512)], names[:2]) == "onednn"
@@ -58,7 +59,7 @@ def test_kernels_of_our_own_are_chosen_unless_they_cost_much_more(monkeypatch: p
     times(monkeypatch, {"plain": (10, 10, 10, 10), "onednn": (6, 6, 6, 6), "native": (7, 7, 7, 7)})
     assert fastest_layout(BF16, [(512, 512)], names) == "native"
     product_costs._times.cache_clear()
-    cache_file().unlink()
+    results_file().unlink()
     times(monkeypatch, {"plain": (10, 10, 10, 10), "onednn": (6, 6, 6, 6), "native": (8, 8, 8, 8)})
     assert fastest_layout(BF16, [(512, 512)], names) == "onednn"
 
@@ -69,7 +70,7 @@ def test_few_rows_are_filled_up_where_more_are_cheaper(monkeypatch: pytest.Monke
     assert least_rows("onednn", BF16, 512, 512) == 5
     assert least_rows("plain", BF16, 512, 512) == 2 and least_rows("half", BF16, 512, 512) == 5  # by a hair is enough
     product_costs._times.cache_clear()
-    cache_file().unlink()
+    results_file().unlink()
     times(monkeypatch, {"onednn": (30e-6, 31e-6, 25e-6, 40e-6), "half": (60e-6, 60e-6, 50e-6, 90e-6)})
     assert least_rows("onednn", BF16, 512, 512) == 1  # filling up takes longer than is gained
     assert least_rows("half", BF16, 512, 512) == 5
@@ -109,10 +110,10 @@ def test_sizes_share_measurements() -> None:
 def test_each_instruction_set_has_measurements_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     files = set()
     for level in library.LEVELS:
-        product_costs.machine_key.cache_clear()
+        machine.machine_key.cache_clear()
         monkeypatch.setattr(library, "level", lambda level=level: level)
-        files.add(cache_file())
-    product_costs.machine_key.cache_clear()
+        files.add(results_file())
+    machine.machine_key.cache_clear()
     assert len(files) == len(library.LEVELS)
 
 
@@ -130,10 +131,10 @@ def test_a_measurement_is_made_once_and_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert product_times("plain", BF16, 250, 260) == first
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"plain bfloat16 256x256": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"products": 1}', '{"products": {"plain bfloat16 256x256": 3}}'])
 def test_a_damaged_file_counts_as_none(text: str) -> None:
-    cache_file().parent.mkdir(parents=True)
-    cache_file().write_text(text)
+    results_file().parent.mkdir(parents=True)
+    results_file().write_text(text)
     found = product_times("plain", BF16, 256, 256)
     assert list(known_times(BF16, [(256, 256)]).values()) == [found]
 
@@ -159,23 +160,3 @@ def test_a_step_takes_the_fastest_layout_of_every_weight(monkeypatch: pytest.Mon
     product_costs._times.cache_clear()
     monkeypatch.setattr(product_costs, "usable_layouts", lambda dtype: ("plain", "half"))
     assert step_s(BF16, [(512, 512)]) == 6
-
-
-def test_copies_do_not_fit_into_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Twice the largest cache that Linux tells of, within bounds."""
-    for index, size in enumerate(("48K", "2048K", "65536K", "odd")):
-        (tmp_path / f"index{index}").mkdir()
-        (tmp_path / f"index{index}" / "size").write_text(size + "\n")
-    monkeypatch.setattr(product_costs, "CACHES", tmp_path)
-    assert product_costs.cache_bytes.__wrapped__() == 128 * 2**20
-    (tmp_path / "index3" / "size").write_text("999999K")
-    assert product_costs.cache_bytes.__wrapped__() == product_costs.MOST_COPIES_BYTES
-    monkeypatch.setattr(product_costs, "CACHES", tmp_path / "nowhere")
-    assert product_costs.cache_bytes.__wrapped__() == product_costs.COPIES_BYTES
-
-
-def test_other_processes_are_not_counted() -> None:
-    """Calls are timed by the thread's own clock where that is fine enough: waiting for a processor takes none of it."""
-    began = product_costs._clock()
-    time.sleep(0.05)
-    assert product_costs._clock is time.perf_counter or product_costs._clock() - began < 0.04

@@ -17,7 +17,7 @@ from foretoken.models.linear.layouts import usable_layouts
 from foretoken.models.linear.quantised import fastest_draft_product
 from foretoken.models.linear.quantised_products import NativeInt4Product, NativeInt8Product, NativeProduct
 from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight
-from foretoken.models.native import bfloat16, library
+from foretoken.models.native import bfloat16, compiling, library
 
 needs_it = pytest.mark.skipif(library.why_not() is not None, reason=f"no products of our own: {library.why_not()}")
 HALF_STEP = 2.0**-8
@@ -205,7 +205,7 @@ def test_the_library_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPat
     assert library.why_not() is None and "native" in usable_layouts(torch.bfloat16)
     (file,) = (fresh / "foretoken").glob("native-*.so")
     library._loaded.cache_clear()
-    monkeypatch.setattr(library, "_run", lambda *_: pytest.fail("compiled twice"))
+    monkeypatch.setattr(compiling, "run", lambda *_: pytest.fail("compiled twice"))
     assert library.why_not() is None and file.exists()
 
 
@@ -219,7 +219,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(fresh: Path, monkeypatch: py
 @needs_it
 @pytest.mark.parametrize("content", [b"", b"not a library"])
 def test_a_damaged_library_is_made_again(fresh: Path, content: bytes) -> None:
-    file = library._file()
+    file = fresh / "foretoken" / compiling.file_name(library.level() or "")
     file.parent.mkdir()
     file.write_bytes(content)
     assert library.why_not() is None and len(file.read_bytes()) > 1000
@@ -230,7 +230,7 @@ def test_a_compiler_that_fails_leaves_pytorchs_products(fresh: Path, monkeypatch
     monkeypatch.setattr(library.platform, "system", lambda: "Linux")
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("CXX", "false")
-    assert library._compiler() is not None
+    assert compiling.compiler() is not None
     assert (library.why_not() or "").startswith("the kernels could not be compiled: ")
     assert "native" not in usable_layouts(torch.bfloat16) and not list(fresh.rglob("*.so"))
 
@@ -254,7 +254,7 @@ def test_why_not(
     monkeypatch.setattr(library.platform, "system", lambda: system)
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(library, "_cpu_has", lambda question: question in flags)
-    monkeypatch.setattr(library, "_compiler", lambda: compiler)
+    monkeypatch.setattr(compiling, "compiler", lambda: compiler)
     assert reason in (library.why_not() or "")
     assert "native" not in usable_layouts(torch.bfloat16)
 
@@ -265,4 +265,5 @@ def test_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     code = "from foretoken.models.native import library; raise SystemExit(library.why_not() is not None)"
     running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     assert [process.wait(120) for process in running] == [0, 0]
-    assert [file.name for file in (tmp_path / "foretoken").iterdir()] == [library._file().name]
+    name = compiling.file_name(library.level() or "")
+    assert [file.name for file in (tmp_path / "foretoken").iterdir()] == [name]

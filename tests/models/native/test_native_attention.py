@@ -154,7 +154,7 @@ def differing_rows(model: HuggingFaceModel, rng: random.Random) -> int:
 @needs_it
 def test_so_are_the_logits(level: str) -> None:
     model, rng = load_model("builtin", dtype="bfloat16"), random.Random(0)
-    assert isinstance(model, HuggingFaceModel) and model._lean.layers[0].native
+    assert isinstance(model, HuggingFaceModel) and model.forwards.fast.layers[0].native
     assert [differing_rows(model, rng) for _ in range(4)] == [0] * 4
 
 
@@ -162,7 +162,7 @@ def test_so_are_the_logits(level: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_so_are_those_of_other_families(name: str) -> None:
     model, rng = HuggingFaceModel(new_model(name, **LARGE).bfloat16(), in_place=True), random.Random(0)
-    assert model.packing.layout == "native" and model._lean.layers[0].native
+    assert model.packing.layout == "native" and model.forwards.fast.layers[0].native
     assert [differing_rows(model, rng) for _ in range(4)] == [0] * 4
 
 

@@ -163,7 +163,7 @@ def test_amx_is_used_where_the_system_permits_it(monkeypatch: pytest.MonkeyPatch
 def test_a_switch_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, "avx2")
     monkeypatch.setenv(library.SWITCH, "sse")
-    with pytest.raises(ValueError, match="one of avx2, avx512, native, not 'sse'"):
+    with pytest.raises(ValueError, match="one of avx2, avx512, native, portable, not 'sse'"):
         library.level()
     monkeypatch.setenv(library.SWITCH, "avx512")
     with pytest.raises(ValueError, match="this CPU has no AVX512: leave it out"):

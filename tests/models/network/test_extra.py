@@ -60,7 +60,7 @@ def test_the_row_of_a_token_is_that_token(lean: bool) -> None:
 def test_every_owner_has_ids_of_its_own_and_changes_show() -> None:
     model = HuggingFaceModel(llama())
     one, two = torch.zeros(2, 16, dtype=torch.float64), torch.ones(3, 16, dtype=torch.float64)
-    assert model.extra_rows is None
+    assert model.forwards.extra_rows is None
     assert (model.extra_embeddings(one), model.extra_embeddings(two)) == (32, 34)
     assert (model.extra_embeddings(two), model.extra_embeddings(one.clone())) == (34, 37)  # known; equal, but another's
     before = tree_logits(model, [3], [1, 35], [-1, 0])
@@ -82,7 +82,7 @@ def test_what_cannot_be_extended_is_refused() -> None:
     with pytest.raises(CapabilityError, match="TableModel has no token embedding"):
         TableModel(lambda _: [0.5, 0.5], 2).extra_embeddings(torch.zeros(2, 8))
     inner = FeatureModel(nn.Linear(2, 2), TargetParts(model), model)
-    with pytest.raises(CapabilityError, match="Linear has no token embedding"):
+    with pytest.raises(CapabilityError, match="FeatureModel has no token embedding"):
         inner.extra_embeddings(torch.zeros(2, 16))
 
 

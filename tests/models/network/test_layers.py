@@ -188,7 +188,7 @@ def test_a_failed_forward_leaves_no_provisional_nodes(subject: Subject, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(model._lean, "run", broken)
+        patch.setattr(model.forwards.fast, "run_all", broken)
         model.forward([Feed(sequence, [7, 8])])
     assert not sequence.scratch_tokens and not sequence.provisional
     model.forward([Feed(sequence, [7, 8])])

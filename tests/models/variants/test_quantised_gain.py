@@ -51,7 +51,7 @@ def taking(seconds: Sequence[float]) -> Callable[[Sequence[Callable[[], Any]]], 
 
 def test_the_best_length_of_the_cost_model(target: Any, any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
     # A quantised row costs a quarter of a full one, and 2, 4, 6 rows cost 1, 1.1 and 3: three drafts are best.
-    monkeypatch.setattr(quantised_gain, "_least", taking([0.25, 1.0, 1.0, 1.1, 3.0]))
+    monkeypatch.setattr(quantised_gain, "_seconds", taking([0.25, 1.0, 1.0, 1.1, 3.0]))
     tokens = 1 + ACCEPTANCE + ACCEPTANCE**2 + ACCEPTANCE**3
     assert expected_gain(target, SCHEME) == pytest.approx(tokens / (3 * 0.25 + 1.1))
 
@@ -59,12 +59,12 @@ def test_the_best_length_of_the_cost_model(target: Any, any_size: None, monkeypa
 def test_quantised_rows_that_cost_what_full_ones_do_lose(
     target: Any, any_size: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantised_gain, "_least", taking([1.0, 1.0, 1.5, 2.5, 3.5]))
+    monkeypatch.setattr(quantised_gain, "_seconds", taking([1.0, 1.0, 1.5, 2.5, 3.5]))
     assert expected_gain(target, SCHEME) < 1
 
 
 def test_what_is_beside_the_products_counts(target: Any, any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantised_gain, "_least", taking([0.25, 1.0, 1.0, 1.0, 1.0]))
+    monkeypatch.setattr(quantised_gain, "_seconds", taking([0.25, 1.0, 1.0, 1.0, 1.0]))
     free = expected_gain(target, SCHEME)
     monkeypatch.setattr(quantised_gain, "LAYER_S", 10.0)
     assert 1 < expected_gain(target, SCHEME) < free
@@ -78,7 +78,7 @@ def test_small_models_and_little_memory_are_not_measured(target: Any, monkeypatc
     def never(calls: Any) -> list[float]:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(quantised_gain, "_least", never)
+    monkeypatch.setattr(quantised_gain, "_seconds", never)
     assert expected_gain(target, SCHEME) == 0
     assert expected_gain(TableModel.random(4, seed=0), SCHEME) == 0
     monkeypatch.setattr(quantised_gain, "SMALLEST", 0)
@@ -108,6 +108,6 @@ def test_a_target_in_few_bits_is_not_measured(
         LlamaConfig(**{**small.to_dict(), "hidden_size": 64, "intermediate_size": 64, "head_dim": 16})
     )
     target = load_model(write_model(tmp_path / "target.gguf", network, kind))
-    monkeypatch.setattr(quantised_gain, "_least", taking([0.25, 1.0, 1.0, 1.1, 3.0]))
+    monkeypatch.setattr(quantised_gain, "_seconds", taking([0.25, 1.0, 1.0, 1.1, 3.0]))
     assert (expected_gain(target, Scheme("4")) > 0) == (measured or kind == "Q8_0")
     assert (expected_gain(target, SCHEME) > 0) == measured

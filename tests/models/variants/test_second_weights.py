@@ -54,14 +54,14 @@ def test_nothing_is_unpacked_to_find_out_whether_it_pays(
     owner: HuggingFaceModel, unpacked: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantised_gain, "SMALLEST", 0)
-    check_quantisable(owner, Scheme("8"))
+    check_quantisable(owner.forwards, Scheme("8"))
     assert expected_gain(owner, Scheme("8")) > 0
     assert not unpacked
 
 
 def test_every_projection_is_unpacked_once(owner: HuggingFaceModel, unpacked: Counter[int]) -> None:
     packed = {id(one.projection) for one in linears(owner.model) if isinstance(one, PackedLinear)}
-    made = QuantisedWeights(owner, Scheme("8"))
+    made = QuantisedWeights(owner.forwards, Scheme("8"))
     assert unpacked == dict.fromkeys(packed, 1)
     assert len(made.all_products) >= len(packed)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foretoken.models import wrap
 from foretoken.models.base import CapabilityError, Feed, SequenceState
+from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.other.table import TableModel
@@ -119,7 +120,7 @@ def test_recent_slots_are_the_first_sixteen_and_the_last() -> None:
 def test_a_text_within_the_budget_is_the_target(subject: Subject, name: str, lean: bool) -> None:
     target = subject(name, lean)
     sparse = SparseModel(target, budget=40)
-    assert sparse.is_lean == target.is_lean
+    assert sparse.forward_name == target.forward_name
     source = opened(target, 40)
     sequence = beside(sparse, source)
     mine = sparse.forward([Feed(sequence, *TREE)])[0].logits
@@ -309,7 +310,7 @@ def test_nothing_but_the_subset_takes_memory() -> None:
     source = opened_llama(target, 3000)
     sequence = beside(sparse, source)
     sparse.forward([Feed(sequence, [1, 2, 3])])
-    assert sparse.model is target.model and sparse._lean.layers is target._lean.layers
+    assert sparse.model is target.model and sparse.forwards.fast.layers is target.forwards.fast.layers
     assert sparse.cache.num_bytes() * 8 < target.cache.num_bytes()
 
 
@@ -325,7 +326,7 @@ def test_a_failed_choice_leaves_no_scratch_and_no_watcher(monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(HuggingFaceModel, "_run_public", broken)
+        patch.setattr(Network, "run_public", broken)
         sparse.choose(sequence, ROOT)
     assert not source.scratch_tokens
     assert torch.equal(sparse.forward([Feed(sequence, [1, 2])])[0].logits, before)

@@ -22,7 +22,6 @@ from foretoken.drafters.learning.divergences import check_loss, divergence
 from foretoken.drafters.learning.lessons import Lesson, Mistake, stored_distribution
 from foretoken.io.files import save_model
 from foretoken.models.base import CapabilityError, LanguageModel
-from foretoken.models.exchange import exchange, over
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import PackedLinear
 from foretoken.models.linear.quantised_linear import QuantisedLinear
@@ -284,7 +283,7 @@ class Learner:
         with torch.no_grad():
             for spare, new in zip(self._spare.parameters(), self.student.parameters(), strict=True):
                 spare.copy_(new)
-        made = over(self.served, self._spare)
+        made = self.served.over(self._spare)
         if self.folder:
             self._save(made)
         return Learned(made, loss, sum(len(lesson.mistakes) for lesson in lessons), self.clock() - began)
@@ -304,7 +303,7 @@ class Learner:
 
     def go_on_with(self, model: HuggingFaceModel) -> None:
         """Serve the weights of an update."""
-        exchange(self.served, model)
+        self.served.go_on_with(model)
 
     def _backward(self, lessons: Sequence[Lesson]) -> float:
         """Gradients of the mean divergence over all positions; returns that mean."""

@@ -12,35 +12,53 @@ import torch
 from torch import Tensor
 
 from foretoken.drafters.nets.block import BlockNet, block_mask
-from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
-from foretoken.models.cache.rectangle import TreeCache
-from foretoken.models.forward.heads.features import FeatureModel
-from foretoken.models.forward.parts import TargetParts
-from foretoken.models.huggingface import SCRATCH_ROOM
-from foretoken.models.network.call import Call
+from foretoken.models.base import Feed, Rows, SequenceState
+from foretoken.models.forward.heads.features import FeatureModel, HeadForward
+from foretoken.models.network.call import Call, Outputs
+
+
+class BlockForward(HeadForward):
+    """The layers of a block network."""
+
+    model: BlockNet
+
+    def __init__(self, net: BlockNet, *rest: Any) -> None:
+        super().__init__(net.float(), *rest)
+        self.head = None
+        self.layer_masks = {}  # the network makes its own
+        self.num_layers = self.depth = net.config.layers
+
+    def run(self, call: Call) -> Outputs:
+        """No logits; the states [b, width, D] of blocks."""
+        cut = self._cut(call)
+        nothing = [torch.empty(0, self.vocab_size, device=self.device) for _ in call.wanted]
+        if call.states is not None:
+            for layer in range(self.num_layers):
+                call.cache.update(*self.model.keys(call.states, call.positions, layer), layer)
+            return nothing, {}
+        used, rows = call.cache.get_mask_sizes(0)[0], call.ids.shape[1]
+        config = self.model.config
+        kinds = list(zip(config.reaches, config.causals, strict=True))
+        made = {kind: block_mask(call.positions[:, 0], rows, used, *kind) for kind in set(kinds)}
+        masks = [made[kind] if kind[0] or cut is None else cut.mask(made[kind]) for kind in kinds]
+
+        def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+            call.cache.reads = None if config.reaches[layer] else cut
+            return call.cache.update(key, value, layer)
+
+        embedded = self.model.embedded(call.ids, self.parts.embed.weight)
+        return nothing, {"state": self.model(embedded, call.positions, masks, keep)}
 
 
 class BlockModel(FeatureModel):
     """Texts of places, and blocks behind them.
 
     Args:
-        net: the network; it moves to the target's device and is run in float32.
-        parts: the target's embedding and vocabulary projection.
-        target: the model that is drafted for.
-        project: logits [m, V_d] of states [m, D].
-
-    Attributes:
-        window: what layers read of long texts that have no reach of their own.
+        net, parts, target, project: as for :class:`~foretoken.models.forward.heads.features.HeadForward`.
     """
 
     model: BlockNet
-
-    def __init__(self, net: BlockNet, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
-        super().__init__(net.float(), parts, target, project)
-        self.head = None
-        self.layer_masks = {}  # the network makes its own
-        self.num_layers = net.config.layers
-        self.cache = TreeCache(self.num_layers, self.context_length + SCRATCH_ROOM)
+    kind = BlockForward
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
@@ -69,24 +87,3 @@ class BlockModel(FeatureModel):
         for sequence in sequences:
             self.commit(sequence, ())
         return torch.stack([row.taps["state"] for row in found])
-
-    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """No logits; the states [b, width, D] of blocks."""
-        cut = self._cut(call)
-        nothing = [torch.empty(0, self.vocab_size, device=self.device) for _ in call.wanted]
-        if call.states is not None:
-            for layer in range(self.num_layers):
-                call.cache.update(*self.model.keys(call.states, call.positions, layer), layer)
-            return nothing, {}
-        used, rows = call.cache.get_mask_sizes(0)[0], call.ids.shape[1]
-        config = self.model.config
-        kinds = list(zip(config.reaches, config.causals, strict=True))
-        made = {kind: block_mask(call.positions[:, 0], rows, used, *kind) for kind in set(kinds)}
-        masks = [made[kind] if kind[0] or cut is None else cut.mask(made[kind]) for kind in kinds]
-
-        def keep(layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            call.cache.reads = None if config.reaches[layer] else cut
-            return call.cache.update(key, value, layer)
-
-        embedded = self.model.embedded(call.ids, self.parts.embed.weight)
-        return nothing, {"state": self.model(embedded, call.positions, masks, keep)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig
+from foretoken.models.forward.heads.pieces import HeadParts
 
 
 @dataclass(frozen=True)
@@ -42,3 +43,7 @@ class EagleNet(nn.Module):
     def head_state(self, output: Tensor) -> Tensor:
         """What the vocabulary projection reads of an output [..., D]."""
         return output
+
+    def pieces(self) -> HeadParts:
+        """What it is made of."""
+        return HeadParts(self.layer, entry=self.fc)

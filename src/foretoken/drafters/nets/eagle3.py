@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
+from foretoken.models.forward.heads.pieces import HeadParts
 
 
 @dataclass(frozen=True)
@@ -122,3 +124,8 @@ class Eagle3Net(nn.Module):
         """What the vocabulary projection reads of an output [..., D]."""
         found: Tensor = self.norm(output)
         return found
+
+    def pieces(self) -> HeadParts:
+        """What it is made of."""
+        norms: dict[str, Any] = {"of_beside": self.input_layernorm, "of_state": self.hidden_norm, "last": self.norm}
+        return HeadParts(self.midlayer, wide=True, fuse=self.fc, **norms)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig
+from foretoken.models.forward.heads.pieces import BlockParts, HeadParts
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,10 @@ class PrefixLayer(nn.Module):
         """The output itself."""
         return output
 
+    def pieces(self) -> HeadParts:
+        """What it is made of."""
+        return HeadParts(self.layer, guesses=False)
+
 
 class HydraHeads(nn.Module):
     """K heads; each starts as the target's own projection of the state, and as if it saw no tokens.
@@ -103,3 +108,8 @@ class HydraHeads(nn.Module):
         for block in self.blocks[head].children():
             x = x + F.silu(block(x))
         return x
+
+    def pieces(self, head: int) -> BlockParts:
+        """What a head is made of."""
+        rest: list[Any] = list(self.blocks[head].children())
+        return BlockParts([self.residual[head], self.first[head]], [rest], residual=True)  # type: ignore[list-item]

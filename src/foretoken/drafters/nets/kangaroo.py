@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import Attention, Keep, LayerConfig, RmsNorm
+from foretoken.models.forward.heads.pieces import HeadParts
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,7 @@ class KangarooNet(nn.Module):
         """What the vocabulary projection reads of an output [..., D]."""
         found: Tensor = self.norm(output)
         return found
+
+    def pieces(self) -> HeadParts:
+        """What it is made of."""
+        return HeadParts(self.attention, before=self.input_layernorm, last=self.norm)

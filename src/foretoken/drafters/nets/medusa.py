@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from foretoken.models.forward.heads.pieces import BlockParts
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,8 @@ class MedusaHeads(nn.Module):
                 x = x + F.silu(block(x))
             states.append(x)
         return torch.stack(states)
+
+    def pieces(self) -> BlockParts:
+        """What they are made of."""
+        layers: list[list[Any]] = [list(head.children()) for head in self.blocks]
+        return BlockParts([head[0] for head in layers], [head[1:] for head in layers])

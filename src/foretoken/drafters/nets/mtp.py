@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
 from foretoken.models.forward.heads.mtp import FEEDS, NativeModule
+from foretoken.models.forward.heads.pieces import HeadParts
 
 LAYERS = ("own", "target")
 
@@ -64,6 +66,11 @@ class MtpNet(nn.Module):
         """What the vocabulary projection reads of an output [..., D]."""
         found: Tensor = output if self.feed == "post_norm" else self.norm(output)
         return found
+
+    def pieces(self) -> HeadParts:
+        """What it is made of."""
+        norms: dict[str, Any] = {"of_beside": self.enorm, "of_state": self.hnorm, "last": self.norm}
+        return HeadParts(self.layer, entry=self.eh_proj, hands_on_normed=self.feed == "post_norm", **norms)
 
 
 def module_for(config: MtpConfig, network: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ its kernel by the length of the context.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def order_depends(owner: HuggingFaceModel) -> str | None:
         return None
     if owner.device.type != "cpu":
         return f"kernels on {owner.device.type} are chosen by the number of rows"
-    lean: Any = owner._lean
+    lean = owner.forwards.fast
     if lean is None:
         return f"the public {dtype} forward multiplies and attends in an order that depends on the number of rows"
     loose = lean.row_dependent()

@@ -1,14 +1,13 @@
 """What was found out about a model at load, and remembered: which fast paths pass, and whether bits depend on company.
 
-A check costs up to two seconds at 1.5 billion parameters, so its result is kept, by the model's fingerprint, in a file
-of this machine and these versions (:func:`foretoken.io.files.cache_folder`).  Models whose modules were changed by hand
+A check costs up to two seconds at 1.5 billion parameters, so its result is kept, by the model's fingerprint, in the
+file of this machine (:mod:`foretoken.models.machine`) for these versions.  Models whose modules were changed by hand
 (a ``forward`` of their own, hooks) are checked every time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -19,52 +18,44 @@ import torch
 import transformers
 from torch import nn
 
-from foretoken.io.files import cache_folder, write_json
 from foretoken.models.checks.bits import exactness_of
 from foretoken.models.checks.judging import Judge, Run, ordinary_ids
-from foretoken.models.linear.product_costs import machine_key
+from foretoken.models.machine import WORTH_KEEPING_S, Kept
 
 if TYPE_CHECKING:
+    from foretoken.models.forward.network import Network
     from foretoken.models.huggingface import HuggingFaceModel
 
 Probe = Callable[[], Sequence[int] | None]
 """Ids of an ordinary text in the model's own tokenizer; ``None`` where there is none."""
-WORTH_KEEPING_S = 0.2
-"""Results of a model of which no check takes longer are made again in another process: a file of tiny models would only
-grow.  Of other models all results are kept: where the first path is remembered, its weights are laid out without a
-judge, and what is checked after it would be judged by a network that computes in another way."""
-MOST_KEPT = 256
 SAMPLED = 16
 """Numbers of every weight that a fingerprint looks at, spread over it."""
-
-_KNOWN: dict[str, Any] = {}
-"""Results of this process: ``custom_generate`` wraps the same model anew in every call."""
 
 
 class Checks:
     """The checks of one model, which is about to be run.
 
     Args:
-        owner: the model, on its public forward.
+        network: the model, on its public forward.
         probe: where its ordinary text comes from.
     """
 
-    def __init__(self, owner: HuggingFaceModel, probe: Probe | None) -> None:
-        self.owner, self.probe = owner, probe
-        self.key = fingerprint(owner.model)
+    def __init__(self, network: Network, probe: Probe | None) -> None:
+        self.network, self.probe = network, probe
+        self.key = fingerprint(network.model)
         self._is_slow = False
 
     @cached_property
     def ids(self) -> Sequence[int]:
         """The probe's ids, as many as it needs."""
-        ordinary = ordinary_ids(self.owner.vocab_size)
+        ordinary = ordinary_ids(self.network.vocab_size)
         text = list(self.probe() or ()) if self.probe is not None else []
         return [*text, *ordinary][: len(ordinary)]
 
     @cached_property
     def judge(self) -> Judge | None:
         """Made when the first check needs it, which must be before weights are laid out anew."""
-        return Judge.of(self.owner, self.ids)
+        return Judge.of(self.network, self.ids)
 
     def fault(self, path: str, build: Callable[[], tuple[Run, torch.dtype, bool] | None]) -> str | None:
         """Why a fast path must not be used; ``None`` when it passes.
@@ -83,31 +74,33 @@ class Checks:
         built = build()
         if built is None:
             return ["its modules are of a kind of their own"]
-        reason = judge.fault(self.owner, *built)
+        reason = judge.fault(self.network, *built)
         return [] if reason is None else [reason]
 
     def _remembered(self, path: str, check: Callable[[], list[str]]) -> str | None:
         result = self._known_or_made(self._name(path), check)
         return result[0] if result else None
 
-    def exactness(self, path: str) -> tuple[str, str]:
-        """:func:`foretoken.models.checks.bits.exactness_of` the model as it now runs, remembered."""
+    def exactness(self, path: str, runner: HuggingFaceModel) -> tuple[str, str]:
+        """:func:`foretoken.models.checks.bits.exactness_of` the runner as it now runs, remembered."""
         name = self._name(f"bits {path} {torch.get_num_threads()} threads")
-        result = self._known_or_made(name, lambda: list(exactness_of(self.owner, self.ids)))
+        result = self._known_or_made(name, lambda: list(exactness_of(runner, self.ids)))
         return result[0], result[1]
 
     def _known_or_made(self, name: str, make: Callable[[], list[str]]) -> list[str]:
         """A result, from this process, from the file, or made now."""
         if self.key is None:
             return make()
-        known = _read(name)
-        if known is not None:
-            self._is_slow |= name in _read_file()
+        known = KEPT.read(name)
+        if isinstance(known, list) and all(isinstance(line, str) for line in known):
+            self._is_slow |= name in KEPT.stored()
             return known
         began = perf_counter()
         result = make()
+        # Of a model with one slow check all results are kept: where the first path is remembered, its weights are laid
+        # out without a judge, and what is checked after it would be judged by a network that computes in another way.
         self._is_slow |= perf_counter() - began >= WORTH_KEEPING_S
-        _keep(name, result, self._is_slow)
+        KEPT.keep(name, result, self._is_slow)
         return result
 
     def _name(self, path: str) -> str:
@@ -138,11 +131,6 @@ def fingerprint(model: nn.Module) -> str | None:
     return digest.hexdigest()
 
 
-def checks_file() -> Path:
-    """Where results of this machine, of these versions and of this code are kept."""
-    return cache_folder() / f"checks-{machine_key()}-{_code()}.json"
-
-
 @cache
 def _code() -> str:
     """Changes with the versions and with the files of this package, which change between two versions too."""
@@ -152,29 +140,4 @@ def _code() -> str:
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
-def _read(name: str) -> list[str] | None:
-    if name in _KNOWN:
-        known: list[str] = _KNOWN[name]
-        return known
-    result = _read_file().get(name)
-    return result if isinstance(result, list) and all(isinstance(line, str) for line in result) else None
-
-
-def _read_file() -> dict[str, Any]:
-    """A file that cannot be read counts as none."""
-    try:
-        content = json.loads(checks_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _keep(name: str, result: list[str], in_file: bool) -> None:
-    _KNOWN[name] = result
-    if not in_file:
-        return
-    kept = {**_read_file(), name: result}
-    try:
-        write_json(checks_file(), dict(list(kept.items())[-MOST_KEPT:]))
-    except OSError:  # a folder that cannot be written: the check is made again next time
-        return
+KEPT = Kept("checks", _code)

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.models.cache.masks import LayerMask, RowPlan, additive_mask
-from foretoken.models.network.call import Call
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.network.call import Call, Outputs
 
 if TYPE_CHECKING:
-    from foretoken.models.huggingface import HuggingFaceModel
+    from foretoken.models.forward.network import Network
 
-Outputs = tuple[list[Tensor], dict[str, Tensor]]
-"""Logits [n, V] per feed, and taps [b, width, D]."""
 Run = Callable[[Call], Outputs]
 """A forward, public or lean."""
 MOST = 1.5
@@ -142,26 +141,25 @@ def _by_numbers(dtype: torch.dtype, as_read: bool = False) -> Callable[[Any, Any
 
 
 @torch.inference_mode()
-def probe_logits(owner: HuggingFaceModel, run: Run, dtype: torch.dtype, ids: Sequence[int]) -> Tensor | None:
+def probe_logits(network: Network, run: Run, dtype: torch.dtype, ids: Sequence[int]) -> Tensor | None:
     """Float64 logits [24, V] of a chain that ends in a branching tree, under windows that are shorter than it;
     ``None`` where the model cannot be run or they are not finite."""
     depths: list[int] = []
     for parent in PARENTS:
         depths.append(0 if parent < 0 else depths[parent] + 1)
-    tokens = torch.tensor([list(ids)], device=owner.device) % owner.vocab_size
+    tokens = torch.tensor([list(ids)], device=network.device) % network.vocab_size
     plan = RowPlan(0, PARENTS, depths, ROWS)
     masks: Mapping[str, Tensor | None] = {
-        name: additive_mask([plan], _narrowed(layer), ROWS, ROWS, dtype, owner.device)
-        for name, layer in owner.layer_masks.items()
+        name: additive_mask([plan], _narrowed(layer), ROWS, ROWS, dtype, network.device)
+        for name, layer in network.layer_masks.items()
     }
-    owner.cache.plan(0, 1, [0], ROWS, ROWS)
-    positions = torch.tensor([depths], device=owner.device)
+    cache = TreeCache(network.depth, ROWS)  # of its own: another forward may keep keys and values in another dtype
+    cache.plan(0, 1, [0], ROWS, ROWS)
+    positions = torch.tensor([depths], device=network.device)
     try:
-        logits = run(Call(owner.cache, tokens, positions, masks, [(0, 0, ROWS)], ()))[0][0].cpu().double()
+        logits = run(Call(cache, tokens, positions, masks, [(0, 0, ROWS)], ()))[0][0].cpu().double()
     except RuntimeError:  # experts in a dtype that their kernel lacks: who uses the model will be told
         return None
-    finally:
-        owner.cache.clear()  # another forward may keep keys and values in another dtype
     return logits if bool(torch.isfinite(logits).all()) else None
 
 
@@ -195,35 +193,35 @@ class Judge:
     rounding: Mapping[torch.dtype, float]
 
     @classmethod
-    def of(cls, owner: HuggingFaceModel, ids: Sequence[int]) -> Judge | None:
+    def of(cls, network: Network, ids: Sequence[int]) -> Judge | None:
         """``None`` for a model that cannot be run on the probe; float64 models are their own judge."""
-        with without_kernels(owner.model):
-            own = probe_logits(owner, owner._run_public, owner.dtype, ids)
+        with without_kernels(network.model):
+            own = probe_logits(network, network.run_public, network.dtype, ids)
         if own is None:
             return None
-        wide, truth = wider(owner.dtype, owner.device), None
+        wide, truth = wider(network.dtype, network.device), None
         if wide is not None:
-            with widened(owner.model, wide):
-                truth = probe_logits(owner, owner._run_public, wide, ids)
+            with widened(network.model, wide):
+                truth = probe_logits(network, network.run_public, wide, ids)
         if truth is None:  # float64, or a kernel that knows one dtype
             return cls(ids, own, Errors(0.0, 0.0), APART)
         return cls(ids, truth, _errors(own, truth), ROUNDING)
 
-    def fault(self, owner: HuggingFaceModel, run: Run, dtype: torch.dtype, coarse: bool = False) -> str | None:
+    def fault(self, network: Network, run: Run, dtype: torch.dtype, coarse: bool = False) -> str | None:
         """What is wrong with a forward, in words; ``None`` when it passes.
 
         Args:
-            owner: the model.
+            network: the model.
             run: the forward.
             dtype: of its hidden states.
             coarse: whether it multiplies in bfloat16, or by quantised weights, whatever the model is in.
         """
-        logits = probe_logits(owner, run, dtype, self.ids)
+        logits = probe_logits(network, run, dtype, self.ids)
         if logits is None:
             return "it cannot be run, or its logits are not finite"
         # The public forward of a wider dtype does not show what bfloat16 arithmetic rounds.
-        finer = owner.dtype in (torch.float32, torch.float64)
-        rounding = APART[torch.bfloat16] if coarse and finer else self.rounding[owner.dtype]
+        finer = network.dtype in (torch.float32, torch.float64)
+        rounding = APART[torch.bfloat16] if coarse and finer else self.rounding[network.dtype]
         errors = _errors(logits, self.truth)
         for kind in ("chain", "tree"):
             error, public = getattr(errors, kind), getattr(self.public, kind)

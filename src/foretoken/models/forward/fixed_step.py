@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +19,7 @@ from torch import Tensor
 from foretoken.models.cache.fixed import PATH, FixedCache
 from foretoken.models.cache.masks import LayerMask, RowPlan, ancestor_matrix, unseen
 from foretoken.models.cache.rectangle import Moves
-from foretoken.models.network.call import Call
-
-if TYPE_CHECKING:
-    from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.call import Call, Forward
 
 TREE = 128
 """Scratch nodes of a sequence, old and new, that a fixed step can mask."""
@@ -174,18 +171,16 @@ class FixedStep:
     """The program of one bucket, and the tensors that it reads and leaves.
 
     Args:
-        owner: the model, whose cache is ``cache``.
+        forwards: what computes.
         cache: where keys and values are.
         bucket: the shape.
         host: as for :class:`Numbers`.
         outputs: where it leaves its results.
     """
 
-    def __init__(
-        self, owner: HuggingFaceModel, cache: FixedCache, bucket: Bucket, host: Tensor, outputs: Outputs
-    ) -> None:
-        self.owner, self.cache, self.bucket, self.outputs = owner, cache, bucket, outputs
-        self.numbers = Numbers(bucket, cache.spare, host, owner.device)
+    def __init__(self, forwards: Forward, cache: FixedCache, bucket: Bucket, host: Tensor, outputs: Outputs) -> None:
+        self.forwards, self.cache, self.bucket, self.outputs = forwards, cache, bucket, outputs
+        self.numbers = Numbers(bucket, cache.spare, host, forwards.device)
         self.run: Any = self.program
 
     def program(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -193,17 +188,17 @@ class FixedStep:
 
         It depends on nothing but the numbers, the cache and the weights, and asks the device for nothing.
         """
-        owner, bucket, numbers = self.owner, self.bucket, self.numbers.tensors()
-        rows = torch.arange(bucket.batch, device=owner.device)[:, None]
+        forwards, bucket, numbers = self.forwards, self.bucket, self.numbers.tensors()
+        rows = torch.arange(bucket.batch, device=forwards.device)[:, None]
         self.cache.move(rows, numbers["source"], numbers["target"])
         masks: dict[str, Tensor | None] = {
-            name: fixed_mask(numbers, layer, bucket.slots, owner.run_dtype) for name, layer in owner.layer_masks.items()
+            name: fixed_mask(numbers, layer, bucket.slots, forwards.run_dtype)
+            for name, layer in forwards.layer_masks.items()
         }
         wanted = [(row, 0, bucket.width) for row in range(bucket.batch)]
         with self.cache.fixed(numbers["slots"], bucket.slots):
-            logits, taps = owner._run(
-                Call(self.cache, numbers["ids"], numbers["positions"], masks, wanted, bucket.taps)
-            )
+            call = Call(self.cache, numbers["ids"], numbers["positions"], masks, wanted, bucket.taps)
+            logits, taps = forwards.run_all([call])[0]
         rows = self.outputs.place("logits", logits[0], (bucket.batch, *logits[0].shape))
         torch.stack(logits, out=rows)
         return rows, {name: self.outputs.place(name, state, state.shape).copy_(state) for name, state in taps.items()}

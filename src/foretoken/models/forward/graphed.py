@@ -19,6 +19,7 @@ from torch import Tensor
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows
 from foretoken.models.cache.fixed import FixedCache
 from foretoken.models.cache.masks import RowPlan
+from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.checks.judging import APART, MOST, ROUNDING, WIDER, ordinary_ids, widened
 from foretoken.models.clock import now
 from foretoken.models.forward.capture import CudaGraphs, HostFree, Recorder
@@ -26,6 +27,7 @@ from foretoken.models.forward.fixed_step import TREE, Bucket, FixedStep, Outputs
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.network.layers import WHOLE
 from foretoken.models.network.placement import is_split
+from foretoken.models.runner import TreeRunner
 
 if TYPE_CHECKING:
     from foretoken.models.base import SequenceState
@@ -151,7 +153,9 @@ class Graphs:
         step = self._steps.get(bucket)
         if step is None:
             try:
-                step = FixedStep(self.owner, self._cache, bucket, self.recorder.host(size_of(bucket)), self._outputs)
+                step = FixedStep(
+                    self.owner.forwards, self._cache, bucket, self.recorder.host(size_of(bucket)), self._outputs
+                )
                 with HostFree():
                     step.program()
                 step.run = self.recorder.record(step.program)
@@ -166,7 +170,8 @@ class Graphs:
 
     def _drop_void(self) -> None:
         """Graphs hold addresses: of the cache's buffers, of the weights, of rows behind the vocabulary."""
-        stamp = (self._cache.generation, self.owner._lean, len(self.owner._extra))
+        network = self.owner.forwards
+        stamp = (self._cache.generation, network.fast, len(network.extra))
         if stamp != self._stamp:
             self._steps.clear()
             self._stamp = stamp
@@ -249,17 +254,17 @@ def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
     if model.context_length < CHECKED_TOKENS:
         return f"a context of {model.context_length} tokens is too short to check them"
     before = model.cache
-    model._separate(type(before)(before.num_layers, before.max_slots))
+    model.separate(type(before)(before.num_layers, before.max_slots))
     try:
         wanted, truth = _sample(model), _truth(model)
-        model._separate(FixedCache(before.num_layers, before.max_slots))
+        model.separate(FixedCache(before.num_layers, before.max_slots))
         model.graphs = graphs = Graphs(model, recorder or CudaGraphs(model.device))
         found = _sample(model)
         reason = graphs.stopped or _difference(wanted, found, truth, model.dtype)
     except RuntimeError as error:
         reason = _first_line(error)
     if reason:
-        model._separate(type(before)(before.num_layers, before.max_slots))
+        model.separate(type(before)(before.num_layers, before.max_slots))
     else:
         model.run_s, model.run_rows, model.num_layer_runs = 0.0, 0, 0.0
         model.graphs_off = ""
@@ -271,7 +276,7 @@ CHECKED_TOKENS = 32
 
 
 @torch.inference_mode()
-def _sample(model: HuggingFaceModel) -> Tensor:
+def _sample(model: TreeRunner) -> Tensor:
     """Logits [n, V] of two texts in four rounds of trees, of which a branch is kept each time."""
     ids = ordinary_ids(model.vocab_size)
     texts = (ids[:5], ids[5:6])
@@ -298,18 +303,15 @@ def _sample(model: HuggingFaceModel) -> Tensor:
 
 def _truth(model: HuggingFaceModel) -> Tensor | None:
     """The same of the public forward in the next wider precision; ``None`` where the network has none."""
-    wide, before = WIDER.get(model.dtype), model.dtype
+    wide = WIDER.get(model.dtype)
     if wide is None:
         return None
-    public = model.sibling()
-    public._lean, public.dtype, public._watch = None, wide, None  # widening is no change to follow
+    public = TreeRunner(model.forwards.public(wide), TreeCache(model.cache.num_layers, model.cache.max_slots))
     try:
         with widened(model.model, wide):
             return _sample(public)
     except RuntimeError:  # a kernel that knows one dtype
         return None
-    finally:
-        public.dtype = before
 
 
 def _difference(wanted: Tensor, fixed: Tensor, truth: Tensor | None, dtype: torch.dtype) -> str:

@@ -15,18 +15,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foretoken.models.checks.fast_paths import Checks
-from foretoken.models.checks.judging import Outputs, Run
+from foretoken.models.checks.judging import Run
 from foretoken.models.forward.lean_families import Family, family_of, part
 from foretoken.models.forward.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary, joined
 from foretoken.models.forward.lean_parts import Norm, norm_of
 from foretoken.models.linear.packing import Projection, is_plain, pays_packed, unpack_linears
-from foretoken.models.network.call import Call
+from foretoken.models.linear.product import Product
+from foretoken.models.network.call import Call, Outputs
 from foretoken.models.network.extra import known_ids, put_in
 from foretoken.models.network.rotary import LeanTurns
 from foretoken.models.network.watch import has_hooks
 
 if TYPE_CHECKING:
-    from foretoken.models.huggingface import HuggingFaceModel
+    from foretoken.models.forward.network import Network
 
 MAX_PARAMETERS = 400_000_000
 """Above this the fused copies of the weights cost memory and the overhead that they save is small."""
@@ -36,7 +37,7 @@ PATH = "lean forward"
 COSTS = "a step of a small model takes about twice as long, and near-ties may differ with drafts and in batches"
 
 
-def _head(linear: Any, owner: HuggingFaceModel) -> tuple[Projection, torch.dtype]:
+def _head(linear: Any, owner: Network) -> tuple[Product, torch.dtype]:
     """The vocabulary projection and the dtype of its input.
 
     It is most of a small draft model's weights: in ``"approximate"`` mode a float32 one runs in packed bfloat16
@@ -52,7 +53,7 @@ def _head(linear: Any, owner: HuggingFaceModel) -> tuple[Projection, torch.dtype
 
 
 class LeanForward:
-    """Same inputs and outputs as the public run of :class:`HuggingFaceModel`.
+    """Same inputs and outputs as :func:`~foretoken.models.forward.public.run_public`.
 
     Attributes:
         layers: the decoder layers.
@@ -64,7 +65,7 @@ class LeanForward:
 
     name = "lean"
 
-    def __init__(self, owner: HuggingFaceModel) -> None:
+    def __init__(self, owner: Network) -> None:
         config, family = owner.config, family_of(owner.config)
         if family is None:
             raise ValueError(f"the lean forward does not cover {config.model_type}: use the public one")
@@ -82,7 +83,7 @@ class LeanForward:
                 layer,
                 family,
                 self.size,
-                kind="" if owner._single_mask or not kinds else kinds[i],
+                kind="" if owner.single_mask or not kinds else kinds[i],
                 rope=kinds[i] if "" not in self.rotary else "",
                 packing=packing,
                 dtype=None if self.dtype != owner.dtype or owner.device.type != "cpu" else self.dtype,
@@ -99,7 +100,7 @@ class LeanForward:
         self.logit_scale = 1.0 / float(getattr(config, "logits_scaling", None) or 1.0)
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
 
-    def again(self, owner: HuggingFaceModel) -> LeanForward:
+    def again(self, owner: Network) -> LeanForward:
         """The same forward for a model of the same kind with other weights."""
         return LeanForward(owner)
 
@@ -220,7 +221,7 @@ def _rotary(embedding: Any, kinds: Any, dtype: torch.dtype) -> dict[str, Rotary]
     }
 
 
-def build_lean(owner: HuggingFaceModel, checks: Checks | None = None) -> LeanForward | None:
+def build_lean(owner: Network, checks: Checks | None = None) -> LeanForward | None:
     """A lean forward for the model, or ``None`` where ``owner.refused`` then says why.
 
     The check runs the public forward first: where the model is packed in place, its layers are others afterwards.
@@ -249,7 +250,7 @@ def build_lean(owner: HuggingFaceModel, checks: Checks | None = None) -> LeanFor
     return None
 
 
-def _not_covered(owner: HuggingFaceModel) -> str | None:
+def _not_covered(owner: Network) -> str | None:
     """Why no lean forward is tried."""
     family, kind = family_of(owner.config), owner.config.model_type
     if has_hooks(owner.model):
@@ -264,7 +265,7 @@ def _not_covered(owner: HuggingFaceModel) -> str | None:
     return None
 
 
-def agrees(owner: HuggingFaceModel, lean: LeanForward) -> bool:
+def agrees(owner: Network, lean: LeanForward) -> bool:
     """Whether the forward passes the check (:mod:`foretoken.models.checks.judging`)."""
     judge = Checks(owner, None).judge
     return judge is not None and judge.fault(owner, lean.run, lean.dtype, lean.is_coarse) is None

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
 from foretoken.models.forward.lean_families import Family, part
-from foretoken.models.linear.packing import BlockedProducts, Packing, Projection
+from foretoken.models.linear.packing import BlockedProducts, Packing
+from foretoken.models.linear.product import Product
 
 SILU = (nn.SiLU, SiLUActivation)
 """Modules whose function is called in one step instead of several."""
@@ -85,7 +86,7 @@ class Joined:
 class Output:
     """A sublayer's last projection and its sum with the residual stream."""
 
-    def __init__(self, projection: Projection, joined: Joined) -> None:
+    def __init__(self, projection: Product, joined: Joined) -> None:
         self.projection, self.joined = projection, joined
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -104,7 +105,7 @@ Mlp = Callable[[Tensor, Tensor], Tensor]
 class GatedMlp:
     """``down(activation(gate(x)) * up(x))``."""
 
-    def __init__(self, gate_up: Projection, activation: Callable[[Tensor], Tensor], output: Output) -> None:
+    def __init__(self, gate_up: Product, activation: Callable[[Tensor], Tensor], output: Output) -> None:
         self.gate_up, self.activation, self.output = gate_up, activation, output
         self.projections = (gate_up, output.projection)
 
@@ -114,7 +115,7 @@ class GatedMlp:
 
 
 class _PlainMlp:
-    def __init__(self, up: Projection, activation: Callable[[Tensor], Tensor], output: Output) -> None:
+    def __init__(self, up: Product, activation: Callable[[Tensor], Tensor], output: Output) -> None:
         self.up, self.activation, self.output = up, activation, output
         self.projections = (up, output.projection)
 

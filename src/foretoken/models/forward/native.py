@@ -18,19 +18,16 @@ from torch.nn import functional as F
 from transformers import activations
 
 from foretoken.models.checks.fast_paths import Checks
-from foretoken.models.checks.judging import Outputs, Run
+from foretoken.models.checks.judging import Run
 from foretoken.models.forward.lean import LeanForward
 from foretoken.models.forward.lean_layers import Group, LeanLayer, Pass
-from foretoken.models.forward.lean_parts import GatedMlp, RmsNorm
-from foretoken.models.linear.layouts import NativeLayout
-from foretoken.models.linear.packing import Projection
-from foretoken.models.linear.quantised_linear import SideBySide
-from foretoken.models.linear.quantised_products import NativeProduct
+from foretoken.models.forward.lean_parts import GatedMlp
+from foretoken.models.forward.native_parts import Description
 from foretoken.models.native import forward as native
-from foretoken.models.native import linear, why_not
-from foretoken.models.native.library import address
+from foretoken.models.native import why_not
+from foretoken.models.native.library import NotCoveredError
 from foretoken.models.native.linear import Linear
-from foretoken.models.network.call import Call
+from foretoken.models.network.call import Call, Outputs
 from foretoken.models.network.rotary import LeanTurns
 
 PATH = "native forward"
@@ -41,10 +38,6 @@ GELUS_TANH = tuple(
     if hasattr(activations, name)
 )
 """Classes of the tanh form of gelu."""
-
-
-class NotCoveredError(ValueError):
-    """A model that the native forward does not run; says why."""
 
 
 class NativeForward(LeanForward):
@@ -72,8 +65,7 @@ class NativeForward(LeanForward):
         if self.owner.rotary is not None:
             self.turns = LeanTurns(self.owner.rotary, tuple(self.rotary), torch.float32)
         self._like = torch.empty(self.size.kv_heads, 1, self.size.dim, dtype=self.dtype)
-        self._kept: list[Any] = []
-        """What the description points to."""
+        self._parts = Description()
         self._kinds = tuple(dict.fromkeys(layer.mask for layer in self.layers))
         self._ropes = tuple(dict.fromkeys(layer.rope for layer in self.layers))
         self._model = self._described()
@@ -98,15 +90,17 @@ class NativeForward(LeanForward):
         size, width = self.size, int(self.owner.config.hidden_size)
         if self.layers[0].interleaved or any(layer.parallel for layer in self.layers):
             raise NotCoveredError("its layers join their parts in another way")
-        layers = self._layers = self._keep(native.array(native.Layer, [self._layer(layer) for layer in self.layers]))
+        layers = self._layers = self._parts.keep(
+            native.array(native.Layer, [self._layer(layer) for layer in self.layers])
+        )
         sizes = len(self.layers), width, size.heads, size.kv_heads, size.dim
         try:
-            head = self._product(self.head)
+            head = self._parts.product(self.head)
         except NotCoveredError:  # the one product that is made behind the call
             head = native.Product(None, 0)
         parts = [Linear.from_address(head.parts + i * ctypes.sizeof(Linear)) for i in range(head.count)]
         self._outputs = sum(part.out for part in parts) or width
-        return native.Model(ctypes.addressof(layers), *sizes, self._norm(self.final_norm), head)
+        return native.Model(ctypes.addressof(layers), *sizes, self._parts.norm(self.final_norm), head)
 
     def _layer(self, layer: LeanLayer) -> native.Layer:
         mlp = layer.mlp
@@ -120,42 +114,12 @@ class NativeForward(LeanForward):
         norms = (layer.norm_attention, out.joined.after, layer.norm_mlp, down.joined.after, layer.q_norm, layer.k_norm)
         products = layer.qkv, out.projection, mlp.gate_up, down.projection
         return native.Layer(
-            *map(self._norm, norms),
-            *map(self._product, products),
+            *map(self._parts.norm, norms),
+            *map(self._parts.product, products),
             *(layer.scaling, out.joined.scale),
             *(self._kinds.index(layer.mask), self._ropes.index(layer.rope)),
             *(int(not layer.norms_heads), _activation(mlp.activation)),
         )
-
-    def _norm(self, norm: Any) -> native.Norm:
-        if norm is None:
-            return native.Norm(None, 0.0)
-        if not isinstance(norm, RmsNorm):
-            raise NotCoveredError("its norms are not RMS norms")
-        return native.Norm(self._keep(norm.weight.float().contiguous()).data_ptr(), float(norm.eps))
-
-    def _product(self, projection: Any) -> native.Product:
-        products = projection.products if isinstance(projection, SideBySide) else [projection]
-        parts = self._keep(native.array(Linear, [self._linear(product) for product in products]))
-        return native.Product(ctypes.addressof(parts), len(products))
-
-    def _linear(self, product: Any) -> Linear:
-        if isinstance(product, NativeProduct):
-            held: Any = product
-            found = product.linear()
-        elif isinstance(product, Projection) and isinstance(product.layout, NativeLayout) and not product.block:
-            held = product.layout.packed
-            found = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, held.data_ptr())
-        else:
-            raise NotCoveredError("its weights are laid out for products of PyTorch's")
-        wide = None if product.bias is None else product.bias.float().contiguous()
-        self._kept += [held, wide]
-        found.bias = address(wide)
-        return found
-
-    def _keep(self, thing: Any) -> Any:
-        self._kept.append(thing)
-        return thing
 
     # -- a call ------------------------------------------------------------------------------------------------------
 
@@ -245,11 +209,9 @@ def _activation(activation: Any) -> int:
 def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
     """The native forward where the model has one that passes the check, else the lean one that is given.
 
-    ``owner.forward_name`` says which, ``owner.native_off`` why there is none; a refusal is noted where one that covers
-    the model fails the check.
+    ``owner.native_off`` says why there is none; a refusal is noted where one that covers the model fails the check.
     """
     owner = lean.owner
-    owner.forward_name = lean.name
     try:
         fast = NativeForward(lean)
     except NotCoveredError as error:
@@ -261,7 +223,7 @@ def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
 
     reason = checks.fault(f"{PATH} {owner.way}", built)
     if reason is None:
-        owner.forward_name, owner.native_off = fast.name, ""
+        owner.native_off = ""
         return fast
     owner.native_off = reason
     owner.refuse(PATH, reason, COSTS)

@@ -193,6 +193,11 @@ class TargetParts:
             self._packed = Projection(weight, None if self.head.bias is None else self.head.bias.detach())
         return self.behind(self._packed(hidden).float())
 
+    @property
+    def scale(self) -> float | None:
+        """What :meth:`behind` multiplies with; ``None`` where it does more."""
+        return self._scale if self._cap is None else None
+
     def behind(self, logits: Tensor) -> Tensor:
         """What the family does to its logits behind the projection: a scale, a soft cap."""
         if self._scale != 1.0:

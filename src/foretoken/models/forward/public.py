@@ -10,44 +10,44 @@ from torch import Tensor
 
 from foretoken.models.linear.packing import BlockedProducts
 from foretoken.models.network.alone import switched_attention
-from foretoken.models.network.call import Call
+from foretoken.models.network.call import Call, Outputs
 from foretoken.models.network.extra import embedding_rows
 from foretoken.models.network.layers import running
 from foretoken.models.network.placement import decoding
 from foretoken.models.network.taps import recording
 
 if TYPE_CHECKING:
-    from foretoken.models.huggingface import HuggingFaceModel
+    from foretoken.models.forward.network import Network
 
 
-def run_public(owner: HuggingFaceModel, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+def run_public(network: Network, call: Call) -> Outputs:
     """Logits [n, V] per feed, and taps."""
     ids, width, first = call.ids, call.ids.shape[1], call.first
-    mask: Any = {kind: _at_least_zero(owner, mask, call) for kind, mask in call.masks.items()}
-    if owner._single_mask:
+    mask: Any = {kind: _at_least_zero(network, mask, call) for kind, mask in call.masks.items()}
+    if network.single_mask:
         mask = mask[""]
-    products = BlockedProducts() if owner.exact == "bitwise" else nullcontext()
-    part = running(owner.model, call.plan, call.states)  # starts below, when nobody else runs the network
-    rows = owner.extra_rows
-    embedding = nullcontext(ids) if rows is None else embedding_rows(owner.model, ids, rows, owner.vocab_size)
-    turning = nullcontext() if owner.rotary is None else owner.rotary.switched(call.positions, call.lengths)
-    recorded = recording(owner.model, call.taps)
-    with switched_attention(owner), products, turning, recorded as hidden, part, embedding as known:
-        decoding(owner.model)
-        out = owner.model(
+    products = BlockedProducts() if network.exact == "bitwise" else nullcontext()
+    part = running(network.model, call.plan, call.states)  # starts below, when nobody else runs the network
+    rows = network.extra_rows
+    embedding = nullcontext(ids) if rows is None else embedding_rows(network.model, ids, rows, network.vocab_size)
+    turning = nullcontext() if network.rotary is None else network.rotary.switched(call.positions, call.lengths)
+    recorded = recording(network.model, call.taps)
+    with switched_attention(network), products, turning, recorded as hidden, part, embedding as known:
+        decoding(network.model)
+        out = network.model(
             input_ids=known,
             position_ids=call.positions,
             attention_mask=mask,
             use_cache=True,
             logits_to_keep=max(width - first, 1),
-            **{owner.cache_argument: call.cache},
+            **{network.cache_argument: call.cache},
         )
     return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
 
 
-def _at_least_zero(owner: HuggingFaceModel, mask: Tensor | None, call: Call) -> Tensor:
+def _at_least_zero(network: Network, mask: Tensor | None, call: Call) -> Tensor:
     """Transformers would build its own mask from ``None``: hand it an all-zero one instead."""
     if mask is not None:
         return mask
     used = call.cache.get_mask_sizes(0)[0]
-    return torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=owner.dtype, device=owner.device)
+    return torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=network.dtype, device=network.device)

@@ -12,25 +12,25 @@ from foretoken.models.linear.packing import pack_linears, unpack_linears
 from foretoken.models.linear.quantised_linear import multiply_dequantised
 
 if TYPE_CHECKING:
-    from foretoken.models.huggingface import HuggingFaceModel
+    from foretoken.models.forward.network import Network
 
 
-def lay_out(owner: HuggingFaceModel, checks: Checks) -> None:
-    """Use the fastest kernels under the public forward; what fails the check is noted in ``owner.refused``."""
-    if any(hasattr(module, "joined") for module in owner.model.modules()):
-        reason = checks.fault(f"quantised kernels {owner.way}", lambda: (owner._run_public, owner.dtype, True))
+def lay_out(network: Network, checks: Checks) -> None:
+    """Use the fastest kernels under the public forward; what fails the check is noted in ``network.refused``."""
+    if any(hasattr(module, "joined") for module in network.model.modules()):
+        reason = checks.fault(f"quantised kernels {network.way}", lambda: (network.run_public, network.dtype, True))
         if reason is not None:
-            multiply_dequantised(owner.model)
-            owner.refuse("quantised kernels", reason, "layers are dequantised in every call, several times as slow")
-    elif owner.packing.home is not None and owner.exact != "bitwise":
-        reason = checks.fault(f"packed weights {owner.way}", lambda: _packed(owner))
+            multiply_dequantised(network.model)
+            network.refuse("quantised kernels", reason, "layers are dequantised in every call, several times as slow")
+    elif network.packing.home is not None and network.exact != "bitwise":
+        reason = checks.fault(f"packed weights {network.way}", lambda: _packed(network))
         if reason is None:
-            _packed(owner)
+            _packed(network)
         else:
-            unpack_linears(owner.model)
-            owner.refuse("packed weights", reason, "products of a few rows take up to three times as long")
+            unpack_linears(network.model)
+            network.refuse("packed weights", reason, "products of a few rows take up to three times as long")
 
 
-def _packed(owner: HuggingFaceModel) -> tuple[Run, torch.dtype, bool]:
-    pack_linears(owner.model, owner.packing)
-    return owner._run_public, owner.dtype, owner.packing.layout == "half"
+def _packed(network: Network) -> tuple[Run, torch.dtype, bool]:
+    pack_linears(network.model, network.packing)
+    return network.run_public, network.dtype, network.packing.layout == "half"

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from foretoken.models.linear.layouts import LAYOUTS, NARROW, Layout, PlainLayout, usable_layouts
+from foretoken.models.linear.product import Product
 from foretoken.models.linear.product_costs import fastest_layout, least_rows
 from foretoken.models.network.watch import is_hooked
 
@@ -52,8 +53,7 @@ class Projection:
         weight: [out, in].
         bias: [out] or ``None``.
         layout: ``"auto"`` (as measured) or a name of :mod:`foretoken.models.linear.layouts`; a weight that ``half``
-        does
-            not hold, or of which this machine knows no such layout, stays plain.
+            does not hold, or of which this machine knows no such layout, stays plain.
         blocks: always multiply the same number of rows at once, so that a row's bits do not depend on the others.
     """
 
@@ -192,11 +192,11 @@ class Packing:
         """What the projections of weights of ``dtype`` are best fed with."""
         return torch.float32 if self.layout == "half" else dtype
 
-    def projection(self, *linears: Any) -> Projection:
+    def projection(self, *linears: Any) -> Product:
         """One projection that gives the outputs of all of them side by side."""
         quantised = next((linear for linear in linears if hasattr(linear, "joined")), None)
         if quantised is not None:  # what is quantised already stays as it is
-            joined: Projection = quantised.joined(linears)
+            joined: Product = quantised.joined(linears)
             return joined
         alone = len(linears) == 1
         weight = linears[0].weight.detach() if alone else torch.cat([linear.weight.detach() for linear in linears])

@@ -12,37 +12,24 @@ and the time of day counts what other processes take.  What was measured is kept
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
-from pathlib import Path
-from time import get_clock_info, perf_counter, thread_time
+from contextlib import contextmanager
+from functools import cache, partial
 
 import torch
-from torch import Tensor
 
-from foretoken.io.files import cache_folder, write_json
 from foretoken.models.linear.layouts import LAYOUTS, Layout, Maker, usable_layouts
-from foretoken.models.native import library
+from foretoken.models.machine import Kept, cache_bytes, timed
 
 ROWS = (1, 2, 5, 8)
 """Rows that are timed: a plain step, the beginning of speculation, usual rounds."""
 SMALLEST, LARGEST = 256, 4096
 """Sides of the weights that are timed; others count as the nearest power of two between them."""
-COPIES_BYTES, MOST_COPIES_BYTES = 32 * 2**20, 256 * 2**20
-"""Copies of a weight that are multiplied in turn take at least, and at most, this much; twice what the cache holds."""
-CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MOST_COPIES = 16
 """A weight of which so many fit into the cache belongs to a model that does."""
 PASSES = 3
-FINE_CLOCK_S = 1e-6
-"""A thread's own clock is used where it tells times as short as this apart."""
 FILL_S = 7e-6
 """What filling up, cutting off and adding a residual apart take."""
 NATIVE_WORTH = 0.8
@@ -53,6 +40,7 @@ MARGIN = 0.95
 
 Times = dict[int, float]
 """Seconds by number of rows."""
+KEPT = Kept("products")
 
 
 def size_class(out: int, inner: int) -> tuple[int, int]:
@@ -103,29 +91,22 @@ def _cost(layout: str, dtype: torch.dtype, out: int, inner: int) -> float:
 @cache
 def _times(layout: str, dtype: torch.dtype, out: int, inner: int) -> Times:
     key = _key(layout, dtype, out, inner)
-    known = _read_known().get(key)
+    known = _known(key)
     if known is None:
         known = _measure(LAYOUTS[layout], dtype, out, inner)
-        _remember(key, known)
+        KEPT.keep(key, known)
     return known
 
 
 @torch.inference_mode()
 def _measure(make: Maker, dtype: torch.dtype, out: int, inner: int) -> Times:
-    """Per number of rows what the quickest quarter of all calls takes at most: others met another process."""
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(out, inner, generator=generator) / inner**0.5).bfloat16().to(dtype)
     copies = min(MOST_COPIES, max(2, cache_bytes() // weight.nbytes))
     products: list[Layout] = [make(weight.clone()) for _ in range(copies)]
     inputs = [torch.randn(rows, inner, generator=generator).to(products[0].activations) for rows in ROWS]
-    calls: dict[int, list[float]] = {rows: [] for rows in ROWS}
     with _one_thread():
-        for turn in range(PASSES + 1):
-            for x in inputs:
-                spent = [_one_call(product, x) for product in products]
-                if turn:  # the first turn warms up
-                    calls[len(x)] += spent
-    return {rows: sorted(spent)[len(spent) // 4] for rows, spent in calls.items()}
+        return timed({len(x): [partial(product, x, None) for product in products] for x in inputs}, PASSES)
 
 
 @contextmanager
@@ -138,70 +119,20 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@cache
-def cache_bytes() -> int:
-    """What no cache of this machine holds: twice the last one's size, where Linux tells it."""
-    sizes = [0]
-    for file in CACHES.glob("index*/size"):
-        with suppress(OSError, ValueError):
-            sizes.append(int(file.read_text().strip().removesuffix("K")) * 2**10)
-    return min(MOST_COPIES_BYTES, max(COPIES_BYTES, 2 * max(sizes)))
-
-
-_clock = thread_time if get_clock_info("thread_time").resolution <= FINE_CLOCK_S else perf_counter
-
-
-def _one_call(product: Layout, x: Tensor) -> float:
-    began = _clock()
-    product(x, None)
-    return _clock() - began
-
-
 def _key(layout: str, dtype: torch.dtype, out: int, inner: int) -> str:
     return f"{layout} {str(dtype).removeprefix('torch.')} {out}x{inner}"
 
 
 def known_times(dtype: torch.dtype, shapes: Iterable[tuple[int, int]]) -> Mapping[str, Times]:
     """What was measured on this machine of weights of these shapes, in every layout, by a key in words."""
-    known = _read_known()
     sizes = sorted({size_class(*shape) for shape in shapes})
     keys = [_key(layout, dtype, *size) for size in sizes for layout in LAYOUTS]
-    return {key: known[key] for key in keys if key in known}
+    return {key: times for key in keys if (times := _known(key)) is not None}
 
 
-# -- the file of measurements ------------------------------------------------------------------------------------------
-
-
-def cache_file() -> Path:
-    """Where measurements of this machine and version of PyTorch are kept."""
-    return cache_folder() / f"products-{machine_key()}.json"
-
-
-@cache
-def machine_key() -> str:
-    """What tells machines, and ways of measuring on them, apart."""
-    info = Path("/proc/cpuinfo")
-    about = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
-    lines = [line for line in about if line.startswith(("model name", "flags", "model\t", "stepping"))]
-    pages = os.environ.get("THP_MEM_ALLOC_ENABLE", "")
-    # What was measured in another way is measured again.
-    way = f"{_clock.__name__} {cache_bytes()} {pages} {library.level()}"
-    text = "\n".join([*lines, platform.processor(), platform.machine(), str(os.cpu_count()), torch.__version__, way])
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
-
-
-def _read_known() -> dict[str, Times]:
-    """Measurements of earlier runs; a file that cannot be read counts as none."""
+def _known(key: str) -> Times | None:
+    """A measurement of an earlier run; what is damaged counts as none."""
     try:
-        found = json.loads(cache_file().read_text(encoding="utf-8"))
-        return {str(key): {int(rows): float(s) for rows, s in times.items()} for key, times in found.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
-
-
-def _remember(key: str, times: Times) -> None:
-    """Add a measurement to the file; where that cannot be written, it is measured again next time."""
-    try:
-        write_json(cache_file(), {**_read_known(), key: times})
-    except OSError:
-        return
+        return {int(rows): float(seconds) for rows, seconds in KEPT.stored()[key].items()}
+    except (KeyError, ValueError, AttributeError, TypeError):
+        return None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from foretoken.models.linear.quantised_products import (
     QuantisedProduct,
 )
 from foretoken.models.linear.quantised_weights import ROWS4, Int4Weight, Int8Weight, block4, fits_int4
+from foretoken.models.machine import timed
 from foretoken.models.native import integers
 
 MEASURED = 2048 * 4096
@@ -164,15 +164,7 @@ def measured(
 def reading_s(copies: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> float:
     """Seconds of a product with x [n, in], read from copy after copy of its weight: what the quickest quarter of the
     calls takes at most."""
-    # The time of this thread does not count those that other processes take; with several threads it misses theirs.
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    spent: list[float] = []
-    for turn in range(TRIES + 1):
-        for run in copies:
-            began = clock()
-            run(x)
-            spent += [clock() - began] if turn else []
-    return sorted(spent)[len(spent) // 4]
+    return timed({"": [partial(run, x) for run in copies]}, TRIES)[""]
 
 
 @cache
@@ -183,12 +175,9 @@ def wide_rows(product: type[QuantisedProduct], out: int, width: int, group: int)
     if not product.has_wide or (product.bits == 4 and block4(out) == 0):
         return NEVER
     for rows in (WIDE, 2 * WIDE, 4 * WIDE):
-        times, x = [], torch.ones(rows, width)
-        for run in (made.product, made.by_dense, made.product, made.by_dense):
-            began = time.perf_counter()
-            run(x)
-            times.append(time.perf_counter() - began)
-        if 1.1 * min(times[1::2]) < min(times[::2]):
+        x = torch.ones(rows, width)
+        seconds = timed({"product": [partial(made.product, x)], "dense": [partial(made.by_dense, x)]}, TRIES)
+        if 1.1 * seconds["dense"] < seconds["product"]:
             return rows
     return NEVER
 

@@ -100,10 +100,7 @@ def _plain(linear: Any) -> Callable[[Tensor], Tensor]:
 
 
 class SideBySide:
-    """Several products of one input, joined: what a fused projection is for weights that cannot be joined.
-
-    It has the interface of :class:`foretoken.models.linear.packing.Projection`.
-    """
+    """Several products of one input as one: what a fused projection is for weights that cannot be joined."""
 
     def __init__(self, products: Sequence[Callable[[Tensor], Tensor]]) -> None:
         self.products = products

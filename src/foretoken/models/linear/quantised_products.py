@@ -28,7 +28,7 @@ VECTOR = 32
 
 
 class QuantisedProduct(ABC):
-    """``x -> x W^T (+ bias)`` like :class:`foretoken.models.linear.packing.Projection`, with a quantised W.
+    """A :class:`~foretoken.models.linear.product.Product` with a quantised weight.
 
     Args:
         weight: the quantised weight.

@@ -4,11 +4,12 @@
 // ends it.  Whatever is done to a row is done by one thread in an order that depends on nothing else, so a row's bits
 // are the same in any company.  The families of models differ in what is null, in scales and in epsilons.
 
-#include <cstdlib>
 #include <initializer_list>
 
 #include "attention.h"
+#include "best.h"
 #include "linear.h"
+#include "memory.h"
 #include "stages.h"
 
 namespace {
@@ -24,11 +25,18 @@ struct Layer {
     long activation;
 };
 
+// How a drafter's head begins that reads an embedding beside every state: both are normed and stand side by side, as
+// what `entry` makes the first layer's states of (JOINED), or as what the first layer's attention reads (WIDE).
+enum Entry : long { ALONE = 0, JOINED = 1, WIDE = 2 };
+
 struct Model {
     const Layer *layers;
     long count, width, heads, kv_heads, dim;
     Norm last;
     Product head;               // no parts: the caller has the logits made
+    long begins;                // an `Entry`
+    Norm of_beside, of_state;
+    Product entry;
 };
 
 // Rows of a call that share a cache: `widths[text]` rows of each text, written from slot `starts[text]` on.
@@ -53,6 +61,8 @@ struct Call {
     long wanted;
     const long *want;                            // rows whose logits are asked for
     bfloat16 *normed, *logits;                   // [wanted, width] and [wanted, vocabulary]
+    const bfloat16 *beside;                      // embeddings [rows, width] of a head
+    Best best;                                   // of the logits, where some are asked for
 };
 
 struct Row {
@@ -60,21 +70,6 @@ struct Row {
     long text, slot;                             // in the cache
     long column;                                 // of the masks: text * width + column
 };
-
-// Memory of a call, laid out one piece behind the other; from a null pointer on it only counts.
-struct Pieces {
-    char *at;
-
-    template <class T>
-    T *take(long count) {
-        T *piece = (T *)at;
-        at += (count * long(sizeof(T)) + 127) / 64 * 64;
-        return piece;
-    }
-};
-
-// Many rows that lie a multiple of 1024 bytes apart share few places of the nearest cache.
-long apart(long size) { return 2 * size % 1024 == 0 ? size + 32 : size + size % 2; }
 
 struct Buffers {
     Row *row;
@@ -108,6 +103,7 @@ struct Buffers {
             for (const Product *product : {&layer.qkv, &layer.out, &layer.gate_up, &layer.down}) fit(*product);
         }
         fit(model.head);
+        fit(model.entry);
         for (long g = 0; g < call.groups; g++)
             if (call.group[g].used > used) used = call.group[g].used;
         room = used + 16;
@@ -147,6 +143,7 @@ struct Worker {
     void end() const;
     void tap(bfloat16 *place) const;
 
+    void paired(const Product &product, const Inputs &inputs) const;
     void heads(const Layer &layer, long index) const;
     void mix(const Layer &layer, long index, const Inputs &inputs) const;
     void finish(const Product &product, const Inputs &inputs, Norm after, double scale) const;
@@ -187,7 +184,25 @@ void Worker::begin() const {
             std::int32_t *seen = buffers.seen + place * buffers.room;
             buffers.count[place] = listed(mask ? mask + at.column * used : nullptr, used, seen);
         }
-        std::memcpy(buffers.x + row * model.width, call.x + row * model.width, 2 * model.width);
+        if (model.begins != JOINED)
+            std::memcpy(buffers.x + row * model.width, call.x + row * model.width, 2 * model.width);
+    }
+    if (model.begins == JOINED) {
+        const Inputs inputs = inputs_of(model.entry, call.rows);
+        paired(model.entry, inputs);
+        model.entry.run(inputs, {buffers.x, nullptr, model.width}, thread, threads);
+    }
+    wait();
+}
+
+// Embeddings and states, normed, side by side.
+void Worker::paired(const Product &product, const Inputs &inputs) const {
+    const long width = model.width;
+    for (long row = from(call.rows); row < to(call.rows); row++) {
+        bfloat16 *place = inputs.rows + row * inputs.stride;
+        normalise(model.of_beside, call.beside + row * width, width, place);
+        normalise(model.of_state, call.x + row * width, width, place + width);
+        product.prepare_row(inputs, row);
     }
     wait();
 }
@@ -259,7 +274,10 @@ void Worker::finish(const Product &product, const Inputs &inputs, Norm after, do
 
 void Worker::attention(const Layer &layer, long index) const {
     const Inputs inputs = inputs_of(layer.qkv, call.rows), mixed = inputs_of(layer.out, call.rows);
-    normed(layer.qkv, inputs, layer.before_attention);
+    if (model.begins == WIDE && index == 0)
+        paired(layer.qkv, inputs);
+    else
+        normed(layer.qkv, inputs, layer.before_attention);
     layer.qkv.run(inputs, {buffers.output, nullptr, buffers.side}, thread, threads);
     wait();
     heads(layer, index);
@@ -304,24 +322,14 @@ void Worker::end() const {
         if (whole) model.head.prepare_row(inputs, i);
     }
     wait();
-    if (whole) model.head.run(inputs, {call.logits, nullptr, model.head.out()}, thread, threads);
+    if (!whole) return;
+    const long size = model.head.out();
+    model.head.run(inputs, {call.logits, nullptr, size}, thread, threads);
+    if (!call.best.count) return;
+    wait();
+    for (long row = from(call.wanted); row < to(call.wanted); row++)
+        choose(call.best, call.logits + row * size, size, row);
 }
-
-// Memory that a thread of the caller's keeps from call to call.
-struct Kept {
-    char *bytes = nullptr;
-    long size = 0;
-
-    char *of(long wanted) {
-        if (wanted > size) {
-            std::free(bytes);
-            bytes = (char *)std::aligned_alloc(64, (wanted + 63) / 64 * 64);
-            size = bytes ? wanted : 0;
-        }
-        return bytes;
-    }
-    ~Kept() { std::free(bytes); }
-};
 
 thread_local Kept kept;
 

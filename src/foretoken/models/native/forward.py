@@ -38,14 +38,22 @@ class Layer(Structure):
     )
 
 
+ALONE, JOINED, WIDE = range(3)
+"""How a drafter's head begins that reads an embedding beside every state; as in the source."""
+
+
 class Model(Structure):
-    """A stack of layers, its last norm and its head, which may have no parts."""
+    """A stack of layers, its last norm and its head, which may have no parts; of a drafter's head how it begins."""
 
     _fields_ = (
         ("layers", c_void_p),
         *((name, c_long) for name in ("count", "width", "heads", "kv_heads", "dim")),
         ("last", Norm),
         ("head", Product),
+        ("begins", c_long),
+        ("of_beside", Norm),
+        ("of_state", Norm),
+        ("entry", Product),
     )
 
 
@@ -59,6 +67,12 @@ class Group(Structure):
     )
 
 
+class Best(Structure):
+    """The likeliest tokens of rows of logits: how many, the scale of logits, and where they go."""
+
+    _fields_ = (("count", c_long), ("scale", c_double), ("values", c_void_p), ("places", c_void_p))
+
+
 class Call(Structure):
     """One forward."""
 
@@ -70,7 +84,8 @@ class Call(Structure):
         *((name, c_long) for name in ("kinds", "turned")),
         *((name, c_void_p) for name in ("cos", "sin", "taps", "last")),
         ("wanted", c_long),
-        *((name, c_void_p) for name in ("want", "normed", "logits")),
+        *((name, c_void_p) for name in ("want", "normed", "logits", "beside")),
+        ("best", Best),
     )
 
 

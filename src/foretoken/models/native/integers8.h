@@ -116,18 +116,6 @@ struct Weight {
     const bfloat16 *row_scales(long i) const { return (const bfloat16 *)scales + i * WIDTH; }
 };
 
-#if defined(__AVX512F__)
-inline Floats load_float16(const void *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
-inline Floats load_int8(const void *from) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
-}
-#else
-inline Floats load_float16(const void *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
-inline Floats load_int8(const void *from) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
-}
-#endif
-
 // Scales and zeros of a block of outputs, from a column on.
 struct Scales {
     const Weight &weight;
@@ -162,7 +150,7 @@ struct Scales {
     }
 };
 
-inline void prefetch(const void *from) { _mm_prefetch((const char *)from + AHEAD, _MM_HINT_T0); }
+inline void prefetch(const void *from) { __builtin_prefetch((const char *)from + AHEAD); }
 
 // Tiles write [ROWS, WIDTH] float sums to `sums`.
 template <int ROWS>

@@ -1,14 +1,15 @@
-"""The library of our own kernels, which the machine's C++ compiler makes once from the sources beside this file.
+"""The library of our own kernels: the wheel's, or what the machine's C++ compiler makes once from the sources here.
 
-It lies in the user's cache folder under the hash of its sources, compiled for the highest of :data:`LEVELS` that the
-CPU has, or that the environment variable ``FORETOKEN_CPU`` allows.  A machine without a compiler, or whose CPU has
-other instructions, uses PyTorch's products (:func:`why_not` says why).
+It is made for the highest of :data:`~foretoken.models.native.compiling.LEVELS` that the CPU has, or that the
+environment variable ``FORETOKEN_CPU`` allows.  A wheel for this kind of machine brings it compiled, with checksums;
+else it lies in the user's cache folder, under the hash of its sources.  A machine that can neither load nor compile
+it, or whose CPU has other instructions, uses PyTorch's products (:func:`why_not` says why).
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -17,45 +18,42 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.io.files import cache_folder, replacing
+from foretoken.models.native import compiling
+from foretoken.models.native.compiling import LEVELS
 
-SOURCES = [
-    Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers", "integers8", "forward")
-]
-HEADERS = [
-    Path(__file__).with_name(f"{name}.h")
-    for name in ("lanes", "amx", "integers8", "integers8_amx", "linear", "attention", "stages")
-]
-COMPILERS = ("g++", "c++")
-"""Tried in this order; the environment's ``CXX`` comes first."""
-FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
-AVX2 = ("-mavx2", "-mfma", "-mf16c")
-AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-LEVELS = {
-    "avx2": AVX2,
-    "avx2-vnni": (*AVX2, "-mavxvnni"),
-    "avx512": AVX512,
-    "avx512-vnni": (*AVX512, "-mavx512vnni"),
-    "avx512-bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
-    "amx": (*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
-}
-"""Instruction sets that kernels are written for, from the least to the most, and what the compiler is told of them."""
+SHIPPED = Path(__file__).with_name("compiled")
+"""Where a wheel has the compiled libraries."""
 SWITCH = "FORETOKEN_CPU"
 ALLOWED = {
     "avx2": ("avx2", "avx2-vnni"),
     "avx512": ("avx512", "avx512-vnni"),
     "native": tuple(LEVELS),
+    "portable": ("portable",),
 }
 """Levels that a value of the environment variable leaves."""
+NEEDS = {"avx2": "AVX2", "avx512": "AVX512", "portable": "AVX2"}
+"""What the values ask of an x86-64 CPU."""
+MACHINES = {"x86_64": "x86-64", "aarch64": "64-bit Arm"}
 KINDS: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_long, "d": ctypes.c_double}
 """Arguments of functions: a pointer, a whole number, a number."""
-COMPILING_S = 120
-"""A compiler that takes longer is given up: it needs one second."""
+log = logging.getLogger("foretoken")
+
+
+class Library(NamedTuple):
+    """The library that was loaded, and where it comes from."""
+
+    functions: ctypes.CDLL
+    origin: str
+
+
+class NotCoveredError(ValueError):
+    """A network that the library does not run; says why."""
 
 
 def why_not() -> str | None:
@@ -66,6 +64,16 @@ def why_not() -> str | None:
     """
     found = _loaded()
     return found if isinstance(found, str) else None
+
+
+def described() -> str:
+    """Which kernels run and where they come from, or why there are none.
+
+    Raises:
+        ValueError: ``FORETOKEN_CPU`` is none of its values, or asks for what the CPU lacks.
+    """
+    found = _loaded()
+    return found if isinstance(found, str) else f"{level()}, {found.origin}"
 
 
 def level() -> str | None:
@@ -79,7 +87,7 @@ def level() -> str | None:
         raise ValueError(f"{SWITCH} must be one of {', '.join(ALLOWED)}, not {asked!r}")
     found = _cpu_level(ALLOWED[asked])
     if found is None and asked != "native":
-        raise ValueError(f"{SWITCH}={asked}, and this CPU has no {asked.upper()}: leave it out")
+        raise ValueError(f"{SWITCH}={asked}, and this CPU has no {NEEDS[asked]}: leave it out")
     return found
 
 
@@ -88,6 +96,7 @@ def _cpu_level(allowed: tuple[str, ...]) -> str | None:
     vnni = _cpu_has("_is_vnni_supported")
     wide = _cpu_has("_is_avx512_supported")
     has = {
+        "portable": platform.machine() == "aarch64" or _cpu_has("_is_avx2_supported"),
         "avx2": _cpu_has("_is_avx2_supported"),
         "avx2-vnni": _cpu_has("_is_avx2_supported") and "avx_vnni" in _cpu_flags(),
         "avx512": wide,
@@ -112,7 +121,7 @@ def function(name: str, kinds: str) -> Callable[..., None]:
     library = _loaded()
     if isinstance(library, str):
         raise RuntimeError(f"no products of our own: {library}")
-    found = library[name]
+    found = library.functions[name]
     found.argtypes = [KINDS[kind] for kind in kinds]
     found.restype = None
     return found
@@ -124,28 +133,35 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 @cache
-def _loaded() -> ctypes.CDLL | str:
-    """The compiled library, or why there is none."""
+def _loaded() -> Library | str:
+    """The library, or why there is none."""
     lacking = _lacking()
     if lacking is not None:
         return lacking
-    try:
+    chosen, fault = level() or "portable", ""
+    shipped = SHIPPED / compiling.file_name(chosen)
+    if shipped.exists():
         try:
-            return ctypes.CDLL(str(_library()))
-        except OSError:  # damaged, or from another system that shares the folder
-            return ctypes.CDLL(str(_library(again=True)))
+            compiling.check(shipped)
+            return Library(ctypes.CDLL(str(shipped)), "from the wheel")
+        except OSError as error:  # damaged, or made for another C library
+            fault = f"the wheel's kernels cannot be used: {error}"
+            log.warning(fault)
+    try:
+        found = _compiled(chosen)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"the kernels could not be compiled: {str(error).strip().splitlines()[-1]}"
+        reason = f"the kernels could not be compiled: {str(error).strip().splitlines()[-1]}"
+        return f"{fault}; {reason}" if fault else reason
+    return Library(found, f"compiled here; {fault}" if fault else "compiled here")
 
 
 def _lacking() -> str | None:
     """What of the kernel's conditions this machine does not meet."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return "made for Linux on x86-64"
+    if platform.system() != "Linux" or platform.machine() not in MACHINES:
+        here = f"{platform.system()} on {platform.machine()}"
+        return f"made for Linux on {' and '.join(MACHINES.values())}, not for {here}"
     if level() is None:
         return "the CPU has no AVX2"
-    if _compiler() is None:
-        return f"no C++ compiler ({', '.join(COMPILERS)}, or what CXX names)"
     return None
 
 
@@ -177,53 +193,25 @@ def _system_call(*numbers: int) -> int:
     return int(ctypes.CDLL(None).syscall(*numbers))
 
 
-def _flags() -> tuple[str, ...]:
-    """What the compiler is told."""
-    return (*FLAGS, *LEVELS[level() or "avx2"])
-
-
-def _compiler() -> str | None:
-    names = [name for name in (os.environ.get("CXX"), *COMPILERS) if name]
-    return next((found for name in names if (found := shutil.which(name)) is not None), None)
-
-
-def _file() -> Path:
-    """Where the library is kept: under the hash of what it is made from."""
-    text = "\n".join([*(source.read_text(encoding="utf-8") for source in (*SOURCES, *HEADERS)), *_flags()])
-    return cache_folder() / f"native-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}.so"
-
-
-def _library(again: bool = False) -> Path:
-    """The library, compiled where it is not there yet, or ``again``.
+def _compiled(chosen: str) -> ctypes.CDLL:
+    """The library of the cache folder, which is compiled where it is not there or damaged.
 
     Raises:
-        OSError, subprocess.SubprocessError: it cannot be compiled or written.
+        OSError, subprocess.SubprocessError: it cannot be compiled.
     """
-    file = _file()
-    if file.exists() and not again:
-        return file
+    kept = cache_folder() / compiling.file_name(chosen)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        return _compiled(file)
-    except OSError:  # the cache cannot be written: once for each process, then
-        return _compiled(Path(tempfile.mkdtemp(prefix="foretoken-")) / file.name)
-
-
-def _compiled(file: Path) -> Path:
-    compiler = _compiler()
-    if compiler is None:
-        raise OSError("no C++ compiler")
-    with tempfile.TemporaryDirectory() as folder, replacing(file) as draft:
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
-        for source, made in zip(SOURCES, objects, strict=True):
-            _run(compiler, *_flags(), "-fopenmp", "-c", str(source), "-o", made)
-        # Linked without OpenMP's library: its symbols are those that PyTorch has loaded.
-        _run(compiler, "-shared", *objects, "-o", str(draft))
-    return file
-
-
-def _run(*command: str) -> None:
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILING_S)
-    except subprocess.CalledProcessError as error:
-        raise OSError(error.stderr or error) from None
+        if kept.exists():
+            return ctypes.CDLL(str(kept))
+    except OSError:  # damaged, or from another system that shares the folder
+        pass
+    with tempfile.TemporaryDirectory(prefix="foretoken-") as folder:
+        made = Path(folder) / kept.name
+        compiling.write_library(chosen, made)
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(kept) as draft:
+                shutil.copyfile(made, draft)
+        except OSError:  # the cache cannot be written: every process compiles for itself
+            return ctypes.CDLL(str(made))
+        return ctypes.CDLL(str(kept))

@@ -63,10 +63,10 @@ def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any] | None
 def switched_attention(owner: Any) -> Iterator[None]:
     """Use our attention for a forward of this thread, in which no other of ours runs the model."""
     with alone(owner.model), ExitStack() as classes:
-        for kind in {type(config) for config in owner._configs}:
+        for kind in {type(config) for config in owner.configs}:
             classes.enter_context(_answering_by_thread(kind))
         before = getattr(_NAMES, "by_config", {})
-        _NAMES.by_config = {**before, **{id(config): owner._attention for config in owner._configs}}
+        _NAMES.by_config = {**before, **{id(config): owner.attention for config in owner.configs}}
         try:
             yield
         finally:

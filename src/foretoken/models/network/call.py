@@ -1,17 +1,22 @@
-"""One call of a network: everything that its forward needs, made once for every way to run it."""
+"""One call of a network: everything that its forward needs, made once for every way to run it; and what runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from foretoken.models.base import Feed
-from foretoken.models.cache.masks import RowPlan
+from foretoken.models.base import Capabilities, Feed
+from foretoken.models.cache.masks import LayerMask, RowPlan
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.network.layers import WHOLE, LayerPlan
+from foretoken.models.network.rotary import ChangingRotary
+
+Outputs = tuple[list[Tensor], dict[str, Tensor]]
+"""Logits [n, V] per feed, and taps [b, width, D]."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,48 @@ class Call:
         ]
 
 
+class Forward(Protocol):
+    """What computes the calls of a :class:`~foretoken.models.runner.TreeRunner`.
+
+    Attributes:
+        name: as :attr:`~foretoken.models.base.LanguageModel.forward_name`.
+        model: the network.
+        device: where it runs.
+        run_dtype: of hidden states, keys and values.
+        num_layers: layers that plans and taps count.
+        layer_masks: the masks that its layers read, by layer type.
+        rotary: rotary embeddings that change with the length of the text, if any do.
+        spared: rows of padding from which on it leaves them out; ``None``: it never does.
+    """
+
+    model: Any
+    capabilities: Capabilities
+    vocab_size: int
+    context_length: int
+    context_why: str
+    eos_token_ids: frozenset[int]
+    device: torch.device
+    dtype: torch.dtype
+    num_layers: int
+    layer_masks: Mapping[str, LayerMask]
+    rotary: ChangingRotary | None
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def run_dtype(self) -> torch.dtype: ...
+
+    @property
+    def spared(self) -> int | None: ...
+
+    def check(self, plan: LayerPlan) -> None:
+        """Refuse a part of the layers that it cannot run: ``ValueError``, or a ``CapabilityError``."""
+
+    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+        """Logits [n, V] per feed and taps [b, width, D] of calls that are alike but for their rows."""
+
+
 def inputs_of(
     rows: Sequence[RowPlan], low: int, feeds: Sequence[Feed], width: int, last: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +121,7 @@ def inputs_of(
 
 
 def padded_states(
-    inputs: Sequence[Sequence[Tensor]], feeds: Sequence[Feed], low: int, ids: Tensor, dtype: torch.dtype
+    inputs: Sequence[Sequence[Tensor] | Tensor], feeds: Sequence[Feed], low: int, ids: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Hidden states [b, width, D] of the fed nodes, zero elsewhere."""
     size = next(len(state) for states in inputs for state in states)

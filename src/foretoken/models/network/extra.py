@@ -22,6 +22,7 @@ from foretoken.models.network.alone import only_here, switched_attention
 from foretoken.models.network.taps import recording
 
 if TYPE_CHECKING:
+    from foretoken.models.forward.network import Network
     from foretoken.models.huggingface import HuggingFaceModel
 
 
@@ -86,12 +87,13 @@ def branch_states(model: HuggingFaceModel, tokens: Tensor, columns: Tensor, rows
     plans = [_with_groups(text, row, k) for row in columns.tolist()]
     ids = (model.vocab_size + torch.arange(k, device=tokens.device)).repeat(b, groups)
     cache = growing_cache()
+    network = model.forwards
     as_is = nullcontext() if model.dtype == torch.float32 else torch.autocast(model.device.type, enabled=False)
-    with as_is, switched_attention(model), recording(model.model, ("last",)) as found:
+    with as_is, switched_attention(network), recording(model.model, ("last",)) as found:
         with torch.no_grad():
-            _run(model, tokens, [text] * b, cache)
+            _run(network, tokens, [text] * b, cache)
         with embedding_rows(model.model, ids, rows, model.vocab_size) as known:
-            _run(model, known, plans, cache)
+            _run(network, known, plans, cache)
     return found["last"].view(b, groups, k, -1)
 
 
@@ -104,17 +106,17 @@ def _with_groups(text: RowPlan, columns: Sequence[int], k: int) -> RowPlan:
     return RowPlan(0, parents, depths, k * len(columns))
 
 
-def _run(model: HuggingFaceModel, ids: Tensor, plans: Sequence[RowPlan], cache: Any) -> None:
+def _run(network: Network, ids: Tensor, plans: Sequence[RowPlan], cache: Any) -> None:
     width, used = ids.shape[1], len(plans[0].parents)
     masks: Any = {
-        name: additive_mask(plans, layer, width, used, model.dtype, model.device)
-        for name, layer in model.layer_masks.items()
+        name: additive_mask(plans, layer, width, used, network.dtype, network.device)
+        for name, layer in network.layer_masks.items()
     }
-    model.model(
+    network.model(
         input_ids=ids,
         position_ids=torch.tensor([list(plan.depths)[used - width :] for plan in plans], device=ids.device),
-        attention_mask=masks[""] if model._single_mask else masks,
+        attention_mask=masks[""] if network.single_mask else masks,
         use_cache=True,
         logits_to_keep=1,
-        **{model.cache_argument: cache},
+        **{network.cache_argument: cache},
     )

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,10 +104,6 @@ class LlamaCppModel(LanguageModel):
                 file.seek(size * place // HASHED_PLACES)
                 found.update(file.read(4096))
         return f"{self.weights.architecture}-{found.hexdigest()}"
-
-    def describe(self) -> dict[str, Any]:
-        """How the model runs, as :meth:`LanguageModel.describe`."""
-        return {**super().describe(), "threads": self.threads}
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 

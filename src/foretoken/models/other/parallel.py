@@ -26,7 +26,8 @@ from torch import Tensor, distributed
 from torch.distributed.tensor import DTensor
 
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
-from foretoken.models.huggingface import PREFILL_CHUNK, HuggingFaceModel
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.runner import PREFILL_CHUNK
 
 DYING_S = 1.0
 """Seconds that a process may take to be gone after its connections are."""
@@ -152,6 +153,11 @@ class ParallelModel(LanguageModel):
             time.sleep(0.02)
 
     # -- memory and time ---------------------------------------------------------------------------------------------
+
+    @property
+    def threads(self) -> int:  # type: ignore[override]
+        """Threads of the leader."""
+        return self.inner.threads
 
     @property
     def run_s(self) -> float:  # type: ignore[override]

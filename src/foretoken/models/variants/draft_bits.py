@@ -16,7 +16,6 @@ import torch
 
 from foretoken.models.base import CapabilityError
 from foretoken.models.linear.packing import Projection, is_plain
-from foretoken.models.linear.product_costs import cache_bytes
 from foretoken.models.linear.quantised import (
     COPIES,
     available,
@@ -26,6 +25,7 @@ from foretoken.models.linear.quantised import (
     reading_s,
 )
 from foretoken.models.linear.quantised_linear import GROUP, is_ready_made
+from foretoken.models.machine import cache_bytes
 from foretoken.models.variants.second_weights import linears
 
 FASTER = 1.25

@@ -2,59 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.network.call import Call
-from foretoken.models.network.extra import check_rows
+from foretoken.models.network.call import Call, Outputs
 from foretoken.models.network.layers import LayerPlan
 from foretoken.models.variants.inflation import Shape, layer_ends
 
 
-class InflatedModel(HuggingFaceModel):
+class InflatedNetwork(Network):
     """Runs the big network; layers, taps and hidden states are counted and shaped as the small one's.
 
     A layer is a block of the big network that ends with the small model's layer, so that a share of the layers costs
     that share of the target.  Trained drafters keep the small model's embedding, vocabulary projection and width.
 
     Args:
-        model: what :func:`foretoken.models.variants.inflation.inflate` made.
         small: the model that it was made from.
         shape: what it grew to.
-        exact, lean, in_place: as for :class:`HuggingFaceModel`.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        small: Any,
-        shape: Shape,
-        *,
-        exact: str = "distribution",
-        lean: bool = True,
-        in_place: bool = False,
-    ) -> None:
-        layers = int(small.config.get_text_config().num_hidden_layers)
-        self.small, self.shape, self._ends = small.eval(), shape, layer_ends(layers, shape.layers)
-        super().__init__(model, exact=exact, lean=lean, in_place=in_place)  # which runs it already
-        self.num_layers = layers
-        self.num_parameters = _parameters(self.config)
-
-    @property
-    def note(self) -> str:
-        """What every table says about this target."""
-        return (
-            f"inflated to {self.num_parameters / 1e9:.2f}b parameters ({self.shape.layers} layers of width "
-            f"{self.shape.width}): the small model's outputs at the big one's cost"
-        )
-
-    def extra_embeddings(self, rows: Tensor) -> int:
-        """Add rows [k, d] of the small model's width behind the vocabulary; returns the first id."""
-        check_rows(self.small, rows)
-        return self._add_rows(rows)
+    def __init__(self, model: Any, *given: Any, small: Any, shape: Shape, **more: Any) -> None:
+        super().__init__(model, *given, **more)
+        self.embedding, self.shape = small.eval(), shape
+        self.num_layers = int(small.config.get_text_config().num_hidden_layers)
+        self._ends = layer_ends(self.num_layers, shape.layers)
 
     @property
     def extra_rows(self) -> Tensor | None:
@@ -62,13 +39,18 @@ class InflatedModel(HuggingFaceModel):
         rows = super().extra_rows
         return None if rows is None else self.shape.widened(rows)
 
-    def _run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
         """Logits, and taps [b, width, d] of the small model."""
-        places = {name: self._place(name) for name in call.taps}
+        places = {name: self._place(name) for name in calls[0].taps}
+        found = super().run_all([self._inside(call, tuple(dict.fromkeys(places.values()))) for call in calls])
+        narrow = self.shape.small
+        return [
+            (logits, {name: hidden[place][..., :narrow] for name, place in places.items()}) for logits, hidden in found
+        ]
+
+    def _inside(self, call: Call, taps: Sequence[str]) -> Call:
         wide = None if call.states is None else self.shape.widened(call.states)
-        wanted = tuple(dict.fromkeys(places.values()))
-        logits, hidden = super()._run(replace(call, taps=wanted, plan=self._plan(call.plan), states=wide))
-        return logits, {name: hidden[place][..., : self.shape.small] for name, place in places.items()}
+        return replace(call, taps=taps, plan=self._plan(call.plan), states=wide)
 
     def _place(self, tap: str) -> str:
         kind, _, number = tap.partition(":")
@@ -85,6 +67,29 @@ class InflatedModel(HuggingFaceModel):
 
     def _blocks(self, layers: frozenset[int]) -> frozenset[int]:
         return frozenset(i for layer in layers for i in range(self._ends[layer], self._ends[layer + 1]))
+
+
+class InflatedModel(HuggingFaceModel):
+    """The runner over an inflated network.
+
+    Args:
+        model: what :func:`foretoken.models.variants.inflation.inflate` made.
+        small: the model that it was made from.
+        shape: what it grew to.
+        exact, lean, in_place: as for :class:`HuggingFaceModel`.
+    """
+
+    def __init__(self, model: Any, small: Any, shape: Shape, **options: Any) -> None:
+        super().__init__(model, network=partial(InflatedNetwork, small=small, shape=shape), **options)
+        self.small, self.shape, self.num_parameters = small, shape, _parameters(self.config)
+
+    @property
+    def note(self) -> str:
+        """What every table says about this target."""
+        return (
+            f"inflated to {self.num_parameters / 1e9:.2f}b parameters ({self.shape.layers} layers of width "
+            f"{self.shape.width}): the small model's outputs at the big one's cost"
+        )
 
 
 def _parameters(config: Any) -> int:

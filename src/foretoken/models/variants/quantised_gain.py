@@ -8,7 +8,6 @@ taken to cost the same for each weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.quantised import make_product
 from foretoken.models.linear.quantised_products import QuantisedProduct
+from foretoken.models.machine import timed
 from foretoken.models.variants.second_weights import Scheme, check_quantisable, free_bytes, linears
 
 SMALLEST = 50_000_000
@@ -55,7 +55,7 @@ def expected_gain(model: Any, scheme: Scheme) -> float:
     if count < SMALLEST or (free is not None and count > MOST_MEMORY * free):
         return 0.0
     try:
-        check_quantisable(model, scheme)
+        check_quantisable(model.forwards, scheme)
     except (CapabilityError, ValueError):
         return 0.0
     head = model.model.get_output_embeddings()
@@ -83,7 +83,7 @@ def _gain(linear: Any, count: int, num_linears: int, scheme: Scheme, dtype: torc
     )  # numbers cost the same, whichever they are
     rows = (1, *(k + 1 for k in LENGTHS))
     inputs = [torch.ones(n, shape[1], dtype=dtype) for n in rows]
-    draft_s, plain_s, *verify_s = _least([lambda: quantised(inputs[0]), *((lambda x=x: linear(x)) for x in inputs)])
+    draft_s, plain_s, *verify_s = _seconds([lambda: quantised(inputs[0]), *((lambda x=x: linear(x)) for x in inputs)])
     scale, rest_s = count / (shape[0] * shape[1]), LAYER_S * num_linears / 7  # a layer has about seven of them
     draft, plain = (rest_s + scale * seconds for seconds in (draft_s, plain_s))
     gains = []
@@ -93,12 +93,6 @@ def _gain(linear: Any, count: int, num_linears: int, scheme: Scheme, dtype: torc
     return max(gains)
 
 
-def _least(calls: Sequence[Callable[[], Any]]) -> list[float]:
-    """Seconds of each call: the least of some, the calls taking turns."""
-    best = [float("inf")] * len(calls)
-    for _ in range(REPEATS):
-        for place, call in enumerate(calls):
-            began = perf_counter()
-            call()
-            best[place] = min(best[place], perf_counter() - began)
-    return best
+def _seconds(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Seconds of each call; they take turns."""
+    return list(timed({place: [call] for place, call in enumerate(calls)}, REPEATS).values())

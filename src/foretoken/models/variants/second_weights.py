@@ -17,8 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.forward.lean import LeanForward
+from foretoken.models.forward.network import Network
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
+from foretoken.models.linear.product import Product
 from foretoken.models.linear.quantised import (
     WITHOUT_BYTES,
     available,
@@ -30,7 +33,7 @@ from foretoken.models.linear.quantised_linear import QuantisedLinear, is_ready_m
 from foretoken.models.linear.quantised_products import QuantisedProduct
 from foretoken.models.linear.quantised_weights import GROUPS, fits_int4
 from foretoken.models.network.alone import alone
-from foretoken.models.network.call import Call
+from foretoken.models.network.call import Call, Outputs
 from foretoken.models.network.layers import LayerPlan, _replace
 from foretoken.models.network.taps import decoder_layers
 from foretoken.models.variants.inflation import available_bytes
@@ -84,7 +87,7 @@ class QuantisedWeights:
     forward the linear layers are replaced for the time of a call.
 
     Args:
-        owner: the model, on a CPU; it is not changed.
+        owner: the network, on a CPU; it is not changed.
         scheme: how.
 
     Raises:
@@ -92,17 +95,16 @@ class QuantisedWeights:
         ValueError: too little memory.
     """
 
-    def __init__(self, owner: HuggingFaceModel, scheme: Scheme) -> None:
+    def __init__(self, owner: Network, scheme: Scheme) -> None:
         check_quantisable(owner, scheme)
         self.products: dict[nn.Module, QuantisedProduct] = {}
         self.all_products: list[QuantisedProduct] = []
-        self._lean: Any = None
+        self._lean: LeanForward | None = None
         head = owner.model.get_output_embeddings()
-        if owner.is_lean:
+        if owner.fast is not None:
             shadow = copy.copy(owner)
             shadow.packing = QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
-            self._lean = owner._lean.again(shadow)
-            self._lean.owner = None  # whoever runs it brings its own
+            self._lean = owner.fast.again(shadow)
         else:
             for linear in linears(owner.model):
                 pick = scheme.head_product if linear is head else scheme.product
@@ -117,17 +119,14 @@ class QuantisedWeights:
         """Memory that the set takes."""
         return sum(product.nbytes for product in self.all_products)
 
-    def run(self, owner: HuggingFaceModel, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Logits [n, V] per feed and taps, with the keys and values in the cache of ``owner``."""
+    def run(self, network: Network, call: Call) -> Outputs:
+        """Logits [n, V] per feed and taps, with the keys and values in the cache of the call."""
         if self._lean is not None:
-            lean = copy.copy(self._lean)
-            lean.owner = owner
-            found: tuple[list[Tensor], dict[str, Tensor]] = lean.run(call)
-            return found
-        with alone(owner.model), ExitStack() as swapped:
+            return self._lean.run(call)
+        with alone(network.model), ExitStack() as swapped:
             for linear, product in self.products.items():
                 swapped.callback(_replace(linear, _forward(product)))
-            return owner._run_public(call)
+            return network.run_public(call)
 
 
 @dataclass(frozen=True)
@@ -160,20 +159,21 @@ class QuantisedPacking:
         """As for the model's own weights: both read one cache."""
         return self.base.activations(dtype)
 
-    def projection(self, *linears: Any) -> Any:
+    def projection(self, *linears: Any) -> Product:
         """One product that gives the outputs of all of them side by side; the model's own where none fits."""
         shape = (sum(linear.out_features for linear in linears), linears[0].in_features)
         pick = self.scheme.head_product if linears[0] is self.head else self.scheme.product
         product = pick(shape)
         if product is None:
-            own = {id(getattr(linear, "projection", None)): getattr(linear, "projection", None) for linear in linears}
-            return next(iter(own.values())) if len(own) == 1 and None not in own.values() else self._copied(linears)
+            own: set[Product | None] = {getattr(linear, "projection", None) for linear in linears}
+            shared = own.pop() if len(own) == 1 else None
+            return self._copied(linears) if shared is None else shared
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         made = make_product(product, joined_weight(linears), torch.cat(biases) if biases else None, self.scheme.group)
         self.made.append(made)
         return made
 
-    def _copied(self, linears: Sequence[Any]) -> Any:
+    def _copied(self, linears: Sequence[Any]) -> Product:
         return replace(self.base, home=None).projection(*linears)
 
 
@@ -194,7 +194,7 @@ def linears(model: Any) -> Iterator[Any]:
             yield module
 
 
-def check_quantisable(owner: HuggingFaceModel, scheme: Scheme) -> None:
+def check_quantisable(owner: Network, scheme: Scheme) -> None:
     """Refuse a model that has nothing to quantise, before any weight is made.
 
     Raises:
@@ -296,7 +296,7 @@ class OwnWeightsModel(LanguageModel):
         self.plan = LayerPlan(weights="" if scheme is None else scheme.name)
         self.weights: QuantisedWeights | None = None
         if scheme is not None:
-            made = target.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
+            made = target.forwards.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
             self.weights = made if isinstance(made, QuantisedWeights) else None
 
     @property

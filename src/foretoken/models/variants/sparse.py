@@ -17,7 +17,8 @@ from foretoken.models.base import CapabilityError, Feed, LanguageModel, Sequence
 from foretoken.models.cache.masks import RowPlan
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.forward.attention import watching_queries
-from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 SINKS = 16
 """First tokens that ``recent`` keeps: attention rests on them whatever they say."""
@@ -52,7 +53,7 @@ class SparseState(SequenceState):
         return self.committed_slots + len(self.scratch_tokens)
 
 
-class SparseModel(HuggingFaceModel):
+class SparseModel(TreeRunner):
     """Draws from the target's weights over a subset of the target's keys and values.
 
     The subset is copied once and then stands for ``rebuild`` tokens, which this model reads itself and keeps behind
@@ -89,12 +90,13 @@ class SparseModel(HuggingFaceModel):
             reason = target.capabilities.missing.get("tree_mask", f"{type(target).__name__} has none")
             raise CapabilityError(f"sparse_kv needs a target with a cache of keys and values: {reason}")
         _check_layers(target)
-        vars(self).update(vars(target))  # a shallow copy, but for what follows
         self.budget = budget if budget != 0 else min(max(target.context_length // 4, SMALLEST), LARGEST)
         self.chunk, self.select, self.rebuild, self.local = chunk, select, rebuild, local
         self._check_options()
         self.target = target
-        self._separate(TreeCache(target.cache.num_layers, self.budget + rebuild + SCRATCH_ROOM))
+        slots = self.budget + rebuild + SCRATCH_ROOM
+        super().__init__(copy.copy(target.forwards), TreeCache(target.cache.num_layers, slots))
+        self.stored_as = target.stored_as
         if select == "retrieval":
             self._check_keys()
 
@@ -126,8 +128,8 @@ class SparseModel(HuggingFaceModel):
         for layer, keys in enumerate(stored):
             if keys is not None and (layer not in queries or queries[layer].shape[-1] != keys.shape[-1]):
                 raise CapabilityError(
-                    f"retrieval cannot compare a query with the compressed keys of {self.config.model_type} layers: "
-                    "use select=recent"
+                    "retrieval cannot compare a query with the compressed keys of "
+                    f"{self.target.config.model_type} layers: use select=recent"
                 )
 
     # -- sequences ---------------------------------------------------------------------------------------------------
@@ -228,7 +230,7 @@ class SparseModel(HuggingFaceModel):
         if source.scratch_tokens:
             raise CapabilityError("the target's scratch must be empty while a sparse subset is chosen")
         public = copy.copy(self.target)  # shares the cache; only the public forward calls the attention function
-        public._lean = None
+        public.forwards = self.target.forwards.public()
         with watching_queries() as queries:
             public.forward([Feed(source, [root], wanted=0)])
         self.target.commit(source, ())
@@ -280,7 +282,7 @@ def _own(sequence: SequenceState) -> SparseState:
 
 def _check_layers(target: HuggingFaceModel) -> None:
     """Windows and chunks are counted in slots, which a subset does not have one per position."""
-    for name, mask in target.layer_masks.items():
+    for name, mask in target.forwards.layer_masks.items():
         if mask.kind != "full" and mask.size < target.context_length:
             kind = name or f"{mask.kind}_attention"
             raise CapabilityError(

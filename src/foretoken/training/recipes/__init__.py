@@ -14,6 +14,7 @@ RECIPES = {
     "pass_tokens": "PassTokensRecipe",
     "mtp": "MtpRecipe",
     "eagle3": "Eagle3Recipe",
+    "peagle": "PeagleRecipe",
     "kangaroo": "KangarooRecipe",
     "early_exit": "EarlyExitRecipe",
     "bpd": "BpdRecipe",

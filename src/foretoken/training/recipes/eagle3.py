@@ -51,8 +51,8 @@ class Eagle3Recipe(FeatureRecipe):
     config_class: ClassVar[type[Any]] = Eagle3Settings
     fixed = (*FeatureRecipe.fixed, "vocab_size")
     net_config = Eagle3Config
-    net_class = Eagle3Net
-    drafter_class = Eagle3Drafter
+    net_class: ClassVar[type[nn.Module]] = Eagle3Net
+    drafter_class: ClassVar[type[Any]] = Eagle3Drafter
     config: Eagle3Settings
     net: Eagle3Net
     scales: Tensor | None = None

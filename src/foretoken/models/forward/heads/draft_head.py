@@ -8,15 +8,16 @@ cannot guess, the target says itself.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.models.forward.parts import TargetParts
+from foretoken.models.linear.draft_packing import packed_rows
 from foretoken.models.linear.packing import Projection, pays_packed, weight_bytes
 from foretoken.models.linear.quantised import fastest_draft_product, make_product
 from foretoken.models.linear.quantised_linear import GROUP, QuantisedLinear
+from foretoken.models.linear.quantised_products import NativeProduct
 
 
 class DraftHead:
@@ -53,27 +54,49 @@ class DraftHead:
         self.replaced_bytes = weight_bytes(parts.head)
         self.weight_bytes = self.replaced_bytes * self.size // self.vocab_size
         self.product: Callable[[Tensor], Tensor] | None = None
-        self._project = self._projection(parts, weight, quantised)
-
-    def _projection(
-        self, parts: TargetParts, weight: Tensor | None, quantised: bool | None
-    ) -> Callable[[Tensor], Tensor]:
-        if weight is None and self.ids is None and not quantised:
-            return parts.draft_logits
-        bias: Any = None
-        behind: Callable[[Tensor], Tensor] = _same
+        self._parts, self._weight = parts, weight
+        self._native: NativeProduct | None = None
+        self._project: Callable[[Tensor], Tensor] | None = None
+        self.behind: Callable[[Tensor], Tensor] = parts.behind if weight is None else _same
+        self.scale: float | None = parts.scale if weight is None else 1.0
+        """What logits are multiplied with behind the product; ``None`` where that is not all that is done to them."""
         if quantised is None:
-            quantised = weight is None and isinstance(parts.head, QuantisedLinear)
-        if weight is None:
-            rows: Any = slice(None) if self.ids is None else self.ids
-            weight, bias, behind = parts.head.weight.detach()[rows], parts.head.bias, parts.behind
-            bias = None if bias is None else bias.detach()[rows]
-        product = self._in_8_bits(weight, bias) if quantised and weight.device.type == "cpu" else None
-        if product is None:
+            quantised = weight is None and self.ids is not None and isinstance(parts.head, QuantisedLinear)
+        if quantised and parts.device.type == "cpu":
+            self.product = self._in_8_bits(*self._rows())
+
+    def _projection(self) -> Callable[[Tensor], Tensor]:
+        """What makes logits of states, made when it is asked for: a head that our library runs has no use for it."""
+        if self._weight is None and self.ids is None and self.product is None:
+            return self._parts.draft_logits
+        if self.product is None:
+            weight, bias = self._rows()
             half = weight.to(torch.bfloat16)
-            product = Projection(half if pays_packed(half) else weight, bias)
-        self.product = multiplied = product
+            self.product = Projection(half if pays_packed(half) else weight, bias)
+        multiplied, behind = self.product, self.behind
         return lambda states: behind(multiplied(states).float())
+
+    def _rows(self) -> tuple[Tensor, Tensor | None]:
+        """The weights [V_d, D] and biases [V_d] of the tokens that can be guessed."""
+        if self._weight is not None:
+            return self._weight, None
+        head, rows = self._parts.head, slice(None) if self.ids is None else self.ids
+        return head.weight.detach()[rows], None if head.bias is None else head.bias.detach()[rows]
+
+    def native(self) -> NativeProduct:
+        """The projection as our library multiplies by it, in 8 bits where the target has it in more.
+
+        Raises:
+            NotCoveredError: this machine, or this projection, has no such product.
+        """
+        if self._native is None:
+            head = self._parts.head
+            known = self.product
+            if self._weight is None and self.ids is None and isinstance(head, QuantisedLinear):
+                known = head.product
+            self._native = known if isinstance(known, NativeProduct) else packed_rows(*self._rows())
+            self.weight_bytes = self._native.nbytes
+        return self._native
 
     def _in_8_bits(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
         """The product that is fastest here; never 4 bits, because its errors are errors of logits."""
@@ -86,6 +109,8 @@ class DraftHead:
 
     def __call__(self, states: Tensor) -> Tensor:
         """[n, V_d] of states [n, D]."""
+        if self._project is None:
+            self._project = self._projection()
         return self._project(states)
 
     @property

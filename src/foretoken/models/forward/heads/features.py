@@ -6,28 +6,32 @@ feature.  Run this way they have the library's cache, masks, ragged batches and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.models.base import Capabilities, Feed, LanguageModel, Rows
-from foretoken.models.cache.masks import LayerMask
+from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
+from foretoken.models.cache.masks import LayerMask, RowPlan
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import Cut, Window
+from foretoken.models.clock import now
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.lean import HeadRun, LeanHead
+from foretoken.models.forward.heads.native import MOST_ROWS, native_head
 from foretoken.models.forward.lean import SPARED
 from foretoken.models.forward.parts import TargetParts
-from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
-from foretoken.models.network.call import Call
-from foretoken.models.network.layers import WHOLE
+from foretoken.models.native.library import NotCoveredError
+from foretoken.models.network.call import Call, Outputs
+from foretoken.models.network.layers import WHOLE, LayerPlan
+from foretoken.models.network.rotary import ChangingRotary
+from foretoken.models.runner import SCRATCH_ROOM, TreeRunner
 
 
-class FeatureModel(HuggingFaceModel):
-    """Feeds carry ``states``; the tap ``"state"`` is the network's output, the feature of the following place.
+class HeadForward:
+    """A network over pairs of a token's embedding and a hidden state: its output and the logits behind it.
 
     Args:
         net: one of :mod:`foretoken.drafters.nets` over embeddings and features, with ``head_state``; it is run in
@@ -38,47 +42,45 @@ class FeatureModel(HuggingFaceModel):
 
     Attributes:
         window: what is read of long texts, for a network without a window of its own; everything by default.
+        depth: how many layers keep keys and values.
     """
+
+    context_why = ""
+    rotary: ChangingRotary | None = None
+    num_layers = depth = 1
+    spared: int | None = SPARED
+    dtype = torch.float32
 
     def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
         self.model = net.to(parts.device).eval()
-        self.parts = parts
+        self.parts, self.device = parts, parts.device
         self.project = DraftHead(parts) if project is None else project
         self.capabilities = Capabilities(layer_windows=False)
-        self.vocab_size = target.vocab_size
-        self.context_length = target.context_length
+        self.vocab_size, self.context_length = target.vocab_size, target.context_length
         self.eos_token_ids = target.eos_token_ids
-        self.device = parts.device
-        self.dtype = torch.float32
-        self.exact, self.spared = "distribution", SPARED
-        self.layer_masks = {"": getattr(net, "mask", LayerMask())}
+        self.layer_masks: Mapping[str, LayerMask] = {"": getattr(net, "mask", LayerMask())}
         self.window = Window()
-        self.num_layers = 1
-        self.num_layer_runs = 0.0
-        self.cache = TreeCache(1, self.context_length + SCRATCH_ROOM)
-        self._lean, self.forward_name = self, "lean"  # the one way to run it
         self.head = LeanHead.of(self.model)
+        self.name = "public" if self.head is None else "lean"
 
-    @torch.inference_mode()
-    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
-        """Append places and score them; every feed brings its ``states`` [n, D].
+    @property
+    def run_dtype(self) -> torch.dtype:
+        """Of its hidden states, keys and values."""
+        return self.dtype
+
+    def check(self, plan: LayerPlan) -> None:
+        """No part of it can be run.
 
         Raises:
-            ValueError: a feed without states, or two feeds for one sequence.
+            CapabilityError: always.
         """
-        if any(feed.states is None or len(feed.states) != len(feed.tokens) for feed in feeds):
-            raise ValueError("every token of a feed needs a hidden state")
-        self._check(feeds, ())  # its only tap is its own
-        before = [len(feed.sequence.scratch_tokens) for feed in feeds]
-        try:
-            states = [feed.states for feed in feeds if feed.states is not None]
-            return self._score(feeds, [self._append(feed) for feed in feeds], taps, WHOLE, states)  # type: ignore[arg-type]
-        except BaseException:
-            for feed, size in zip(feeds, before, strict=True):
-                feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
-            raise
+        raise CapabilityError("this model cannot run a part of its layers: it is one layer over the target's states")
 
-    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+        """:meth:`run`, call by call."""
+        return [self.run(call) for call in calls]
+
+    def run(self, call: Call) -> Outputs:
         """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
         cut = self._cut(call)
         if cut is not None:
@@ -87,7 +89,7 @@ class FeatureModel(HuggingFaceModel):
             return self._run_module(call)
         run = HeadRun(self.head, call)
         places = run.places
-        embeddings = self.parts.embedding(places.taken(call.ids)).float()
+        embeddings = self.embedded(places.taken(call.ids))
         output = self.model(embeddings, places.taken(call.states), run.positions, None, run)  # type: ignore[arg-type]
         kept, spans = places.wanted(output, call.wanted)
         if len(kept):
@@ -102,16 +104,127 @@ class FeatureModel(HuggingFaceModel):
         call.cache.reads = None if trained else self.window.cut(call.cache.planned.starts)
         return call.cache.reads
 
-    def _run_module(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The same through the network's own forward, for one whose layer is the target's."""
-        (b, width), first = call.ids.shape, call.first
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Float32 [.., D] of ids."""
+        return self.parts.embedding(ids).float()
+
+    def _keep(self, call: Call) -> Any:
+        """Where the network's own forward keeps keys and values."""
 
         def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             return call.cache.update(key, value, 0)
 
-        output = self.model(self.parts.embedding(call.ids).float(), call.states, call.positions, call.masks[""], keep)
+        return keep
+
+    def _run_module(self, call: Call) -> Outputs:
+        """The same through the network's own forward, for one whose layer is the target's."""
+        (b, width), first, keep = call.ids.shape, call.first, self._keep(call)
+        output = self.model(self.embedded(call.ids), call.states, call.positions, call.masks[""], keep)
         kept = self.model.head_state(output[:, first:]).flatten(0, 1)
         logits = (
             self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
         )
         return call.taken(logits), {"state": output}
+
+
+class FeatureModel(TreeRunner):
+    """Feeds carry ``states``; the tap ``"state"`` is the network's output, the feature of the following place.
+
+    Args:
+        net, parts, target, project: as for :class:`HeadForward`.
+
+    Attributes:
+        top: how many of the best tokens of a row are told instead of its logits, by a network that runs in our library
+            (:class:`~foretoken.models.forward.heads.native.HeadRows`); 0: logits are always handed out.
+        native: the network as the library runs it, if it does; ``native_off`` says why not.
+    """
+
+    forwards: HeadForward
+    kind: type[HeadForward] = HeadForward
+
+    def __init__(self, net: Any, parts: TargetParts, target: LanguageModel, project: Any | None = None) -> None:
+        head = self.kind(net, parts, target, project)
+        super().__init__(head, TreeCache(head.depth, head.context_length + SCRATCH_ROOM))
+        self.parts, self.project = head.parts, head.project
+        self.top, self._is_renewed = 0, False
+        self.native, self.native_off = native_head(self.model, parts, self.project)
+
+    @property
+    def forward_name(self) -> str:  # type: ignore[override]
+        """What runs the network."""
+        return self.forwards.name if self.native is None else self.native.name
+
+    @property
+    def window(self) -> Window:
+        """What is read of long texts."""
+        return self.forwards.window
+
+    @window.setter
+    def window(self, window: Window) -> None:
+        self.forwards.window = window
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
+        """Append places and score them; every feed brings its ``states`` [n, D].
+
+        Raises:
+            ValueError: a feed without states, or two feeds for one sequence.
+        """
+        if any(feed.states is None or len(feed.states) != len(feed.tokens) for feed in feeds):
+            raise ValueError("every token of a feed needs a hidden state")
+        self._check(feeds, ())  # its only tap is its own
+        states = [feed.states for feed in feeds if feed.states is not None]
+        return self._whole(feeds, taps, inputs=states)
+
+    def _score(
+        self,
+        feeds: Sequence[Feed],
+        places: Sequence[RowPlan],
+        taps: Sequence[str],
+        plan: LayerPlan = WHOLE,
+        inputs: Sequence[Sequence[Tensor] | Tensor] = (),
+    ) -> list[Rows]:
+        if inputs and self._runs_native(feeds, places):
+            return self._native_rows(feeds, places)
+        return super()._score(feeds, places, taps, plan, inputs)
+
+    def _runs_native(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> bool:
+        """Whether our library runs these places, with the weights as they are where a text is read further."""
+        if sum(place.new for place in places) > MOST_ROWS and self.forwards.head is not None:
+            return False
+        if any(feed.parents is None for feed in feeds):
+            if not self._is_renewed:
+                self._renew_native()
+            self._is_renewed = False
+        return self.native is not None and (self.native.guesses or all(feed.wanted == 0 for feed in feeds))
+
+    def _renew_native(self) -> None:
+        """Follow the network's weights."""
+        try:
+            if self.native is not None:
+                self.native.renew()
+        except NotCoveredError as error:
+            self.native, self.native_off = None, str(error)
+
+    @torch.inference_mode()
+    def fused(self, states: Tensor) -> Tensor:
+        """A state [n, D] of hidden states at several depths side by side [n, k D], by the network's ``fc``."""
+        self._renew_native()
+        self._is_renewed = True  # what is fused is read next
+        if self.native is None or self.native.fuse is None or len(states) > MOST_ROWS:
+            found: Tensor = self.model.fc(states.float())
+            return found
+        return self.native.fuse(states.to(torch.bfloat16))
+
+    def _native_rows(self, feeds: Sequence[Feed], places: Sequence[RowPlan]) -> list[Rows]:
+        """The same by one call of our library."""
+        for feed, place in zip(feeds, places, strict=True):
+            self.bands.make_room(feed.sequence, place.committed + len(place.parents))
+        began = now(self.device)
+        native: Any = self.native
+        found: list[Rows] = native.run(feeds, places, self.forwards.layer_masks[""], self.window, self.top)
+        self.run_s += now(self.device) - began
+        self.num_layer_runs += 1
+        self.run_rows += sum(place.new for place in places)
+        self.bands.note_size()
+        return found

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
 from foretoken.models.cache.masks import unseen
 from foretoken.models.cache.rectangle import TreeCache
-from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.heads.features import FeatureModel, HeadForward
 from foretoken.models.forward.heads.mtp import Keep, NativeModule
 from foretoken.models.forward.parts import TargetParts
-from foretoken.models.huggingface import SCRATCH_ROOM
-from foretoken.models.network.call import Call
+from foretoken.models.network.call import Call, Outputs
 
 
 class StackedModules(nn.Module):
@@ -44,6 +43,64 @@ class StackedModules(nn.Module):
         return found
 
 
+class StackedForward(HeadForward):
+    """The modules in a row.
+
+    Attributes:
+        step: of the draft that a call makes.
+    """
+
+    step = 0
+
+    def __init__(self, net: StackedModules, *rest: Any) -> None:
+        super().__init__(net, *rest)
+        self.depth = len(net.steps)
+
+    def run(self, call: Call) -> Outputs:
+        """Logits [n, V] per feed and the outputs [b, width, M D]."""
+        (b, width), first, step = call.ids.shape, call.first, self.step
+        embeddings = self.parts.embedding(call.ids).float()
+        given: Any = call.states
+        inputs = given.unflatten(-1, (self.depth, -1))  # [b, width, M, D]
+        outputs: list[Tensor] = []
+        cut = self._cut(call)
+        for index, module in enumerate(self.model.steps):
+            if index < min(step, self.depth - 1):
+                outputs.append(inputs[:, :, index])  # its step is over
+                continue
+            features = inputs[:, :, index]
+            if step and step <= index:
+                features = inputs[:, :, index - 1]
+            elif index and not step:  # within a feed the place before is the row before
+                features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
+            keep, mask = self._keep_of(call.cache, index), self._mask(call, index)
+            mask = mask if cut is None else cut.mask(mask)
+            outputs.append(module(embeddings, features, call.positions, mask, keep))
+        output = torch.cat(outputs, -1)
+        kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
+        logits = (
+            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
+        )
+        return call.taken(logits), {"state": output}
+
+    @staticmethod
+    def _keep_of(cache: TreeCache, index: int) -> Keep:
+        """The cache of a module."""
+        return lambda key, value: cache.update(key, value, index)
+
+    def _mask(self, call: Call, index: int) -> Tensor | None:
+        """A module's first place is its number: the ones before have no state for it to read."""
+        mask = call.masks[""]
+        if not index:
+            return mask
+        used = call.cache.get_mask_sizes(0)[0]
+        if mask is None:
+            mask = torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=self.dtype, device=self.device)
+        void = torch.arange(used, device=self.device) < index
+        late = call.positions[:, None, :, None] >= index
+        return mask.masked_fill(void & late, unseen(self.dtype))
+
+
 class StackedModel(FeatureModel):
     """The modules as one model that drafts chains; the tap ``"state"`` holds all their states [n, M D].
 
@@ -51,14 +108,15 @@ class StackedModel(FeatureModel):
         count: M.
     """
 
+    forwards: StackedForward
+    kind = StackedForward
+
     def __init__(
         self, net: StackedModules, parts: TargetParts, target: LanguageModel, project: Any | None = None
     ) -> None:
         super().__init__(net, parts, target, project)
         self.count = len(net.steps)
-        self.cache = TreeCache(self.count, self.context_length + SCRATCH_ROOM)
         self._read: dict[int, list[Tensor]] = {}  # per sequence what its places hand to the next ones, [n, (M - 1) D]
-        self._step = 0
 
     def release(self, sequence: SequenceState) -> None:
         """Free a row."""
@@ -90,7 +148,7 @@ class StackedModel(FeatureModel):
         """
         reads = [feed for feed in feeds if feed.states is not None and feed.states.shape[-1] == self.parts.hidden_size]
         # The first step of a draft is made where the text is read; what goes on hangs from text that has been read.
-        self._step = 0 if reads else 1 + max(len(feed.sequence.scratch_tokens) for feed in feeds)
+        self.forwards.step = 0 if reads else 1 + max(len(feed.sequence.scratch_tokens) for feed in feeds)
         rows = super().forward([self._beside_read(feed) for feed in feeds] if reads else feeds, taps)
         if reads:
             width = (self.count - 1) * self.parts.hidden_size
@@ -106,47 +164,3 @@ class StackedModel(FeatureModel):
         width = (self.count - 1) * self.parts.hidden_size
         beside = feed.states.new_zeros(width) if before is None else before[-1][-1].to(feed.states)
         return replace(feed, states=torch.cat([feed.states, beside.expand(len(feed.states), -1)], -1))
-
-    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Logits [n, V] per feed and the outputs [b, width, M D]."""
-        (b, width), first, step = call.ids.shape, call.first, self._step
-        embeddings = self.parts.embedding(call.ids).float()
-        given: Any = call.states
-        inputs = given.unflatten(-1, (self.count, -1))  # [b, width, M, D]
-        outputs: list[Tensor] = []
-        cut = self._cut(call)
-        for index, module in enumerate(self.model.steps):
-            if index < min(step, self.count - 1):
-                outputs.append(inputs[:, :, index])  # its step is over
-                continue
-            features = inputs[:, :, index]
-            if step and step <= index:
-                features = inputs[:, :, index - 1]
-            elif index and not step:  # within a feed the place before is the row before
-                features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
-            keep, mask = self._keep(call.cache, index), self._mask(call, index)
-            mask = mask if cut is None else cut.mask(mask)
-            outputs.append(module(embeddings, features, call.positions, mask, keep))
-        output = torch.cat(outputs, -1)
-        kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
-        logits = (
-            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
-        )
-        return call.taken(logits), {"state": output}
-
-    @staticmethod
-    def _keep(cache: TreeCache, index: int) -> Keep:
-        """The cache of a module."""
-        return lambda key, value: cache.update(key, value, index)
-
-    def _mask(self, call: Call, index: int) -> Tensor | None:
-        """A module's first place is its number: the ones before have no state for it to read."""
-        mask = call.masks[""]
-        if not index:
-            return mask
-        used = call.cache.get_mask_sizes(0)[0]
-        if mask is None:
-            mask = torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=self.dtype, device=self.device)
-        void = torch.arange(used, device=self.device) < index
-        late = call.positions[:, None, :, None] >= index
-        return mask.masked_fill(void & late, unseen(self.dtype))

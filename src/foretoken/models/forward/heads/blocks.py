@@ -1,0 +1,109 @@
+"""Heads of residual blocks (Medusa's, Hydra's) in one call of our library, projection and best tokens included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.pieces import BlockParts
+from foretoken.models.forward.native_parts import BestTokens, Description
+from foretoken.models.linear.draft_packing import packed
+from foretoken.models.native import blocks as native
+from foretoken.models.native import forward, why_not
+from foretoken.models.native.library import NotCoveredError
+from foretoken.models.network.watch import Watch, has_hooks
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """What heads say of some rows; the rows of a head lie one behind the other.
+
+    Attributes:
+        logits: [heads * n, V_d] as the library gives them.
+        tokens: per row the target's ids that are likeliest, best first; empty where the family bends its logits.
+        behind: what the family does to its logits.
+    """
+
+    logits: Tensor
+    tokens: list[list[int]] = field(default_factory=list)
+    behind: Callable[[Tensor], Tensor] | None = None
+
+    def whole(self) -> Tensor:
+        """Logits [heads * n, V_d] in float32."""
+        return self.logits.float() if self.behind is None else self.behind(self.logits.float())
+
+
+class NativeBlocks:
+    """Heads as the library runs them; they follow the network's weights.
+
+    Args:
+        net: the network that they are a part of.
+        pieces: tells what they are made of.
+        projections: one vocabulary projection for all heads, or one each: a :class:`DraftHead`, or the network's own
+            linear layer.
+        head: what the projections are of.
+
+    Raises:
+        NotCoveredError: something that the library does not have.
+    """
+
+    name = "native"
+
+    def __init__(
+        self, net: nn.Module, pieces: Callable[[], BlockParts], projections: Sequence[Any], head: DraftHead
+    ) -> None:
+        reason = why_not()
+        if reason is not None:
+            raise NotCoveredError(reason)
+        self.net, self.pieces, self.projections, self.head = net, pieces, projections, head
+        self.ids = None if head.ids is None else head.ids.tolist()
+        self.describe()
+
+    def describe(self) -> None:
+        """Take the weights as they are now.
+
+        Raises:
+            NotCoveredError: something that the library does not have.
+        """
+        if has_hooks(self.net):
+            raise NotCoveredError("hooks are attached to the network, which only its own forward calls")
+        pieces = self.pieces()
+        self._watch, self._description = Watch(self.net), Description()
+        first = packed(*pieces.first)
+        self.heads, self.inner = len(pieces.rest), first.shape[1]
+        self.width = first.shape[0] // len(pieces.first)
+        depth = len(pieces.rest[0])
+        rest = [packed(layers[i]) for i in range(depth) for layers in pieces.rest]
+        made = [each.native() if isinstance(each, DraftHead) else packed(each) for each in self.projections]
+        self.num_tokens = made[0].shape[0]
+        places = self._description.products(rest) if rest else None, self._description.products(made)
+        self._blocks = native.Blocks(
+            *(self.heads, self.width, int(pieces.residual), self._description.product(first)),
+            *(places[0], depth, places[1], int(len(made) == 1)),
+        )
+
+    def has_changed(self) -> bool:
+        """Whether the network is another one than was described."""
+        return self._watch.has_changed()
+
+    def __call__(self, inputs: Tensor, top: int) -> Guessed:
+        """What they say of inputs [n, in].
+
+        Args:
+            inputs: [n, in].
+            top: how many of the best tokens are told.
+        """
+        x = inputs.to(torch.bfloat16).contiguous()
+        rows = self.heads * len(x)
+        states, logits = x.new_empty(rows, self.width), x.new_empty(rows, self.num_tokens)
+        scale = self.head.scale
+        best = None if scale is None else BestTokens(rows, min(top, self.num_tokens), scale)
+        asked = forward.Best() if best is None else best.asked
+        call = native.BlocksCall(len(x), x.data_ptr(), states.data_ptr(), logits.data_ptr(), asked)
+        native.run(self._blocks, call, torch.get_num_threads())
+        return Guessed(logits, [] if best is None else best.tokens(self.ids), self.head.behind)

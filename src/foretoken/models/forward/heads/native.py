@@ -1,0 +1,328 @@
+"""The network of a trained head in one call of our library, the best tokens of its places included.
+
+A head of one decoder layer takes dozens of tensor calls a level, and more time for the projection to the vocabulary and
+for the search of its largest logits than for its layer.  Here it is described to ``native/forward.cpp`` once, with its
+weights and the rows of the vocabulary that it can guess in 8 bits, and a level of the drafts of all requests is one
+call, which hands back states, the best tokens and their log-probabilities.  The network itself, run by
+:mod:`foretoken.models.forward.heads.lean`, is its twin; it reads long pieces of text, which many rows make a matter of
+arithmetic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.models.base import Feed, Rows
+from foretoken.models.cache.bands import in_bands
+from foretoken.models.cache.masks import LayerMask, RowPlan, row_allowed
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.cache.window import Cut, Window
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.pieces import HeadParts
+from foretoken.models.forward.native_parts import BestTokens, Description
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.linear.draft_packing import packed
+from foretoken.models.native import attention, why_not
+from foretoken.models.native import forward as native
+from foretoken.models.native.library import NotCoveredError
+from foretoken.models.network.watch import Watch, has_hooks
+
+MOST_ROWS = 64
+"""Rows from which on the twin is faster where products are not made in tiles."""
+TABLE = 8192
+"""Positions whose cosines and sines are kept once they were asked for."""
+UNSEEN = 0x3F80
+"""Any bfloat16 number that is not zero."""
+NOTHING = NotCoveredError("its network is of another kind")
+
+
+@dataclass(frozen=True)
+class HeadRows(Rows):
+    """Beside the logits, per row the likeliest of the tokens that can be guessed, if they were asked for; the logits
+    are then as the library gives them.
+
+    Attributes:
+        tokens: the target's ids, best first.
+        values: their log-probabilities.
+        behind: what the family does to its logits.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    values: list[list[float]] = field(default_factory=list)
+    behind: Callable[[Tensor], Tensor] | None = None
+
+    def whole(self) -> Tensor:
+        """Logits [wanted, V_d] in float32."""
+        return self.logits if self.behind is None else self.behind(self.logits.float())
+
+
+class NativeHead:
+    """A head's network as the library runs it; it follows the network's weights.
+
+    Args:
+        net: with ``pieces``, its :class:`HeadParts`.
+        parts: the target's embedding.
+        project: the vocabulary projection.
+
+    Raises:
+        NotCoveredError: something that the library does not have.
+    """
+
+    name = "native"
+
+    def __init__(self, net: Any, parts: TargetParts, project: Any) -> None:
+        reason = why_not()
+        if reason is not None:
+            raise NotCoveredError(reason)
+        if not hasattr(net, "pieces"):
+            raise NOTHING
+        self.net, self.parts, self.project = net, parts, project
+        config = net.pieces().layer.config
+        self.size = (config.heads, config.kv_heads, config.head_dim)
+        if not attention.fits(torch.bfloat16, config.head_dim):
+            raise NotCoveredError(f"attention with {config.head_dim} numbers a head is not made for")
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.frequencies = config.rope_theta**-exponents
+        self._table = self._turned(torch.arange(0))
+        self.like = torch.empty(config.kv_heads, 1, config.head_dim, dtype=torch.bfloat16)
+        self.describe()
+
+    # -- the network as data -----------------------------------------------------------------------------------------
+
+    def describe(self) -> None:
+        """Take the weights as they are now.
+
+        Raises:
+            NotCoveredError: something that the library does not have.
+        """
+        if has_hooks(self.net):
+            raise NotCoveredError("hooks are attached to the network, which only its own forward calls")
+        pieces: HeadParts = self.net.pieces()
+        self._watch, self._description = Watch(self.net), Description()
+        norm, product = self._description.norm, self._description.product
+        layer = self._layer(pieces)
+        layers = self._description.keep(native.array(native.Layer, [layer]))
+        self.width = int(pieces.layer.config.hidden_size)
+        head = native.Product(None, 0)
+        if pieces.guesses:
+            head = product(self._projection())
+        begins = native.WIDE if pieces.wide else native.ALONE if pieces.entry is None else native.JOINED
+        entry = native.Product(None, 0) if pieces.entry is None else product(packed(pieces.entry))
+        self.fuse = None if pieces.fuse is None else packed(pieces.fuse)
+        self.has_mlp = hasattr(pieces.layer, "down_proj")
+        self.hands_on_normed, self.guesses, self.reads_tokens = pieces.hands_on_normed, pieces.guesses, bool(begins)
+        self._model = native.Model(
+            *(ctypes.addressof(layers), 1, self.width, *self.size, norm(pieces.last), head),
+            *(begins, norm(pieces.of_beside), norm(pieces.of_state), entry),
+        )
+
+    def _projection(self) -> Any:
+        if not isinstance(self.project, DraftHead):
+            raise NotCoveredError("its vocabulary projection is of its own kind")
+        found, ids = self.project.native(), self.project.ids
+        self.num_tokens = found.shape[0]
+        self.ids = None if ids is None else ids.tolist()
+        return found
+
+    def _layer(self, pieces: HeadParts) -> native.Layer:
+        layer, norm, product = pieces.layer, self._description.norm, self._description.product
+        before = getattr(layer, "input_layernorm", None) or pieces.before
+        after, mlp = None, (native.Product(None, 0), native.Product(None, 0))
+        if hasattr(layer, "down_proj"):
+            after = layer.post_attention_layernorm
+            mlp = product(packed(layer.gate_proj, layer.up_proj)), product(packed(layer.down_proj))
+        return native.Layer(
+            *(norm(each) for each in (before, None, after, None, None, None)),
+            *(product(packed(layer.q_proj, layer.k_proj, layer.v_proj)), product(packed(layer.o_proj)), *mlp),
+            *(self.size[2] ** -0.5, 1.0, 0, 0, 0, native.SILU),
+        )
+
+    def renew(self) -> None:
+        """Take the network as it is now, if it has changed.
+
+        Raises:
+            NotCoveredError: it is one that the library does not run.
+        """
+        if self._watch.has_changed():
+            self.describe()
+
+    # -- a call ------------------------------------------------------------------------------------------------------
+
+    def run(
+        self, feeds: Sequence[Feed], places: Sequence[RowPlan], layer: LayerMask, window: Window, top: int
+    ) -> list[HeadRows]:
+        """Append places, whose room is there.
+
+        Args:
+            feeds: of sequences whose scratch has the nodes already.
+            places: where the new nodes of each are.
+            layer: what its attention may see.
+            window: what is read of long texts.
+            top: how many of the best tokens are told of every row whose logits are wanted; 0: the logits are handed
+                out instead as the family scales them, in float32.
+        """
+        order, groups, held = self._grouped([feed.sequence for feed in feeds], places, layer, window)
+        counts = [places[i].new for i in order]
+        rows = sum(counts)
+        states: list[Any] = [feeds[i].states for i in order]
+        x = (states[0] if len(states) == 1 else torch.cat(states)).to(torch.bfloat16).contiguous()
+        beside = None
+        if self.reads_tokens:
+            ids = torch.tensor([token for i in order for token in feeds[i].tokens])
+            beside = self.parts.embedding(ids).to(torch.bfloat16).contiguous()
+        output = x.new_empty(rows, self.width)
+        wanted, want = self._wanted(feeds, order, counts)
+        cos, sin = self._turns([places[i] for i in order])
+        logits, best, scale = x.new_empty(len(want), self.num_tokens if want else 0), None, self.project.scale
+        if top and want and scale is not None:
+            best = BestTokens(len(want), min(top, self.num_tokens), scale)
+        tapped = native.pointers([None, None if self.hands_on_normed else output])
+        numbers = native.numbers(want)
+        turns = (ctypes.c_void_p(cos.data_ptr()), ctypes.c_void_p(sin.data_ptr()))
+        call = native.Call(
+            *(rows, len(groups), ctypes.addressof(groups), x.data_ptr(), 0, 1),
+            *(b"\0", b"\0" if self.has_mlp else b"\1", 1, cos.shape[1]),
+            *(ctypes.addressof(turns[0]), ctypes.addressof(turns[1]), ctypes.addressof(tapped)),
+            *(output.data_ptr() if self.hands_on_normed else None, len(want), ctypes.addressof(numbers), None),
+            *(logits.data_ptr(), None if beside is None else beside.data_ptr()),
+            native.Best() if best is None else best.asked,
+        )
+        native.run(self._model, call, torch.get_num_threads())
+        del held
+        if best is None and want:
+            logits = self.project.behind(logits.float())
+        found = None if best is None else (best.tokens(self.ids), best.values())
+        return self._handed_out(order, counts, wanted, output, logits, found)
+
+    def _grouped(
+        self, sequences: Sequence[Any], places: Sequence[RowPlan], layer: LayerMask, window: Window
+    ) -> tuple[list[int], Any, list[Any]]:
+        """The feeds in the order of their rows, the groups as the library reads them, and what they point to."""
+        order: list[int] = []
+        groups: list[native.Group] = []
+        held: list[Any] = []
+        for indices in in_bands(sequences):
+            indices.sort(key=lambda i: sequences[i].row)
+            order += indices
+            rows = [sequences[i].row for i in indices]
+            cache: TreeCache = sequences[indices[0]].cache
+            groups.append(self._group(cache, rows, [places[i] for i in indices], layer, window, held))
+        return order, native.array(native.Group, groups), held
+
+    def _group(
+        self,
+        cache: TreeCache,
+        rows: Sequence[int],
+        places: Sequence[RowPlan],
+        layer: LayerMask,
+        window: Window,
+        held: list[Any],
+    ) -> native.Group:
+        low, count = rows[0], rows[-1] + 1 - rows[0]
+        starts, widths = [0] * count, [0] * count  # rows between the fed ones take no part
+        for row, place in zip(rows, places, strict=True):
+            starts[row - low], widths[row - low] = place.committed + len(place.parents) - place.new, place.new
+        used = max(start + width for start, width in zip(starts, widths, strict=True))
+        cache.flush()
+        cache.reserve(rows[-1] + 1, used)
+        keys, values = self._buffers(cache)
+        cut = window.cut([starts[row - low] for row in rows]) if layer.kind == "full" else None
+        mask = None
+        if cut is not None or len(rows) > 1 or not places[0].is_chain or places[0].new > 1 or layer.kind != "full":
+            mask = _mask(rows, places, layer, cut, max(widths), used)
+        arrays = [native.pointers(keys), native.pointers(values), native.numbers(starts), native.numbers(widths)]
+        masks = (ctypes.c_void_p * 1)(None if mask is None else mask.data_ptr())
+        held += [mask, masks, arrays, keys, values]
+        first, second, *others = map(ctypes.addressof, (*arrays, masks))
+        return native.Group(first, second, cache.num_slots, used, low, count, max(widths), *others)
+
+    def _buffers(self, cache: TreeCache) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values in bfloat16; what the twin has stored in another dtype is rounded."""
+        keys, values = cache.buffers(self.like)
+        for store, mine in ((cache.keys, keys), (cache.values, values)):
+            for i, buffer in enumerate(mine):
+                if buffer.dtype != torch.bfloat16:
+                    store[i] = mine[i] = buffer.to(torch.bfloat16)
+        return keys, values
+
+    def _turns(self, places: Sequence[RowPlan]) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines [n, d] of the rows' positions."""
+        positions = [
+            place.first_position + depth for place in places for depth in place.depths[len(place.depths) - place.new :]
+        ]
+        last = max(positions)
+        if last >= TABLE:
+            return self._turned(torch.tensor(positions))
+        if last >= len(self._table[0]):
+            self._table = self._turned(torch.arange(min(TABLE, 2 * last + 256)))
+        rows = torch.tensor(positions)
+        return self._table[0][rows], self._table[1][rows]
+
+    def _turned(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions[:, None].float() * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)
+
+    def _wanted(
+        self, feeds: Sequence[Feed], order: Sequence[int], counts: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Per feed how many of its last rows have logits, and which of all rows these are."""
+        if not self.guesses:
+            return [0] * len(order), []
+        given = [feeds[i].wanted for i in order]
+        wanted = [count if number is None else number for number, count in zip(given, counts, strict=True)]
+        want, end = list[int](), 0
+        for count, number in zip(counts, wanted, strict=True):
+            end += count
+            want.extend(range(end - number, end))
+        return wanted, want
+
+    def _handed_out(
+        self,
+        order: Sequence[int],
+        counts: Sequence[int],
+        wanted: Sequence[int],
+        output: Tensor,
+        logits: Tensor,
+        best: tuple[list[Any], list[Any]] | None,
+    ) -> list[HeadRows]:
+        found: dict[int, HeadRows] = {}
+        row = place = 0
+        for i, count, number in zip(order, counts, wanted, strict=True):
+            state = {"state": output[row : row + count]}
+            rows = logits[place : place + number]
+            if best is None:
+                found[i] = HeadRows(rows, state)
+            else:
+                tokens, values = (each[place : place + number] for each in best)
+                found[i] = HeadRows(rows, state, tokens, values, self.project.behind)
+            row, place = row + count, place + number
+        return [found[i] for i in range(len(order))]
+
+
+def _mask(
+    rows: Sequence[int], places: Sequence[RowPlan], layer: LayerMask, cut: Cut | None, width: int, used: int
+) -> Tensor:
+    """[texts, width, used], zero where a node sees a slot."""
+    seen = np.zeros((rows[-1] + 1 - rows[0], width, used), np.bool_)
+    for i, (row, place) in enumerate(zip(rows, places, strict=True)):
+        mine = seen[row - rows[0]]
+        mine[: place.new] = row_allowed(place, layer, used)
+        if cut is not None and cut.firsts[i] > cut.sink:
+            mine[:, cut.sink : cut.firsts[i]] = False
+    return torch.from_numpy(np.where(seen, np.int16(0), np.int16(UNSEEN)))
+
+
+def native_head(net: Any, parts: TargetParts, project: Any) -> tuple[NativeHead | None, str]:
+    """The network as the library runs it, or ``None`` and why it does not."""
+    try:
+        return NativeHead(net, parts, project), ""
+    except NotCoveredError as error:
+        return None, str(error)

@@ -1,0 +1,101 @@
+"""Parts of networks as the structures that our library reads, with everything that these point to."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from foretoken.models.forward.lean_parts import RmsNorm
+from foretoken.models.linear.layouts import NativeLayout
+from foretoken.models.linear.packing import Projection
+from foretoken.models.linear.quantised_linear import SideBySide
+from foretoken.models.linear.quantised_products import NativeProduct
+from foretoken.models.native import forward as native
+from foretoken.models.native import linear
+from foretoken.models.native.library import NotCoveredError, address
+from foretoken.models.native.linear import Linear
+
+
+class Description:
+    """Structures, and what they point to: whoever keeps it keeps that."""
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+
+    def keep(self, thing: Any) -> Any:
+        """The thing itself, kept."""
+        self._kept.append(thing)
+        return thing
+
+    def norm(self, norm: Any) -> native.Norm:
+        """An RMS norm, of the lean forward or of a head's network, or none.
+
+        Raises:
+            NotCoveredError: another norm.
+        """
+        if norm is None:
+            return native.Norm(None, 0.0)
+        if not isinstance(norm, RmsNorm | nn.RMSNorm):
+            raise NotCoveredError("its norms are not RMS norms")
+        eps = torch.finfo(torch.float32).eps if norm.eps is None else float(norm.eps)
+        return native.Norm(self.keep(norm.weight.detach().float().contiguous()).data_ptr(), eps)
+
+    def product(self, *projections: Any) -> native.Product:
+        """Linear layers of one input.
+
+        Raises:
+            NotCoveredError: a weight that the library does not read.
+        """
+        parts = [part for each in projections for part in (each.products if isinstance(each, SideBySide) else [each])]
+        linears = self.keep(native.array(Linear, [self._linear(part) for part in parts]))
+        return native.Product(ctypes.addressof(linears), len(parts))
+
+    def products(self, projections: Sequence[Any]) -> int:
+        """The address of an array of products, each of its own input."""
+        return ctypes.addressof(self.keep(native.array(native.Product, [self.product(each) for each in projections])))
+
+    def _linear(self, product: Any) -> Linear:
+        if isinstance(product, NativeProduct):
+            held: Any = product
+            found = product.linear()
+        elif isinstance(product, Projection) and isinstance(product.layout, NativeLayout) and not product.block:
+            held = product.layout.packed
+            found = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, held.data_ptr())
+        else:
+            raise NotCoveredError("its weights are laid out for products of PyTorch's")
+        wide = None if product.bias is None else product.bias.float().contiguous()
+        self._kept += [held, wide]
+        found.bias = address(wide)
+        return found
+
+
+class BestTokens:
+    """The likeliest tokens of some rows, as the library fills them in.
+
+    Args:
+        rows: how many rows.
+        count: tokens of each.
+        scale: of the logits.
+
+    Attributes:
+        asked: what the library is told.
+    """
+
+    def __init__(self, rows: int, count: int, scale: float) -> None:
+        self.count = count
+        self._values, self._places = (ctypes.c_float * (rows * count))(), (ctypes.c_int32 * (rows * count))()
+        places = ctypes.addressof(self._values), ctypes.addressof(self._places)
+        self.asked = native.Best(count, scale, *places)
+
+    def values(self) -> list[list[float]]:
+        """Per row their log-probabilities, largest first."""
+        return [self._values[i : i + self.count] for i in range(0, len(self._values), self.count)]
+
+    def tokens(self, ids: Sequence[int] | None) -> list[list[int]]:
+        """Per row the target's ids, of which ``ids`` can be guessed if not all."""
+        found = [self._places[i : i + self.count] for i in range(0, len(self._places), self.count)]
+        return found if ids is None else [[ids[place] for place in row] for row in found]

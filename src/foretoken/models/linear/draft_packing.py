@@ -1,0 +1,57 @@
+"""The weights of trained heads as our kernels multiply by them: in 8 bits, whatever the head is stored in.
+
+A head is drafted with one to some ten rows at a time, so that its time is that of reading its weights, and its
+distribution may be anything.  The products are the ones of quantised draft models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.linear.packing import is_plain
+from foretoken.models.linear.quantised import multiplies_bytes
+from foretoken.models.linear.quantised_products import NativeInt8ByteProduct, NativeInt8Product, NativeProduct
+from foretoken.models.linear.quantised_weights import Int8Weight
+from foretoken.models.native import integers, why_not
+from foretoken.models.native.library import NotCoveredError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What weights are packed from; whoever computes in float64 wants its digits."""
+
+
+def packed(*linears: Any) -> NativeProduct:
+    """Plain linear layers of one input as one product, their outputs side by side.
+
+    Raises:
+        NotCoveredError: layers of another kind, or a shape or dtype that the kernels do not take.
+    """
+    if not all(is_plain(linear) for linear in linears):
+        raise NotCoveredError("its linear layers are of another kind")
+    weights, biases = [each.weight.detach() for each in linears], [each.bias for each in linears]
+    bias = None
+    if any(each is not None for each in biases):
+        bias = torch.cat([
+            weight.new_zeros(len(weight)) if each is None else each.detach()
+            for weight, each in zip(weights, biases, strict=True)
+        ])  # fmt: skip
+    return packed_rows(weights[0] if len(weights) == 1 else torch.cat(weights), bias)
+
+
+def packed_rows(weight: Tensor, bias: Tensor | None) -> NativeProduct:
+    """A weight [out, in] with biases [out].
+
+    Raises:
+        NotCoveredError: a shape or dtype that the kernels do not take.
+    """
+    reason = why_not()
+    if reason is not None:
+        raise NotCoveredError(reason)
+    if weight.device.type != "cpu" or weight.dtype not in DTYPES:
+        raise NotCoveredError(f"its weights are {str(weight.dtype).removeprefix('torch.')} on {weight.device.type}")
+    if not integers.fits(weight.shape[1]):
+        raise NotCoveredError(f"inputs come in eights, not in {weight.shape[1]}")
+    kind = NativeInt8ByteProduct if multiplies_bytes() else NativeInt8Product
+    return kind(Int8Weight.of(weight), bias)

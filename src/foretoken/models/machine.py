@@ -1,0 +1,145 @@
+"""This machine: what tells it from others, how calls are timed on it, and the one file of what was measured on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from time import get_clock_info, perf_counter, thread_time
+from typing import Any, TypeVar
+
+import torch
+
+from foretoken.io.files import cache_folder, write_json
+from foretoken.models.native import library
+
+COPIES_BYTES, MOST_COPIES_BYTES = 32 * 2**20, 256 * 2**20
+"""Bounds of :func:`cache_bytes`."""
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+FINE_CLOCK_S = 1e-6
+"""A thread's own clock is used where it tells times as short as this apart."""
+WORTH_KEEPING_S = 0.2
+"""What takes less is found out again in another process: a file of tiny models would only grow."""
+MOST_KEPT = 512
+"""Results of one kind in the file; the oldest are dropped."""
+MOST_STAMPS = 4
+"""Versions of the code whose results are kept: two installations may take turns."""
+
+_THREAD_CLOCK = thread_time if get_clock_info("thread_time").resolution <= FINE_CLOCK_S else perf_counter
+Name = TypeVar("Name", bound=Hashable)
+
+
+# -- what it is --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def machine_key() -> str:
+    """What tells machines, and ways of measuring on them, apart."""
+    info = Path("/proc/cpuinfo")
+    about = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    lines = [line for line in about if line.startswith(("model name", "flags", "model\t", "stepping"))]
+    pages = os.environ.get("THP_MEM_ALLOC_ENABLE", "")
+    # What was measured in another way is measured again.
+    way = f"{_THREAD_CLOCK.__name__} {cache_bytes()} {pages} {library.level()}"
+    text = "\n".join([*lines, platform.processor(), platform.machine(), str(os.cpu_count()), torch.__version__, way])
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+@cache
+def cache_bytes() -> int:
+    """What no cache of this machine holds: twice the last one's size, where Linux tells it."""
+    sizes = [0]
+    for file in CACHES.glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(file.read_text().strip().removesuffix("K")) * 2**10)
+    return min(MOST_COPIES_BYTES, max(COPIES_BYTES, 2 * max(sizes)))
+
+
+# -- timing ------------------------------------------------------------------------------------------------------------
+
+
+def timed(calls: Mapping[Name, Sequence[Callable[[], Any]]], turns: int) -> dict[Name, float]:
+    """Seconds of calls by name: what the quickest quarter of all that have a name takes at most.  Others met another
+    process, or a cache that something else had filled.
+
+    All of them are made in turn, ``turns`` times after once to warm up.  The time of a single thread does not count
+    what other processes take; with several threads it would miss theirs.
+    """
+    clock = _THREAD_CLOCK if torch.get_num_threads() == 1 else perf_counter
+    spent: dict[Name, list[float]] = {name: [] for name in calls}
+    for turn in range(turns + 1):
+        for name, several in calls.items():
+            for call in several:
+                began = clock()
+                call()
+                spent[name] += [clock() - began] if turn else []
+    return {name: sorted(seconds)[len(seconds) // 4] for name, seconds in spent.items()}
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def results_file() -> Path:
+    """Where everything that was measured on this machine is kept."""
+    return cache_folder() / f"machine-{machine_key()}.json"
+
+
+class Kept:
+    """Results of one kind, kept for later runs.
+
+    Args:
+        kind: their name in the file.
+        stamp: of the code that has made them; results of other stamps are kept apart.
+        file: where they are kept.
+
+    Attributes:
+        known: results of this process: ``custom_generate`` wraps the same model anew in every call.
+    """
+
+    def __init__(
+        self, kind: str, stamp: Callable[[], str] = str, file: Callable[[], Path] = lambda: results_file()
+    ) -> None:
+        self.kind, self.stamp, self.file = kind, stamp, file
+        self.known: dict[str, Any] = {}
+
+    def read(self, name: str) -> Any:
+        """A result of this process or of an earlier one; ``None`` where there is none."""
+        if name not in self.known:
+            return self.stored().get(name)
+        return self.known[name]
+
+    def keep(self, name: str, result: Any, in_file: bool = True) -> None:
+        """Remember a result; where the file cannot be written, only for this process."""
+        self.known[name] = result
+        if not in_file:
+            return
+        content = self._content()
+        content.pop(self._part, None)
+        alike = [part for part in content if part.split(" ")[0] == self.kind]
+        for part in alike[: max(0, len(alike) - MOST_STAMPS + 1)]:
+            del content[part]
+        kept = list({**self.stored(), name: result}.items())[-MOST_KEPT:]
+        with suppress(OSError):
+            write_json(self.file(), {**content, self._part: dict(kept)})
+
+    def stored(self) -> dict[str, Any]:
+        """What is in the file."""
+        found = self._content().get(self._part)
+        return found if isinstance(found, dict) else {}
+
+    @property
+    def _part(self) -> str:
+        return f"{self.kind} {self.stamp()}".rstrip()
+
+    def _content(self) -> dict[str, Any]:
+        """A file that cannot be read counts as none."""
+        try:
+            content = json.loads(self.file().read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content if isinstance(content, dict) else {}

@@ -1,0 +1,135 @@
+"""Compiling the library of our own kernels: its sources, and what a compiler is told of each instruction set.
+
+Needs the standard library alone, so that a wheel with the library in it is built without PyTorch (``setup.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = [
+    Path(__file__).with_name(f"{name}.cpp")
+    for name in ("attention", "bfloat16", "integers", "integers8", "forward", "blocks")
+]
+HEADERS = [
+    Path(__file__).with_name(f"{name}.h")
+    for name in (
+        "numbers",
+        "lanes",
+        "lanes_x86",
+        "lanes_portable",
+        "amx",
+        "integers8",
+        "integers8_amx",
+        "linear",
+        "attention",
+        "stages",
+        "memory",
+        "best",
+    )
+]
+COMPILERS = ("g++", "c++")
+"""Tried in this order; the environment's ``CXX`` comes first."""
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+PORTABLE = {"x86_64": ("-DPORTABLE", *AVX2), "aarch64": ("-DPORTABLE",)}
+"""By machine: on x86-64 for comparisons, with the instructions that make its sums those of 64-bit Arm."""
+X86_LEVELS = {
+    "avx2": AVX2,
+    "avx2-vnni": (*AVX2, "-mavxvnni"),
+    "avx512": AVX512,
+    "avx512-vnni": (*AVX512, "-mavx512vnni"),
+    "avx512-bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "amx": (*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
+LEVELS = {
+    "portable": PORTABLE.get(platform.machine(), ("-DPORTABLE",)),
+    **(X86_LEVELS if platform.machine() == "x86_64" else {}),
+}
+"""Instruction sets that kernels are written for, from the least to the most, and what the compiler is told of them."""
+CHECKSUMS = "SHA256SUMS"
+"""Beside the libraries of a wheel: a line for each, as ``sha256sum`` writes and reads them."""
+COMPILING_S = 600
+"""A compiler that takes longer for one source is given up: it needs two to ten seconds where nothing else runs."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler of this machine."""
+    names = [name for name in (os.environ.get("CXX"), *COMPILERS) if name]
+    return next((found for name in names if (found := shutil.which(name)) is not None), None)
+
+
+def file_name(level: str) -> str:
+    """A library is known by the hash of what it is made from."""
+    sources = (source.read_text(encoding="utf-8") for source in (*SOURCES, *HEADERS))
+    text = "\n".join([*sources, *FLAGS, *LEVELS[level]])
+    return f"native-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}.so"
+
+
+def write_library(level: str, file: Path) -> None:
+    """Compile the library for an instruction set.
+
+    Raises:
+        OSError, subprocess.SubprocessError: there is no compiler, it fails, or the file cannot be written.
+    """
+    found = compiler()
+    if found is None:
+        raise OSError(f"no C++ compiler ({', '.join(COMPILERS)}, or what CXX names)")
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
+        for source, made in zip(SOURCES, objects, strict=True):
+            run(found, *FLAGS, *LEVELS[level], "-fopenmp", "-c", str(source), "-o", made)
+        # Linked without OpenMP's library: its symbols are those that PyTorch has loaded.
+        run(found, "-shared", "-s", *objects, "-o", str(file))
+
+
+def write_all(folder: Path) -> None:
+    """Compile the libraries of a wheel, one for each instruction set of this kind of machine, and their checksums.
+
+    Raises:
+        OSError, subprocess.SubprocessError: as :func:`write_library`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {level: folder / file_name(level) for level in LEVELS}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(write_library, files.keys(), files.values()))
+    lines = [f"{checksum(file)}  {file.name}\n" for file in files.values()]
+    (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
+
+
+def check(file: Path) -> None:
+    """Compare a wheel's library with its checksum.
+
+    Raises:
+        OSError: it has another one, or none.
+    """
+    checksums = file.parent / CHECKSUMS
+    lines = checksums.read_text(encoding="utf-8", errors="replace").splitlines() if checksums.exists() else []
+    known = {name: wanted for wanted, _, name in (line.partition("  ") for line in lines)}
+    if known.get(file.name) != checksum(file):
+        raise OSError(f"{file} does not have the checksum that {CHECKSUMS} has for it: install foretoken again")
+
+
+def checksum(file: Path) -> str:
+    """SHA-256, in hexadecimal digits."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def run(*command: str) -> None:
+    """Run a compiler.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it is not there, fails, or takes too long.
+    """
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILING_S)
+    except subprocess.CalledProcessError as error:
+        raise OSError(error.stderr or error) from None

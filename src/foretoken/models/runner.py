@@ -1,0 +1,398 @@
+"""A forward and a cache as a language model: ragged batches of trees over committed prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import Feed, Rows, SequenceState, Snapshot
+from foretoken.models.cache.bands import Bands, in_bands, picked
+from foretoken.models.cache.masks import RowPlan, additive_mask
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.clock import now
+from foretoken.models.module import ModuleModel
+from foretoken.models.network.call import Call, Forward, inputs_of, padded_states
+from foretoken.models.network.layers import WHOLE, LayerPlan
+from foretoken.models.network.rotary import ChangingRotary
+from foretoken.models.network.taps import check_taps
+from foretoken.models.provisional import comes_before, keep_common, without_first
+
+PREFILL_CHUNK = 512
+"""Tokens of a prompt that are scored in one call."""
+SCRATCH_ROOM = 512
+"""Slots beyond the context for scratch nodes."""
+
+
+class TreeRunner(ModuleModel):
+    """Runs a forward over committed prefixes plus scratch trees in a cache.
+
+    Args:
+        forwards: what computes.
+        cache: the first rectangle of keys and values; long texts get others beside it.
+
+    Attributes:
+        num_layer_runs: layers that were run so far, parts of a layer included.
+        graphs: what runs forwards as CUDA graphs (:mod:`foretoken.models.forward.graphed`), if anything does.
+        graphs_off: why nothing does; empty where it does.
+    """
+
+    graphs: Any = None
+    graphs_off: str = "not asked for"
+
+    def __init__(self, forwards: Forward, cache: TreeCache) -> None:
+        self.forwards = forwards
+        self.capabilities, self.vocab_size = forwards.capabilities, forwards.vocab_size
+        self.context_length, self.context_why = forwards.context_length, forwards.context_why
+        self.eos_token_ids, self.num_layers = forwards.eos_token_ids, forwards.num_layers
+        self.num_layer_runs = 0.0
+        self._checked_plans: set[LayerPlan] = set()
+        self.cache = cache
+
+    @property
+    def model(self) -> Any:
+        """The network."""
+        return self.forwards.model
+
+    @property
+    def forward_name(self) -> str:  # type: ignore[override]
+        """What computes its forwards."""
+        return self.forwards.name
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self.forwards.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.forwards.dtype
+
+    @property
+    def rotary(self) -> ChangingRotary | None:
+        """Rotary embeddings that change with the length of the text, if any do."""
+        return self.forwards.rotary
+
+    @property
+    def cache(self) -> TreeCache:
+        """The cache that is always there; long texts may be in others (:mod:`foretoken.models.cache.bands`)."""
+        return self.bands.first
+
+    @cache.setter
+    def cache(self, cache: TreeCache) -> None:
+        self.bands = Bands(cache)
+
+    @property
+    def _sequences(self) -> list[SequenceState]:
+        return self.bands.texts
+
+    def separate(self, cache: TreeCache) -> None:
+        """From now on with an empty cache, sequences and counts of its own."""
+        self.cache = cache
+        self.graphs, self.graphs_off = None, "this copy of a model has a cache of its own"
+        self.run_s, self.run_rows, self.num_layer_runs = 0.0, 0, 0.0
+
+    # -- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> SequenceState:
+        """A new, empty sequence in a row of its own."""
+        self.follow()
+        return self.bands.open(SequenceState(row=0))
+
+    def release(self, sequence: SequenceState) -> None:
+        """Free a row."""
+        self.bands.release(sequence)
+
+    def _slots(self, sequence: SequenceState) -> int:
+        """How many slots the committed tokens take."""
+        return len(sequence.tokens)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory that keys and values of open sequences take now."""
+        return self.bands.num_bytes()
+
+    @property
+    def kv_peak_bytes(self) -> int:
+        """The most that they have taken."""
+        return self.bands.peak_bytes
+
+    @cached_property
+    def kv_bytes_per_token(self) -> int:
+        """What they take per token, as one token shows."""
+        other = TreeRunner(self.forwards, TreeCache(self.cache.num_layers, self.cache.max_slots))
+        sequence = other.open()
+        other.prefill(sequence, [0])
+        return sequence.cache.slot_bytes
+
+    @torch.inference_mode()
+    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
+        """A copy of the keys and values of the first ``length`` committed tokens."""
+        layers = sequence.cache.copied(sequence.row, length)
+        return Snapshot(list(sequence.tokens[:length]), layers, regime=sequence.regime) if any(layers) else None
+
+    def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
+        """Commit the first ``length`` tokens of a snapshot to an empty sequence."""
+        snapshot.check_regime(sequence)
+        self.bands.make_room(sequence, length)
+        for layer, pair in enumerate(snapshot.layers):
+            if pair is not None:
+                sequence.cache.load(sequence.row, layer, pair[0][:, :length], pair[1][:, :length])
+        sequence.tokens.extend(snapshot.tokens[:length])
+        self.bands.note_size()
+
+    def prefill_batch(
+        self, texts: Sequence[tuple[SequenceState, Sequence[int]]], taps: Sequence[str] = ()
+    ) -> list[dict[str, Tensor]]:
+        """Short texts in one call where little of it is padding, else one by one."""
+        lengths = [len(tokens) for _, tokens in texts]
+        padded = len(texts) * max(lengths, default=0)
+        most = 2 * sum(lengths) if self.forwards.spared is None else PREFILL_CHUNK
+        if len(texts) < 2 or 0 in lengths or padded > min(most, PREFILL_CHUNK):
+            return super().prefill_batch(texts, taps)
+        self._grow(texts)
+        rows = self.forward([Feed(sequence, tokens, wanted=0) for sequence, tokens in texts], taps)
+        for sequence, tokens in texts:
+            self.commit(sequence, range(len(tokens)))
+        return [row.taps for row in rows]
+
+    def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
+        """Keep one scratch path (gathered to contiguous slots), drop the rest.
+
+        Raises:
+            ValueError: the path holds nodes that only a part of the network has seen.
+        """
+        if sequence.provisional and len(path):
+            raise ValueError("these nodes were run by a part of the layers: run all before keeping them")
+        sequence.cache.keep(sequence.row, self._slots(sequence), path)
+        sequence.tokens.extend(sequence.scratch_tokens[node] for node in path)
+        sequence.clear_scratch()
+
+    def rewind(self, sequence: SequenceState, length: int) -> None:
+        """Keep the first ``length`` committed tokens: the slots behind them are written anew."""
+        del sequence.tokens[length:]
+        sequence.clear_scratch()
+        if not sequence.tokens:
+            sequence.regime = 0
+
+    def expect(self, sequence: SequenceState, length: int) -> None:
+        """Read a text as one of ``length`` tokens."""
+        if self.rotary is not None:
+            self.rotary.expect(self, sequence, length)
+
+    def room(self, sequence: SequenceState) -> int:
+        """Tokens that can follow the committed ones in one forward."""
+        room = None if self.rotary is None else self.rotary.room(sequence)
+        return super().room(sequence) if room is None else room
+
+    def _grow(self, texts: Sequence[tuple[SequenceState, Sequence[int]]]) -> None:
+        """Texts get tokens that are certain: those that cross the border of the rotary embeddings are read again."""
+        if self.rotary is not None:
+            self.rotary.grow(self, texts)
+
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Commit ``tokens`` in chunks, without logits."""
+        parts: dict[str, list[Tensor]] = {name: [] for name in taps}
+        self._grow([(sequence, tokens)])
+        for start in range(0, len(tokens), PREFILL_CHUNK):
+            chunk = tokens[start : start + PREFILL_CHUNK]
+            rows = self.forward([Feed(sequence, chunk, wanted=0)], taps)[0]
+            self.commit(sequence, range(len(chunk)))
+            for name in taps:
+                parts[name].append(rows.taps[name])
+        return {name: torch.cat(list_) for name, list_ in parts.items() if list_}
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        """Append nodes and score them: one padded [b, width] call over the rows that the feeds span.
+
+        Provisional nodes (see :meth:`forward_part`) that a feed restates go on from the layer that they have reached;
+        others are dropped.  When anything fails the scratch trees are as they were before, or empty where they were
+        provisional.
+
+        Raises:
+            ValueError: an unknown tap, or two feeds for one sequence.
+        """
+        self._check(feeds, taps)
+        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
+        if any(feed.sequence.provisional for feed in feeds):
+            return self._finish(feeds, taps)
+        return self._whole(feeds, taps)
+
+    def _whole(
+        self,
+        feeds: Sequence[Feed],
+        taps: Sequence[str],
+        plan: LayerPlan = WHOLE,
+        inputs: Sequence[Sequence[Tensor] | Tensor] = (),
+    ) -> list[Rows]:
+        before = [len(feed.sequence.scratch_tokens) for feed in feeds]
+        try:
+            return self._score(feeds, [self._append(feed) for feed in feeds], taps, plan, inputs)
+        except BaseException:
+            for feed, size in zip(feeds, before, strict=True):
+                feed.sequence.drop_last(len(feed.sequence.scratch_tokens) - size)
+            raise
+
+    def _check(self, feeds: Sequence[Feed], taps: Sequence[str]) -> None:
+        check_taps(taps, self.num_layers)
+        if len({id(feed.sequence) for feed in feeds}) < len(feeds):
+            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+
+    @torch.inference_mode()
+    def forward_part(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
+        """Append provisional nodes, run by a part of the network; remember where nodes can go on from.
+
+        Raises:
+            ValueError: a plan that does not fit the model or the nodes that are there, an unknown tap, or two feeds
+                for one sequence.
+            CapabilityError: a skipped sublayer is no module of its own.
+        """
+        self._check(feeds, taps)
+        self._grow([(feed.sequence, feed.tokens[:1]) for feed in feeds if not feed.sequence.scratch_tokens])
+        if plan not in self._checked_plans:  # a draft runs the same plan at every step
+            self.forwards.check(plan)
+            self._checked_plans.add(plan)
+        end = plan.end(self.num_layers)
+        # Behind the last layer there is nothing to go on with: such nodes are stated anew, like those that skipped.
+        reached = 0 if plan.skip_attention or plan.skip_mlp or end == self.num_layers else end
+        for feed in feeds:
+            sequence = feed.sequence
+            if sequence.scratch_tokens and (not sequence.provisional or sequence.exit_layer != reached):
+                raise ValueError("the scratch nodes were run by other layers: commit or drop them first")
+            sequence.provisional, sequence.exit_layer = True, reached
+        exit_tap = f"layer:{reached}"
+        results = self._whole(feeds, (*taps, exit_tap) if reached and exit_tap not in taps else taps, plan)
+        if reached:
+            for feed, rows in zip(feeds, results, strict=True):
+                feed.sequence.exit_states.extend(rows.taps[exit_tap])
+        return results
+
+    @torch.inference_mode()
+    def forward_on(self, feeds: Sequence[Feed], plan: LayerPlan, taps: Sequence[str] = ()) -> list[Rows]:
+        """Run further layers of provisional nodes: feeds name all that are there, with ``states`` at ``plan.start``."""
+        places = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
+        return self._score(feeds, places, taps, plan, [list(feed.states) for feed in feeds if feed.states is not None])
+
+    def _finish(self, feeds: Sequence[Feed], taps: Sequence[str]) -> list[Rows]:
+        """A whole forward of trees whose leading nodes have run the first layers already."""
+        exits = {feed.sequence.exit_layer for feed in feeds if feed.sequence.exit_layer}
+        exit_tap = f"layer:{min(exits, default=0)}"
+        if len(exits) != 1 or any(comes_before(name, min(exits)) for name in taps):
+            for feed in feeds:  # nothing to go on from, or hidden states of the first layers are asked for
+                feed.sequence.clear_scratch()
+            return self._whole(feeds, taps)
+        window = LayerPlan(stop=exits.pop())
+        try:
+            for feed in feeds:
+                keep_common(feed)
+            rest = [without_first(feed, len(feed.sequence.scratch_tokens)) for feed in feeds]
+            fresh = [feed for feed in rest if feed.tokens]
+            if fresh:
+                self.forward_part(fresh, window)
+            places = [self._row_plan(feed.sequence, len(feed.tokens)) for feed in feeds]
+            upper = LayerPlan(start=window.end(self.num_layers))
+            states = [feed.sequence.exit_states for feed in feeds]
+            results = self._score(feeds, places, [name for name in taps if name != exit_tap], upper, states)
+            if exit_tap in taps:  # what the upper layers went on from
+                for rows, kept in zip(results, states, strict=True):
+                    rows.taps[exit_tap] = torch.stack(kept)
+        except BaseException:
+            for feed in feeds:
+                feed.sequence.clear_scratch()
+            raise
+        for feed in feeds:
+            feed.sequence.provisional, feed.sequence.exit_layer = False, 0
+            feed.sequence.exit_states.clear()
+        return results
+
+    def _score(
+        self,
+        feeds: Sequence[Feed],
+        places: Sequence[RowPlan],
+        taps: Sequence[str],
+        plan: LayerPlan = WHOLE,
+        inputs: Sequence[Sequence[Tensor] | Tensor] = (),
+    ) -> list[Rows]:
+        """Run the network, or the part of it that ``plan`` names, on the last nodes of the scratch trees.
+
+        ``inputs`` are, per feed, the hidden states [D] of its nodes at layer ``plan.start``.
+        """
+        if self.graphs is not None and self.graphs.owner is self and plan.is_whole and not inputs:
+            fixed: list[Rows] | None = self.graphs.score(feeds, places, taps)
+            if fixed is not None:
+                return fixed
+        for feed, place in zip(feeds, places, strict=True):
+            self.bands.make_room(feed.sequence, place.committed + len(place.parents))
+        groups = in_bands([feed.sequence for feed in feeds])
+        calls = [
+            self._call(picked(feeds, group), picked(places, group), picked(inputs, group), taps, plan)
+            for group in groups
+        ]
+        self.bands.note_size()
+        began = now(self.device)
+        found = self.forwards.run_all(calls)
+        self.run_s += now(self.device) - began
+        self.num_layer_runs += plan.count(self.num_layers)
+        results: dict[int, Rows] = {}
+        for group, call, (logits, hidden) in zip(groups, calls, found, strict=True):
+            self.run_rows += call.ids.numel() if call.counts is None else sum(call.counts)
+            for index, kept, (i, _, end) in zip(group, logits, call.wanted, strict=True):
+                results[index] = Rows(kept, {name: h[i, :end] for name, h in hidden.items()})
+        return [results[index] for index in range(len(feeds))]
+
+    def _call(
+        self,
+        feeds: Sequence[Feed],
+        places: Sequence[RowPlan],
+        inputs: Sequence[Sequence[Tensor] | Tensor],
+        taps: Sequence[str],
+        plan: LayerPlan,
+    ) -> Call:
+        """The padded [b, width] call of nodes whose sequences share a cache, over the rows that they span."""
+        cache = feeds[0].sequence.cache
+        by_row = {feed.sequence.row: place for feed, place in zip(feeds, places, strict=True)}
+        low, high = min(by_row), max(by_row) + 1
+        width = max(place.new for place in places)
+        rows = [by_row[r] if r in by_row else self._idle(cache.texts[r]) for r in range(low, high)]
+        starts = [row.committed + len(row.parents) - row.new for row in rows]
+        used = max(starts) + width
+        cache.plan(low, high, starts, width, used)
+        ids, positions = inputs_of(rows, low, feeds, width, self.context_length - 1, self.device)
+        masks: dict[str, Tensor | None] = {
+            name: additive_mask(rows, layer, width, used, self.forwards.run_dtype, self.device)
+            for name, layer in self.forwards.layer_masks.items()
+        }
+        wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
+        spans = [(f.sequence.row - low, p.new - n, p.new) for f, p, n in zip(feeds, places, wanted, strict=True)]
+        states = padded_states(inputs, feeds, low, ids, self.forwards.run_dtype) if inputs else None
+        regimes = [text.regime for text in cache.texts[low:high]]
+        lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)
+        return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
+
+    def _append(self, feed: Feed) -> RowPlan:
+        sequence, count = feed.sequence, len(feed.tokens)
+        old = len(sequence.scratch_tokens)
+        parents = range(old - 1, old - 1 + count) if feed.parents is None else feed.parents
+        sequence.append(feed.tokens, parents)
+        return self._row_plan(sequence, count, feed.after)
+
+    def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
+        """Where the last ``new`` scratch nodes of a sequence are."""
+        visible = -1 if after is None else after
+        return RowPlan(len(sequence.tokens), sequence.scratch_parents, sequence.scratch_depths, new, visible)
+
+    def _idle(self, sequence: SequenceState) -> RowPlan:
+        """A row between the fed ones that takes no part: its padding is written behind its own scratch."""
+        return self._row_plan(sequence, 0)
+
+    def _counts(self, rows: Sequence[RowPlan], width: int) -> list[int] | None:
+        """Nodes by row, where leaving out the padding saves more than it costs."""
+        counts, spared = [row.new for row in rows], self.forwards.spared
+        return None if spared is None or len(rows) * width - sum(counts) < spared else counts

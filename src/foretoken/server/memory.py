@@ -1,0 +1,55 @@
+"""Memory that large requests have freed goes back to the system.
+
+The C library keeps what is freed, in an arena for each thread, for the next one who asks: six texts of 1.9 MB that
+three threads have tokenised leave 600 MB behind.  glibc gives the pages back when it is told to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import threading
+from collections.abc import Callable
+
+AFTER_S = 1.0
+"""Seconds from the end of something large until memory is given back: once for all that end meanwhile."""
+
+
+def trim() -> None:
+    """Give back what is free; takes .1 s for 600 MB, and nothing where the C library has no such call."""
+    call = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "malloc_trim", None)
+    if call is not None:
+        call(0)
+
+
+class FreedMemory:
+    """Gives memory back a while after something large has ended.
+
+    Args:
+        after_s: seconds to wait for more that ends.
+        give_back: what does it, in a thread of its own.
+    """
+
+    def __init__(self, after_s: float = AFTER_S, give_back: Callable[[], None] = trim) -> None:
+        self._after_s, self._give_back = after_s, give_back
+        self._lock = threading.Lock()
+        self._is_due = False
+
+    def large_one_ended(self) -> None:
+        """Something large has ended; from any thread."""
+        with self._lock:
+            if self._is_due:
+                return
+            self._is_due = True
+        timer = threading.Timer(self._after_s, self._now)
+        timer.daemon = True
+        timer.start()
+
+    def _now(self) -> None:
+        with self._lock:
+            self._is_due = False  # what ends from here on is given back the next time
+        self._give_back()
+
+
+FREED = FreedMemory()
+"""That of this process."""

@@ -1,0 +1,114 @@
+"""P-EAGLE's training: the text's rows, and masks behind places all over it, in one pass (arXiv 2602.01469)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretoken.drafters.base import Drafter
+from foretoken.drafters.nets.peagle import PeagleConfig, PeagleNet
+from foretoken.drafters.peagle import PeagleDrafter
+from foretoken.training.mask_rows import KEEP, LEAST, mask_ids, mask_rows, rows_mask, with_text
+from foretoken.training.recipes.base import Batch
+from foretoken.training.recipes.eagle3 import Eagle3Recipe
+from foretoken.training.recipes.features import additive, texts_of
+from foretoken.training.recipes.labels import Labels, places_of
+
+ROWS = 512
+"""Rows per text whose distributions are compared with the target's."""
+
+
+@dataclass(frozen=True)
+class PeagleSettings(PeagleConfig):
+    """The network's shape and its loss; heads and widths are the target's by default.
+
+    Attributes:
+        keep: share of the anchors that each depth of masks keeps of those of the depth before.
+        least: least share of all anchors that a depth keeps.
+    """
+
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    own_embedding: bool = False
+    keep: float = KEEP
+    least: float = LEAST
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.least <= self.keep <= 1:
+            raise ValueError(f"0 < least <= keep <= 1 must hold, not least={self.least} and keep={self.keep}")
+
+
+class PeagleRecipe(Eagle3Recipe):
+    """Every row learns the target's distribution behind its place."""
+
+    method = "peagle"
+    config_class: ClassVar[type[Any]] = PeagleSettings
+    fixed = ("hidden_size", "vocab_size", "eps", "rope_theta")
+    net_config = PeagleConfig
+    net_class = PeagleNet
+    drafter_class: ClassVar[type[Any]] = PeagleDrafter
+    config: Any
+    net: PeagleNet
+
+    def build(self) -> nn.Module:
+        """A new network, as EAGLE-3 starts; what stands in unknown places starts as noise."""
+        net: Any = super().build()
+        net.mask_hidden.data.normal_(std=0.1)
+        if net.embed_tokens is not None:
+            net.embed_tokens.weight.data.copy_(self.parts.embed.weight.detach().float())
+        return net
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        """Mean over rows of the cross-entropy with the target's distribution over the draft vocabulary."""
+        anchors, depths = self.rows(batch, generator)
+        output = self.outputs(batch, anchors, depths)
+        chosen = torch.randperm(len(anchors), generator=generator)[:ROWS].sort().values
+        columns = (anchors + depths + 1)[chosen].to(output.device).expand(len(output), -1)
+        texts, columns = texts_of(columns), columns.flatten()
+        labels = Labels(batch, places_of(batch, texts, columns), self.guessed)
+        return labels.distance(self.draft_logits(output[:, chosen].flatten(0, 1)), texts, columns)
+
+    def rows(self, batch: Batch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Anchors and depths [m] of the rows of a text, whose last place has a label, and of masks.
+
+        Raises:
+            ValueError: texts too short for that.
+        """
+        config, n = self.config, batch.length - 1
+        if n < config.places:
+            raise ValueError(
+                f"blocks of {batch.length} tokens are too short for {config.places} places: use a larger --context"
+            )
+        seeds = torch.ones(n, dtype=torch.bool)
+        if batch.learned is not None:
+            counted = batch.learned[:, 2 : 2 + n].any(0).cpu()
+            seeds = counted if bool(counted.any()) else seeds
+        return with_text(n, *mask_rows(seeds, config.places - 1, generator, config.keep, config.least))
+
+    def outputs(self, batch: Batch, anchors: Tensor, depths: Tensor) -> Tensor:
+        """[b, m, D] of rows by anchors and depths [m], those of the text first."""
+        net, device, n = self.net, batch.tokens.device, int((depths == 0).sum())
+        features = net.fuse([batch.taps[tap][:, :n].float() for tap in self.config.taps])
+        masks = net.mask_feature.expand(len(features), len(anchors) - n, -1)
+        ids = mask_ids(batch.tokens[:, 1 : n + 1], len(anchors) - n, self.config.mask_token)
+        positions = (anchors + depths).to(device).expand(len(ids), -1)
+        seen = additive(rows_mask(anchors, depths).to(device))[None, None]
+        whole = torch.cat([features, masks.to(features.dtype)], 1)
+        return net(self.embedded(ids).to(features.dtype), whole, positions, seen)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """[b, m, D] of ids, by the network's own embedding where it has one."""
+        own = self.net.embed_tokens
+        return self.parts.embedding(ids) if own is None else F.embedding(ids, own.weight)
+
+    def drafter(self, measured: Mapping[str, Any]) -> Drafter:
+        """The network as it is."""
+        return PeagleDrafter.of(self.net, self.parts, self.target)

@@ -1,0 +1,70 @@
+"""Memory that large requests took is given back."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from running_server import Running
+
+from foretoken.server.memory import FreedMemory
+from foretoken.server.workers import LARGE, FairQueue
+
+
+def test_it_is_given_back_once_for_all_and_never_forgotten() -> None:
+    times, several, begun, go = [], threading.Event(), threading.Event(), threading.Event()
+
+    def give_back() -> None:
+        begun.set()
+        go.wait(60)
+        times.append(time.monotonic())
+        if len(times) == 2:
+            several.set()
+
+    freed = FreedMemory(0.05, give_back)
+    for _ in range(100):
+        freed.large_one_ended()
+    assert begun.wait(60)
+    freed.large_one_ended()  # while it is given back: that is too late for this one
+    go.set()
+    assert several.wait(60)
+    time.sleep(0.2)
+    assert len(times) == 2
+
+
+def test_large_work_says_that_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("foretoken.server.workers.FREED.large_one_ended", lambda: ended.append(1))
+    queue = FairQueue(2, "test")
+    for cost in (1, LARGE, LARGE - 1):
+        queue.submit(lambda: None, cost).result(60)
+    wait = queue.submit(lambda: None)
+    wait.result(60)
+    end = time.monotonic() + 20
+    while not ended and time.monotonic() < end:
+        time.sleep(0.01)
+    assert ended == [1]
+
+
+def rss_mb() -> float:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and other C libraries have no malloc_trim")
+def test_bodies_of_two_megabytes_leave_nothing_behind(server: Running) -> None:
+    """Twelve of them, three at a time: without giving back there are hundreds of megabytes."""
+    text = "large words of a body " * 86_000
+    server.post("/tokenize", prompt=text[:1000])
+    before = rss_mb()
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: server.post("/tokenize", prompt=text).status_code, range(12)))
+    assert found == [200] * 12
+    end = time.monotonic() + 60
+    while rss_mb() - before > 64 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert rss_mb() - before <= 64

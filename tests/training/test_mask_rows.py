@@ -1,0 +1,189 @@
+"""Masks behind places all over a text: which rows there are, what they see, and that drafting shows the same."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.drafters.pard import PardDrafter, mask_token
+from foretoken.engine.request import Request
+from foretoken.loading import load_model
+from foretoken.models.base import Feed
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.sampling import SamplingParams
+from foretoken.training.distill import Distiller, teach_mask
+from foretoken.training.mask_rows import kept_counts, mask_ids, mask_rows, rows_mask, seeds_of, with_text
+from foretoken.training.workshop import DistillConfig
+from toys import engine, llama, serve
+
+MASK = 31
+
+
+def test_counts_of_the_published_example() -> None:
+    """Six places, a share of .8: four, two and one mask of the depths 1 to 3."""
+    assert kept_counts(6, 3, keep=0.8) == [4, 2, 1]
+    _, depths = mask_rows(torch.ones(6, dtype=torch.bool), 3, torch.Generator().manual_seed(0), keep=0.8)
+    assert depths.tolist() == [1, 1, 1, 1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_mask_has_one_of_every_lower_depth_before_it(seed: int) -> None:
+    seeds = torch.rand(40, generator=torch.Generator().manual_seed(seed)) < 0.8
+    anchors, depths = mask_rows(seeds, 7, torch.Generator().manual_seed(seed))
+    pairs = list(zip(anchors.tolist(), depths.tolist(), strict=True))
+    assert len(set(pairs)) == len(pairs) > 20
+    for anchor, depth in pairs:
+        assert 0 <= anchor < anchor + depth < 40 and bool(seeds[anchor + depth])
+        assert depth == 1 or (anchor, depth - 1) in pairs
+
+
+def test_what_rows_see_by_hand() -> None:
+    """Five tokens, three places: rows (position, copy) as in the paper."""
+    anchors, depths = with_text(5, torch.tensor([0, 1, 3, 1]), torch.tensor([1, 1, 1, 2]))
+    rows = [(int(a + d), int(d)) for a, d in zip(anchors, depths, strict=True)]
+    assert rows == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (2, 1), (4, 1), (3, 2)]
+    seen = {
+        row: {rows[i] for i in visible.nonzero()[:, 0].tolist()}
+        for row, visible in zip(rows, rows_mask(anchors, depths), strict=True)
+    }
+    for position in range(5):
+        assert seen[position, 0] == {(p, 0) for p in range(position + 1)}
+    assert seen[1, 1] == {(0, 0), (1, 1)}
+    assert seen[2, 1] == {(0, 0), (1, 0), (2, 1)}
+    assert seen[4, 1] == {(0, 0), (1, 0), (2, 0), (3, 0), (4, 1)}
+    assert seen[3, 2] == {(0, 0), (1, 0), (2, 1), (3, 2)}
+
+
+def row_logits(network: Any, tokens: Tensor, anchors: Tensor, depths: Tensor) -> Tensor:
+    seen = rows_mask(anchors, depths)
+    mask = torch.zeros(seen.shape, dtype=network.dtype).masked_fill_(~seen, -torch.inf)[None, None]
+    ids = mask_ids(tokens, len(anchors) - tokens.shape[1], MASK)
+    found: Tensor = network(input_ids=ids, position_ids=(anchors + depths)[None], attention_mask=mask).logits
+    return found
+
+
+@torch.no_grad()
+def test_a_row_of_training_is_a_row_of_drafting() -> None:
+    """Every mask of three places behind every anchor, in one pass and by the draft model's cache."""
+    model = HuggingFaceModel(llama(32))
+    tokens = torch.randint(31, (1, 9), generator=torch.Generator().manual_seed(0))
+    pairs = [(a, d) for a in range(9) for d in (1, 2) if a + d < 9]
+    anchors, depths = with_text(9, *(torch.tensor(part) for part in zip(*pairs, strict=True)))
+    trained = row_logits(model.model, tokens, anchors, depths)[0]
+    drafter = PardDrafter(model, k=3, mask=MASK)
+    for anchor in range(9):
+        text = tokens[0, : anchor + 1].tolist()
+        feed = drafter._feed(model.open(), text, 3)
+        assert isinstance(feed, Feed)
+        drafted = model.forward([feed])[0].logits
+        for depth in range(min(3, 9 - anchor)):
+            (row,) = ((anchors == anchor) & (depths == depth)).nonzero()[:, 0].tolist()
+            assert torch.allclose(trained[row], drafted[depth], atol=1e-4)
+
+
+class Shop:
+    """What a distiller asks a workshop for."""
+
+    def __init__(self, target: HuggingFaceModel, config: DistillConfig, known: int = 32) -> None:
+        self.target, self.config, self.parts = target, config, TargetParts(target)
+        self.tokenizer = range(known)
+
+    def source(self, student: Any) -> None:
+        return None
+
+
+def distiller(target: Any, student: Any, tmp_path: Path, known: int = 32, **changes: Any) -> Distiller:
+    config = DistillConfig(**{"context": 24, "places": 4, **changes})
+    return Distiller(Shop(target, config, known), student, tmp_path)  # type: ignore[arg-type]
+
+
+def test_the_mask_is_a_new_token_or_a_spare_one(tmp_path: Path) -> None:
+    config = DistillConfig(places=4)
+    new = deepcopy(llama(32))
+    assert teach_mask(new, config, 32) == 63 and new.config.vocab_size == 64 and new.config.pard_token == 63
+    spare = deepcopy(llama(32))
+    assert teach_mask(spare, config, 30) == 31 and spare.config.vocab_size == 32
+    assert teach_mask(spare, DistillConfig(places=4, mask_token=3), 30) == 3
+    assert teach_mask(spare, config, 30) == 3  # as configured
+    with pytest.raises(ValueError, match="must be one of the draft model's 32 tokens, not 32"):
+        teach_mask(spare, DistillConfig(places=4, mask_token=32), 30)
+    new.save_pretrained(tmp_path)
+    assert mask_token(load_model(tmp_path)) == 63
+
+
+def test_settings() -> None:
+    with pytest.raises(ValueError, match="goes with places above 1"):
+        DistillConfig(mask_token=3)
+    with pytest.raises(ValueError, match="places must be at least 1, not 0"):
+        DistillConfig(places=0)
+    with pytest.raises(ValueError, match="places=256 must be fewer than the 256 tokens"):
+        DistillConfig(places=256)
+
+
+def test_places_that_do_not_count_are_not_learned(tmp_path: Path) -> None:
+    """Only rows whose next token counts have a part in the loss, and a text without any weight none."""
+    weights = torch.zeros(2, 12)
+    weights[0, 3:6] = 1
+    assert seeds_of(weights).nonzero()[:, 0].tolist() == [3, 4, 5]
+    anchors, depths = mask_rows(seeds_of(weights), 3, torch.Generator().manual_seed(0))
+    assert set((anchors + depths).tolist()) <= {4, 5}
+    target = HuggingFaceModel(llama(32, dtype=torch.float32))
+    worker = distiller(target, deepcopy(llama(32, seed=1, dtype=torch.float32)), tmp_path)
+    tokens = torch.randint(30, (2, 13), generator=torch.Generator().manual_seed(2))
+    loss = float(worker.mask_loss(tokens, weights, 0).detach())
+    tokens[1] = 5
+    assert loss > 0 and float(worker.mask_loss(tokens, weights, 0).detach()) == pytest.approx(loss, rel=1e-3)
+
+
+def test_without_masks_the_loss_is_the_plain_one(tmp_path: Path) -> None:
+    """Rows of the text alone: what masks add is rows, and nothing else."""
+    target = HuggingFaceModel(llama(32, dtype=torch.float32))
+    worker = distiller(target, deepcopy(llama(32, seed=1, dtype=torch.float32)), tmp_path)
+    tokens, weights = torch.randint(30, (2, 13), generator=torch.Generator().manual_seed(2)), torch.ones(2, 12)
+    object.__setattr__(worker.config, "places", 1)
+    plain = float(worker.loss(tokens, weights))
+    assert float(worker.mask_loss(tokens, weights, 0)) == pytest.approx(plain, rel=1e-2)
+
+
+def learnt(tmp_path: Path, steps: int) -> tuple[PardDrafter, HuggingFaceModel]:
+    """A draft model of a random target that learns from what that target writes."""
+    target = HuggingFaceModel(llama(dtype=torch.float32))
+    student = deepcopy(llama(seed=1, dtype=torch.float32))
+    worker = distiller(target, student, tmp_path, context=46)
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(32, (96, 2), generator=generator).tolist()
+    runs = serve(
+        engine(target), [Request(p, SamplingParams(temperature=0.3), 46, seed=i) for i, p in enumerate(prompts)]
+    )
+    texts = torch.tensor([prompt + run.output for prompt, run in zip(prompts, runs, strict=True)])
+    optimizer = torch.optim.AdamW(student.parameters(), lr=5e-3)
+    for step in range(steps):
+        with torch.enable_grad():
+            tokens = texts[torch.randint(len(texts), (8,), generator=generator)]
+            worker.mask_loss(tokens, torch.ones(8, tokens.shape[1] - 1), step).backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return PardDrafter(HuggingFaceModel(student), k=4, width=1, target=target), target
+
+
+def acceptance(drafter: PardDrafter, target: HuggingFaceModel) -> float:
+    prompts = torch.randint(32, (12, 2), generator=torch.Generator().manual_seed(9)).tolist()
+    runs = serve(engine(target, drafter), [Request(p, SamplingParams(), 40, seed=i) for i, p in enumerate(prompts)])
+    return sum(len(run.output) for run in runs) / sum(run.stats.num_drafts for run in runs)
+
+
+@pytest.mark.slow
+def test_masks_learn(tmp_path: Path) -> None:
+    fresh = acceptance(*learnt(tmp_path, 0))
+    drafter, target = learnt(tmp_path, 250)
+    length = acceptance(drafter, target)
+    assert length >= max(1.3, fresh + 0.1)
+    drafter.max_depth = 1
+    assert length > acceptance(drafter, target) + 0.05  # places behind the first are guessed by masks
