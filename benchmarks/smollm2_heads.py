@@ -50,14 +50,8 @@ MORE_CODE = (
     "Find the bug: def mean(xs):\n    total = 0\n    for x in xs:\n        total = x\n    return total / len(xs)",
 )
 QUESTIONS = {"chat": (*CHAT, *MORE_CHAT), "code": (*CODE, *MORE_CODE)}
-DRAFTERS = (
-    "suffix,share=false",
-    "quantized,bits=4,k=4",
-    "eagle3:smollm2,width=1,nodes=4,depth=4",
-    "eagle3:smollm2",
-    "dspark:smollm2,width=1",
-    "dspark:smollm2",
-)
+DRAFTERS = ("suffix,share=false", "quantized,bits=4,k=4")
+"""Without heads of one's own: give `eagle3:FOLDER,width=1,nodes=4,depth=4` for a chain, `eagle3:FOLDER` for a tree."""
 
 
 @dataclass
