@@ -110,7 +110,8 @@ class DraftHead:
     def __call__(self, states: Tensor) -> Tensor:
         """[n, V_d] of states [n, D]."""
         if self._project is None:
-            self._project = self._projection()
+            with torch.inference_mode(False):  # what outlives this call must serve training, too
+                self._project = self._projection()
         return self._project(states)
 
     @property
