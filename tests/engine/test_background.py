@@ -290,7 +290,9 @@ def test_who_stops_listening_is_not_served_another_round(way: str) -> None:
             before = len(rounds)
         await until(lambda: engine.num_open == 0 and engine.status.running == 0)
         assert len(rounds) <= before + 1
-        await until(lambda: engine.status.kv_bytes == 0)  # freed right after: the engine's thread may be between the two
+        await until(
+            lambda: engine.status.kv_bytes == 0
+        )  # freed right after: the engine's thread may be between the two
 
     during(llm, scenario)
 

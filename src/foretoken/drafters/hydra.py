@@ -20,6 +20,7 @@ from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
 from foretoken.models.features import FeatureModel
 from foretoken.models.parts import TargetParts
+from foretoken.models.window import USUAL, Window
 
 
 @dataclass
@@ -46,10 +47,12 @@ class HydraDrafter(HeadsDrafter):
         accuracies: [K][R] measured chance that the head's candidate of this rank is right, below a right path.
         tree: a file of ``foretoken tune tree``, whose tree is taken instead of one of ``nodes`` nodes.
         frequent: the tokens that can be guessed; all by default.
-        target: the model that is drafted for; needed by a prefix layer, which reads the whole text.
+        window: places of the text that a prefix layer looks back; 0: all.
+        sink: first places of the text that it looks at as well.
+        target: the model that is drafted for; needed by a prefix layer, which reads the text.
 
     Raises:
-        ValueError: an option outside its range, or a prefix layer without a target.
+        ValueError: an option outside its range, a prefix layer without a target, or a window without such a layer.
     """
 
     name = "hydra"
@@ -64,6 +67,8 @@ class HydraDrafter(HeadsDrafter):
         accuracies: Sequence[Sequence[float]] | None = None,
         tree: str = "",
         frequent: Sequence[int] = (),
+        window: int = USUAL,
+        sink: int = 0,
         *,
         target: LanguageModel | None = None,
     ) -> None:
@@ -72,7 +77,11 @@ class HydraDrafter(HeadsDrafter):
         if heads.prefix is not None:
             if target is None:
                 raise ValueError("hydra with a prefix layer needs the target: give target=...")
-            self.reader = FeatureReader(FeatureModel(heads.prefix, parts, target), wanted=0)
+            model = FeatureModel(heads.prefix, parts, target)
+            model.window = Window(window, sink)
+            self.reader = FeatureReader(model, wanted=0)
+        elif (window, sink) != (USUAL, 0):
+            raise ValueError("these hydra heads read no text but its end: leave window and sink out")
 
     @classmethod
     def over(cls, heads: Any, parts: TargetParts, target: LanguageModel, **options: Any) -> Self:

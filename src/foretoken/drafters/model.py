@@ -27,6 +27,7 @@ from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
 from foretoken.models.draft_head import DraftHead
 from foretoken.models.parts import Fingerprint, TargetParts
+from foretoken.models.window import Window
 from foretoken.sampling import fixed_tokens
 from foretoken.trees.base import Shape
 from foretoken.trees.counts import Levels, Places, Ranks
@@ -126,16 +127,21 @@ class ModelDrafter(Drafter):
         *,
         quantize: str = "auto",
         vocab: str = "",
+        window: int = 0,
+        sink: int = 0,
         **options: Any,
     ) -> ModelDrafter:
-        """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE]``: load the draft model and check
-        that it fits the target.
+        """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE][,window=N[,sink=M]]``: load the
+        draft model and check that it fits the target.
+
+        With a ``window`` the draft model reads only so many tokens before the new ones, and the first ``sink`` ones.
 
         Raises:
             ValueError: another tokenizer, an option outside its choices, or no such draft vocabulary.
-            CapabilityError: a draft vocabulary for a model that hands out no hidden states.
+            CapabilityError: a draft vocabulary for a model that hands out no hidden states, or a window for one that
+                reads the whole text.
         """
-        draft = context.draft_model(cls.name, path, quantize=quantize)
+        draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         built = cls(draft, target=context.target, **options)
         built.head = reduced_head(vocab, draft, context) or light_head(draft)
         return built

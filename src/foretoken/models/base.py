@@ -21,6 +21,7 @@ from foretoken.models.watch import Watch
 
 if TYPE_CHECKING:
     from foretoken.models.layers import LayerPlan
+    from foretoken.models.window import Window
 
 
 @dataclass(frozen=True)
@@ -355,6 +356,14 @@ class LanguageModel(ABC):
     @abstractmethod
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Keep the scratch nodes of ``path`` (from the last committed token downwards), drop all others."""
+
+    def windowed(self, window: Window) -> LanguageModel:
+        """The same weights with texts of their own, of which new rows read a window only.
+
+        Raises:
+            CapabilityError: the model reads the whole text.
+        """
+        raise CapabilityError(f"{type(self).__name__} reads the whole text: leave window out")
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
         """Keep the first ``length`` committed tokens, drop the later ones and every scratch node.

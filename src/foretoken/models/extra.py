@@ -41,6 +41,33 @@ def check_rows(network: Any, rows: Tensor) -> None:
         raise ValueError(f"extra embeddings must be [k, {size}], not {list(rows.shape)}")
 
 
+class ExtraRows:
+    """A model whose token embedding knows more rows than its vocabulary has."""
+
+    model: Any
+    vocab_size: int
+    _extra: tuple[Tensor, ...] = ()
+
+    def extra_embeddings(self, rows: Tensor) -> int:
+        """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
+        check_rows(self.model, rows)
+        return self._add_rows(rows)
+
+    def _add_rows(self, rows: Tensor) -> int:
+        first = self.vocab_size
+        for known in self._extra:
+            if known.data_ptr() == rows.data_ptr() and known.shape == rows.shape:
+                return first
+            first += len(known)
+        self._extra = (*self._extra, rows)
+        return first
+
+    @property
+    def extra_rows(self) -> Tensor | None:
+        """[K, D] what ids from ``vocab_size`` on are embedded as; ``None`` as long as there are none."""
+        return torch.cat(self._extra) if self._extra else None
+
+
 def known_ids(ids: Tensor, first: int) -> Tensor:
     """``ids`` with token 0 in place of the extra ones, which begin at ``first``."""
     return ids.masked_fill(ids >= first, 0)

@@ -7,7 +7,6 @@ feature.  Run this way they have the library's cache, masks, ragged batches and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,9 +79,6 @@ class FeatureModel(HuggingFaceModel):
 
     def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Logits [n, V] per feed and the output [b, width, D] from ids, positions and states."""
-        cut = self._cut(call)
-        if cut is not None:
-            call = replace(call, masks={name: cut.mask(mask) for name, mask in call.masks.items()})
         if self.head is None:
             return self._run_module(call)
         run = HeadRun(self.head, call)
@@ -96,11 +92,10 @@ class FeatureModel(HuggingFaceModel):
             logits = kept.new_zeros(0, self.vocab_size)
         return [logits[start:end] for start, end in spans], {"state": places.padded(output)}
 
-    def _cut(self, call: Call) -> Cut | None:
-        """What is read by a call, which the cache then hands out; ``None``: everything, or by a mask of its own."""
+    def _cut(self, starts: Sequence[int]) -> Cut | None:
+        """A network with a window of its own keeps that."""
         trained = any(mask.kind != "full" for mask in self.layer_masks.values())
-        call.cache.reads = None if trained else self.window.cut(call.cache.planned.starts)
-        return call.cache.reads
+        return None if trained else super()._cut(starts)
 
     def _run_module(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """The same through the network's own forward, for one whose layer is the target's."""

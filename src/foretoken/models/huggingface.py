@@ -20,7 +20,7 @@ from foretoken.models.call import Call, inputs_of, padded_states
 from foretoken.models.capabilities import detect
 from foretoken.models.checks import Checks, Probe
 from foretoken.models.clock import now
-from foretoken.models.extra import check_rows
+from foretoken.models.extra import ExtraRows
 from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers
 from foretoken.models.lean import build_lean
 from foretoken.models.masks import RowPlan, additive_mask
@@ -35,6 +35,7 @@ from foretoken.models.rotary import ChangingRotary, context_of
 from foretoken.models.taps import check_taps, decoder_layers
 from foretoken.models.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks
 from foretoken.models.watch import Watch, has_hooks
+from foretoken.models.window import Cut, Window
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
@@ -49,7 +50,7 @@ class SecondWeights(Protocol):
         """Logits [n, V] per feed and taps, with the keys and values in the cache of ``owner``."""
 
 
-class HuggingFaceModel(LanguageModel):
+class HuggingFaceModel(ExtraRows, LanguageModel):
     """Runs a ``PreTrainedModel`` over committed prefixes plus scratch trees.
 
     The model object is left as it was found: the attention function is switched for the duration of a forward only.
@@ -69,7 +70,6 @@ class HuggingFaceModel(LanguageModel):
         CapabilityError: the model cannot take trees (use :func:`foretoken.models.wrap`, which falls back).
     """
 
-    _extra: tuple[Tensor, ...] = ()
     _second: Mapping[str, SecondWeights] = MappingProxyType({})
     rotary: ChangingRotary | None = None
     """Its rotary embeddings that change with the length of the text, if any do."""
@@ -77,6 +77,8 @@ class HuggingFaceModel(LanguageModel):
     """What runs forwards as CUDA graphs (:mod:`foretoken.models.graphs`), if anything does."""
     graphs_off: str = "not asked for"
     """Why nothing does; empty where it does."""
+    window = Window()
+    """What new rows read of long texts; everything by default."""
     native_off: str = "not tried"
     """Why its forwards are not native ones (:mod:`foretoken.models.native_forward`); empty where they are."""
 
@@ -183,25 +185,6 @@ class HuggingFaceModel(LanguageModel):
         self.cache = TreeCache(self.cache.num_layers, self.cache.max_slots)
         self._watch = Watch(self.model)
 
-    def extra_embeddings(self, rows: Tensor) -> int:
-        """Add rows [k, D] behind the vocabulary, those of every owner behind the others'; returns the first id."""
-        check_rows(self.model, rows)
-        return self._add_rows(rows)
-
-    def _add_rows(self, rows: Tensor) -> int:
-        first = self.vocab_size
-        for known in self._extra:
-            if known.data_ptr() == rows.data_ptr() and known.shape == rows.shape:
-                return first
-            first += len(known)
-        self._extra = (*self._extra, rows)
-        return first
-
-    @property
-    def extra_rows(self) -> Tensor | None:
-        """[K, D] what ids from ``vocab_size`` on are embedded as; ``None`` as long as there are none."""
-        return torch.cat(self._extra) if self._extra else None
-
     def add_weights(self, name: str, make: Callable[[HuggingFaceModel], SecondWeights]) -> SecondWeights:
         """A second set of weights that :meth:`forward_part` can run by this name; made where it is not there yet."""
         if name not in self._second:
@@ -231,6 +214,12 @@ class HuggingFaceModel(LanguageModel):
         other = copy.copy(self)
         other._separate(TreeCache(self.cache.num_layers, self.cache.max_slots))
         return other
+
+    def windowed(self, window: Window) -> HuggingFaceModel:
+        """A :meth:`sibling` whose texts are read through a window; it runs no graphs, whose shapes are fixed."""
+        found = self.sibling()
+        found.window, found.graphs_off = window, "it reads a window of the text"
+        return found
 
     @property
     def cache(self) -> TreeCache:
@@ -523,12 +512,20 @@ class HuggingFaceModel(LanguageModel):
             name: additive_mask(rows, layer, width, used, self.run_dtype, self.device)
             for name, layer in self.layer_masks.items()
         }
+        cut = self._cut(starts)
+        if cut is not None:
+            cache.reads = None if getattr(self._lean, "passes_over", False) else cut
+            masks = {name: cut.applied(mask, cache.reads is cut, used, self.run_dtype) for name, mask in masks.items()}
         wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
         spans = [(f.sequence.row - low, p.new - n, p.new) for f, p, n in zip(feeds, places, wanted, strict=True)]
         states = padded_states(inputs, feeds, low, ids, self.run_dtype) if inputs else None
         regimes = [text.regime for text in cache.texts[low:high]]
         lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)
         return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
+
+    def _cut(self, starts: Sequence[int]) -> Cut | None:
+        """What a call reads whose rows begin at these slots; ``None``: everything."""
+        return self.window.cut(starts)
 
     def _append(self, feed: Feed) -> RowPlan:
         sequence, count = feed.sequence, len(feed.tokens)

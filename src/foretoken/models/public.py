@@ -49,5 +49,5 @@ def _at_least_zero(owner: HuggingFaceModel, mask: Tensor | None, call: Call) -> 
     """Transformers would build its own mask from ``None``: hand it an all-zero one instead."""
     if mask is not None:
         return mask
-    used = call.cache.get_mask_sizes(0)[0]
-    return torch.zeros((len(call.ids), 1, call.ids.shape[1], used), dtype=owner.dtype, device=owner.device)
+    size = len(call.ids), 1, call.ids.shape[1], call.cache.num_read
+    return torch.zeros(size, dtype=owner.dtype, device=owner.device)

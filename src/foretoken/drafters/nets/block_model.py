@@ -72,7 +72,7 @@ class BlockModel(FeatureModel):
 
     def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
         """No logits; the states [b, width, D] of blocks."""
-        cut = self._cut(call)
+        cut = call.cache.reads
         nothing = [torch.empty(0, self.vocab_size, device=self.device) for _ in call.wanted]
         if call.states is not None:
             for layer in range(self.num_layers):
