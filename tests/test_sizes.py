@@ -16,7 +16,7 @@ FILES = sorted(
 MOST_FILE, MOST_BODY = 400, 60
 
 LARGER_FILES = {
-    "src/foretoken/models/huggingface.py": 568,
+    "src/foretoken/models/huggingface.py": 565,
 }
 LARGER_FUNCTIONS: dict[str, int] = {}
 

@@ -1,24 +1,25 @@
 """What all drafters share that guess a block of places in one pass of a network over the target's hidden states.
 
 A request whose tokens are fixed, a greedy one or one with noise, gets the likeliest prefixes of the lattice of
-candidates; one that samples gets a chain whose tokens are drawn from the distributions that it carries.
+candidates; one that samples gets a chain or a tree whose tokens are drawn from the distributions that it carries.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from foretoken.core import Budget, Context, Kind, TokenTree
+from foretoken.core import Budget, Context, TokenTree
 from foretoken.costs import TargetCost
-from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
+from foretoken.drafters.base import BuildContext, Drafter, share_of_bytes
 from foretoken.drafters.draft_vocabulary import chosen_ids
-from foretoken.drafters.drawing import distribution_of, draw_iid, log_beliefs, ranked
+from foretoken.drafters.drawing import distribution_of, log_beliefs, ranked
+from foretoken.drafters.drawn_tree import DRAWS, DrawnTree, drawn_places, paying_places, traits_of
 from foretoken.drafters.dynamic import MOST_NODES
 from foretoken.drafters.features import load_net
 from foretoken.drafters.growing import asks_for_confidence
@@ -111,8 +112,12 @@ class BlockDrafter(FeatureReader, Drafter):
             cost on this machine.
         depth: most tokens of a path; 0: all that a block guesses.
         width: candidates of every place; 1: a chain.
-        draw: ``"iid"``: requests that sample get a drawn chain, those with noise the tree of what comes first in the
-            race; ``"greedy"``: both get the tree of the likeliest tokens, as greedy requests always do.
+        draw: what requests that sample without noise get.  ``"iid"``: a drawn chain; ``"without_replacement"``: a tree
+            of distinct siblings, in the order in which they were drawn; ``"greedy"``: the tree of the likeliest tokens,
+            as greedy requests always do.  Requests with noise get the tree of what comes first in the race, with
+            ``"greedy"`` that of the likeliest tokens.
+        tree: the shape of a drawn tree: children per level, ``"3x2x1"``, or the spec of a static tree; Sequoia's of
+            ``nodes`` nodes by default.
         window: places of the text that layers without a reach of their own look back; 0: all.
         sink: first places of the text that they look at as well.
 
@@ -137,9 +142,10 @@ class BlockDrafter(FeatureReader, Drafter):
         draw: str = "iid",
         window: int = USUAL,
         sink: int = 0,
+        tree: str = "",
     ) -> None:
-        if draw not in ("greedy", "iid"):
-            raise ValueError(f"{self.name} needs draw=greedy or draw=iid, not {draw!r}")
+        if draw not in DRAWS:
+            raise ValueError(f"{self.name} needs draw={', '.join(DRAWS)}, not {draw!r}")
         for key, value in (("nodes", nodes), ("width", width)):
             if value < 1:
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
@@ -153,9 +159,8 @@ class BlockDrafter(FeatureReader, Drafter):
         self.width, self.draw = width, draw
         self.costs: TargetCost | None = None
         self.max_depth, self.max_nodes = depth or most, nodes
-        points = (Kind.POINT, width > 1)
-        sorts = {points, (Kind.IID, False)} if draw == "iid" else {points}
-        self.traits = Traits(Kind.IID if draw == "iid" else Kind.POINT, width > 1, frozenset(sorts))
+        self.places = drawn_places(draw, tree, self.name, nodes, self.max_depth)
+        self.traits = traits_of(draw, width > 1, self.places.branches)
 
     @classmethod
     def build(cls, path: str | None, context: BuildContext, *, vocab: str = "", **options: Any) -> Self:
@@ -174,6 +179,7 @@ class BlockDrafter(FeatureReader, Drafter):
             return cls(model, **options)
         built = cls(model, nodes=MOST_NODES, **options)
         built.costs = quick_costs(context.target)
+        built.places = paying_places(built.places, built.costs)
         return built
 
     @classmethod
@@ -243,8 +249,8 @@ class BlockDrafter(FeatureReader, Drafter):
         return context.maker.noise is not None and self.draw != "greedy"
 
     def _tree(self, guess: Guesses, budget: Budget, depth: int, sharing: int) -> TokenTree:
-        if self.draw == "iid" and not guess.context.maker.fixed:
-            return self._chain(guess, budget, depth)
+        if self.draw != "greedy" and not guess.context.maker.fixed:
+            return self._drawn(guess, budget, depth)
 
         def place(path: Sequence[int], state: Any) -> Place:
             return guess.place(path, state, self.width, budget)
@@ -255,21 +261,17 @@ class BlockDrafter(FeatureReader, Drafter):
             kept = kept[: paying_count(seen.values(kept), self.costs, sharing)]
         return seen.tree(kept)
 
-    def _chain(self, guess: Guesses, budget: Budget, depth: int) -> TokenTree:
-        """Tokens that are drawn one after the other, each from its recorded distribution."""
-        drafts, distributions, state = list[int](), list[Tensor](), None
-        confident = asks_for_confidence(budget)
-        while len(drafts) < min(depth, self.max_nodes):
-            row, state = guess.row(drafts, state)
-            distribution = None if row.ends else guess.distribution(drafts, row)
-            if distribution is None:
-                break  # a small draft vocabulary may hold nothing of what the request allows
-            drafts += draw_iid(distribution, 1, guess.context)
-            distributions.append(distribution)
-            # A stop may only suppress what comes after the token: the token itself stays in the draft.
-            if confident and budget.stops_after(distribution, float(distribution[drafts[-1]])):
-                break
-        return TokenTree.chain(guess.context.root, drafts, torch.stack(distributions) if drafts else None)
+    def _drawn(self, guess: Guesses, budget: Budget, depth: int) -> TokenTree:
+        """Tokens that are drawn behind each other, each from its recorded distribution."""
+        drawn = DrawnTree(guess.context, self.places, replace(budget, max_depth=depth), self.max_nodes)
+        behind: dict[int, Any] = {}  # by node what the places of its children are asked with
+
+        def after(node: int) -> Tensor | None:
+            path = drawn.path(node)
+            row, behind[node] = guess.row(path, behind[drawn.parents[node]] if node else None)
+            return None if row.ends else guess.distribution(path, row)
+
+        return drawn.grow(after)
 
 
 def block_model(net: BlockNet, parts: TargetParts, target: LanguageModel, ids: Tensor | None = None) -> BlockModel:

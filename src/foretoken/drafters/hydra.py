@@ -14,6 +14,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Scores, TokenTree, Verdict
 from foretoken.drafters.drawing import largest, raced_ahead
+from foretoken.drafters.drawn_tree import DrawnTree
 from foretoken.drafters.heads import HeadsDrafter, ends_after
 from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
 from foretoken.drafters.reading import FeatureReader
@@ -49,6 +50,7 @@ class HydraDrafter(HeadsDrafter):
         frequent: the tokens that can be guessed; all by default.
         window: places of the text that a prefix layer looks back; 0: all.
         sink: first places of the text that it looks at as well.
+        draw: as for ``medusa``.
         target: the model that is drafted for; needed by a prefix layer, which reads the text.
 
     Raises:
@@ -69,10 +71,11 @@ class HydraDrafter(HeadsDrafter):
         frequent: Sequence[int] = (),
         window: int = USUAL,
         sink: int = 0,
+        draw: str = "coupled",
         *,
         target: LanguageModel | None = None,
     ) -> None:
-        super().__init__(heads, parts, nodes, accuracies, tree, frequent)
+        super().__init__(heads, parts, nodes, accuracies, tree, frequent, draw)
         self.reader: FeatureReader | None = None
         if heads.prefix is not None:
             if target is None:
@@ -150,6 +153,29 @@ class HydraDrafter(HeadsDrafter):
                         if ends_after(tree.budget, raced[row], rank):
                             tree.ended.add(node)
         return [{node: token for node, token in tree.tokens.items() if node} for tree in trees]
+
+    def draw_all(self, states: Tensor, trees: Sequence[DrawnTree]) -> None:
+        """Level by level: one head for all parents of all requests."""
+        inputs, frontiers = states, [[0] for _ in trees]
+        above = [{-1: i} for i in range(len(trees))]  # per tree the row of each node's input
+        for level in range(self.max_depth):
+            if not any(frontiers):
+                break
+            rows, tokens, row_of = list[int](), list[int](), [dict[int, int]() for _ in trees]
+            for tree, frontier, known, places in zip(trees, frontiers, above, row_of, strict=True):
+                for node in frontier:
+                    rows.append(known[tree.parents[node]])
+                    places[node] = len(tokens)
+                    tokens.append(tree.tokens[node])
+            inputs = torch.cat([inputs[rows], self.parts.embedding(tokens).float()], -1)
+            logits = self.project(level, self.heads(level, inputs))
+            for i, (tree, frontier, places) in enumerate(zip(trees, frontiers, row_of, strict=True)):
+                if frontier:
+                    found = self.distributions(tree, frontier, logits[[places[node] for node in frontier]])
+                    frontiers[i] = [
+                        child for node, one in zip(frontier, found, strict=True) for child in tree.draw(node, one)
+                    ]
+            above = row_of
 
     def _children(self, tree: _Filling, level: int) -> dict[int, list[int]]:
         """The nodes one level below ``level``, by parent."""

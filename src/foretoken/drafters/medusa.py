@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context
 from foretoken.drafters.drawing import largest, raced_ahead
+from foretoken.drafters.drawn_tree import DrawnTree
 from foretoken.drafters.heads import HeadsDrafter, ends_after
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
 
@@ -46,6 +47,20 @@ class MedusaDrafter(HeadsDrafter):
                     open_nodes.add(node)
             filled.append(found)
         return filled
+
+    def draw_all(self, states: Tensor, trees: Sequence[DrawnTree]) -> None:
+        """Every place of a level is drawn from the same distribution, unless the request's depends on the path."""
+        logits = self.logits(states)  # [K, n, V_d]
+        for i, tree in enumerate(trees):
+            of_level: dict[int, Tensor | None] = {}
+            frontier = [0]
+            for level in range(len(logits)):
+                following: list[int] = []
+                for node in frontier:
+                    if level not in of_level or not tree.context.maker.context_free:
+                        of_level[level] = self.distributions(tree, [node], logits[level, i : i + 1])[0]
+                    following += tree.draw(node, of_level[level])
+                frontier = following
 
     def logits(self, states: Tensor) -> Tensor:
         """[K, n, V_d] of states [n, D]."""

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, TokenTree, is_large
 from foretoken.drafters.base import BuildContext, Drafter, Traits, share_of_bytes
 from foretoken.drafters.drawing import best, distribution_of, draw_each, draw_iid, draw_without_replacement, ranked
+from foretoken.drafters.drawn_tree import places_of
 from foretoken.drafters.dynamic import MOST_NODES, DynamicTree, is_dynamic
 from foretoken.drafters.growing import Growing, asks_for_confidence, check_growth, ends_path, follow, readable, widened
 from foretoken.drafters.levels import choose_together
@@ -29,11 +29,9 @@ from foretoken.models.draft_head import DraftHead
 from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.models.window import Window
 from foretoken.sampling import fixed_tokens
-from foretoken.trees.base import Shape
 from foretoken.trees.counts import Levels, Places, Ranks
 from foretoken.trees.expansion import parse_widths as parse_widths
-from foretoken.trees.shapes import Choice, read_tree
-from foretoken.trees.specs import build_tree, dynamic_trees, static_trees
+from foretoken.trees.shapes import Choice
 
 Draw = Literal["iid", "without_replacement", "greedy"]
 
@@ -380,21 +378,3 @@ class ModelDrafter(Drafter):
 
 
 _ONE_BY_ONE = ("_expand", "_add_children", "_candidates")
-
-
-def places_of(tree: str, name: str) -> Places:
-    """The static tree that an option ``tree`` asks for: child counts per level, a file, or a spec.
-
-    Raises:
-        ValueError: none of these, or a file of another drafter; the message lists the choices.
-    """
-    if tree[:1].isdigit() and not set(tree.lower()) - set("0123456789x"):
-        return Levels(parse_widths(tree))
-    if tree.partition(",")[0] in static_trees():
-        return Ranks(build_tree(tree, Shape).choices())
-    if tree.endswith(".json") or Path(tree).expanduser().is_file():
-        return Ranks(read_tree(tree, name))
-    raise ValueError(
-        f"tree={tree!r} must be positive child counts per level, for example 3x2x1, a file of `foretoken tune tree`, "
-        f"or one of {', '.join([*static_trees(), *dynamic_trees()])} with its options"
-    )
