@@ -105,18 +105,22 @@ def main() -> None:
     target, tokenizer = load_model("builtin", dtype=args.dtype), load_tokenizer("builtin")
     rows = []
     for temperature in args.temperatures:
-        plain = Arm("plain", assemble(target, None, "auto", "auto", tokenizer))
-        arms = [plain, *(a for name in args.drafters.split(",") for a in arms_of(name, target, tokenizer, args.nodes))]
-        for arm in arms:  # first calls are slower
-            arm.llm.generate(CODE[0], max_new_tokens=8, temperature=temperature)
         options = {"max_new_tokens": args.new_tokens, "temperature": temperature, "ignore_eos": True}
-        serve_all(arms, args.prompts, options)
-        for arm in arms[1:]:
-            for kind in KINDS:
-                row = {"temperature": temperature, **arm.row(kind, plain)}
-                rows.append(row)
-                found = f"{row['tokens_a_round']:.2f} tokens a round of {row['nodes_a_round']} nodes"
-                print(f"T={temperature} {row['arm']:22} {kind:6} {found}, {row['over_plain']:.2f} of plain", flush=True)
+        for name in args.drafters.split(","):
+            plain = Arm("plain", assemble(target, None, "auto", "auto", tokenizer))
+            arms = [plain, *arms_of(name, target, tokenizer, args.nodes)]
+            for arm in arms:  # first calls are slower
+                arm.llm.generate(CODE[0], max_new_tokens=8, temperature=temperature)
+            serve_all(arms, args.prompts, options)
+            for arm in arms[1:]:
+                for kind in KINDS:
+                    row = {"temperature": temperature, **arm.row(kind, plain)}
+                    rows.append(row)
+                    found = f"{row['tokens_a_round']:.2f} tokens a round of {row['nodes_a_round']} nodes"
+                    print(
+                        f"T={temperature} {row['arm']:22} {kind:6} {found}, {row['over_plain']:.2f} of plain",
+                        flush=True,
+                    )
     if args.json:
         args.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
 

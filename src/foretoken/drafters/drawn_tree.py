@@ -132,7 +132,7 @@ class DrawnTree:
             self.places.append((*self.places[node], rank))
         # A stop may only suppress what comes after a token: the token itself stays in the draft.
         children = range(first, len(self.tokens))
-        return [child for child in children if self.width(child) and not self._ends(child, distribution)]
+        return [child for child in children if not self._ends(child, distribution) and self.width(child)]
 
     def _ends(self, node: int, distribution: Tensor) -> bool:
         confident = asks_for_confidence(self.budget)
