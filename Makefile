@@ -9,6 +9,8 @@ STAMP  := $(VENV)/.installed
 CODE   := src tests benchmarks examples docs/*.py
 # A CPU build of torch is enough and small; set TORCH to another requirement (or to a local file) for a GPU.
 TORCH  ?= torch==2.13.0
+# llama.cpp compiled with AMX ends the process with an illegal instruction (its pull request 26954).
+NO_AMX := $(shell grep -qs amx_tile /proc/cpuinfo && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 # Which of how many parts of the slow tests `make test-slow` runs: PART=1/2 and PART=2/2 have run each of them once.
 PART   ?= 1/1
 
@@ -46,7 +48,7 @@ test-slow: $(STAMP) ## the other tests: all cells of the matrices, training, oth
 test-all: test test-slow ## the whole test suite
 
 gguf: $(STAMP) ## install what GGUF files need (compiles llama.cpp: about ten minutes on one core)
-	$(BIN)/pip install --editable ".[gguf]"
+	CFLAGS="$$CFLAGS $(NO_AMX)" CXXFLAGS="$$CXXFLAGS $(NO_AMX)" $(BIN)/pip install --editable ".[gguf]"
 
 check: $(STAMP) ## formatting, linting, types
 	$(BIN)/ruff format --check $(CODE)

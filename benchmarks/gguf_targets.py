@@ -37,7 +37,7 @@ from foretoken.bench.serving import Shared
 from foretoken.llm import Llm
 from foretoken.loading import load_model, load_tokenizer
 from foretoken.measure.prompts import BenchPrompt
-from foretoken.models.llama_cpp_model import LlamaCppModel
+from foretoken.models.other.llama_cpp_model import LlamaCppModel
 
 ARMS = (
     "ngram",

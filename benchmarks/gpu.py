@@ -28,8 +28,8 @@ from foretoken.bench.arms import Arm, ArmContext, ArmRun, make_arm
 from foretoken.bench.inflate import inflation, load_inflated
 from foretoken.bench.transformers_arms import TransformersArm
 from foretoken.loading import load_tokenizer, parse_device
-from foretoken.models.capture import Eager
-from foretoken.models.graphs import with_graphs
+from foretoken.models.forward.capture import Eager
+from foretoken.models.forward.graphed import with_graphs
 
 PLAIN = "plain, eager"
 PROMPT_TOKENS = 48

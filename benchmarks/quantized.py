@@ -24,7 +24,7 @@ import foretoken as ft
 from foretoken.engine.stats import SpecStats
 from foretoken.loading import load_model, load_tokenizer
 from foretoken.models.base import Feed, LanguageModel
-from foretoken.models.second_weights import OwnWeightsModel
+from foretoken.models.variants.second_weights import OwnWeightsModel
 
 ARMS = (
     "quantized,bits=8,k=3",

@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True, scope="session")
 def checks_of_this_run(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Results of checks of fast paths are not kept in the user's folder, nor read from there."""
-    from foretoken.models import checks
+    from foretoken.models.checks import fast_paths as checks
 
     folder = tmp_path_factory.mktemp("checks")
     checks.cache_folder = lambda: folder  # type: ignore[assignment]

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from foretoken.models import masks
+from foretoken.models.cache import masks
 
 CUDA = torch.device("cuda", 0)
 KIND = "cuda"

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from fake_cuda import READS, FakeCuda, _is_cuda, fake_cuda
-from foretoken.models.capture import Run
+from foretoken.models.forward.capture import Run
 
 
 class Recording(TorchDispatchMode):
@@ -54,7 +54,7 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 class Recordings:
-    """A :class:`foretoken.models.capture.Recorder` that works on any device.
+    """A :class:`foretoken.models.forward.capture.Recorder` that works on any device.
 
     Attributes:
         recordings: all that were made.

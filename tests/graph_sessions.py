@@ -10,8 +10,8 @@ import torch
 
 from fake_graphs import Recordings
 from foretoken.models.base import Feed, SequenceState
-from foretoken.models.capture import Recorder
-from foretoken.models.graphs import with_graphs
+from foretoken.models.forward.capture import Recorder
+from foretoken.models.forward.graphed import with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 
 

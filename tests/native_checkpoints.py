@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foretoken.models.native_mtp import NEXTN, QWEN, NativeModule
+from foretoken.models.forward.heads.mtp import NEXTN, QWEN, NativeModule
 
 VOCAB, SIZE = 61, 32
 COMMON = {

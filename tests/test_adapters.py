@@ -19,8 +19,8 @@ import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.loading import LoadError, load_model, load_tokenizer
 from foretoken.loading.adapters import save_adapter
-from foretoken.models.low_rank import linear_layers
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.network.low_rank import linear_layers
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PROMPT = [5, 9, 2, 7, 5, 9, 2]

@@ -27,7 +27,7 @@ from foretoken.loading import (
 )
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.registry import Row, rows
 from native_checkpoints import save_family
 from toys import llama

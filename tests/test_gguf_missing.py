@@ -11,7 +11,7 @@ import pytest
 import foretoken as ft
 from foretoken.loading import LoadError
 from foretoken.loading.gguf import is_gguf
-from foretoken.models import llama_cpp
+from foretoken.models.other import llama_cpp
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from transformers import (
 import foretoken as ft
 from foretoken.loading import LoadError, load_model
 from foretoken.models.base import CapabilityError
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from models.checkpoints import new_model, prompt_of
 
 PROMPT = prompt_of(9)

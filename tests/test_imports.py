@@ -82,6 +82,19 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Package -> what it may import besides itself."""
 
+INSIDE_MODELS: dict[str, set[str]] = {
+    "cache": {"base"},
+    "network": {"base", "cache"},
+    "native": {"linear"},
+    "linear": {"base", "native", "network"},
+    "checks": {"base", "cache", "linear", "network"},
+    "gguf": {"checks", "linear", "native"},
+    "forward": {"base", "cache", "checks", "clock", "huggingface", "linear", "native", "network"},
+    "variants": {"base", "cache", "forward", "huggingface", "linear", "network"},
+    "other": {"base", "gguf", "huggingface"},
+}
+"""Folder of ``models/`` -> what of ``models/`` it may import besides itself."""
+
 TRANSFORMERS_INSIDES = ("transformers.cache_utils", "transformers.masking_utils", "transformers.modeling_")
 
 
@@ -99,6 +112,12 @@ class Import:
         """The package (or single module) below ``foretoken`` that holds the file."""
         parts = self.file.relative_to(ROOT).parts
         return parts[0] if len(parts) > 1 else self.file.stem
+
+    @property
+    def folder(self) -> str | None:
+        """The folder of ``models/`` that holds the file, if one does."""
+        parts = self.file.relative_to(ROOT).parts
+        return parts[1] if parts[0] == "models" and len(parts) > 2 else None
 
     @property
     def inside(self) -> str | None:
@@ -131,7 +150,10 @@ def objection(found: Import) -> str | None:
     package, inside = found.package, found.inside
     if inside is None:
         return outside_objection(found)
-    wanted = inside.split(".")[0]
+    wanted, *below = inside.split(".")
+    folder = found.folder
+    if wanted == "models" and below and folder and below[0] not in {folder, *INSIDE_MODELS[folder]}:
+        return f"models/{folder} must not import foretoken.{inside}"
     if wanted in {"", package} or wanted in MAY_IMPORT[package]:
         return None
     return f"{package} must not import foretoken.{inside}"
@@ -162,6 +184,46 @@ def test_imports_follow_the_layers() -> None:
 
 def test_every_package_has_a_rule() -> None:
     assert {found.package for file in FILES for found in imports_of(file)} <= set(MAY_IMPORT)
+    assert {file.parent.name for file in ROOT.glob("models/*/__init__.py")} == set(INSIDE_MODELS)
+
+
+def files_of(found: Import, known: set[Path]) -> Iterator[Path]:
+    """The files that an import of ours runs, packages above them left out."""
+    for name in found.names or ("",):
+        place = ROOT.parent.joinpath(*found.module.split("."))
+        candidates = (
+            place / f"{name}.py",
+            place / name / "__init__.py",
+            place.with_suffix(".py"),
+            place / "__init__.py",
+        )
+        yield from [file for file in candidates if file in known][:1]
+
+
+def cycle_of(imports: dict[Path, set[Path]]) -> list[Path]:
+    """Files that import each other in a circle; empty where none do."""
+    left = {file: set(wanted) for file, wanted in imports.items()}
+    while leaves := [file for file, wanted in left.items() if not wanted & left.keys()]:
+        for file in leaves:
+            del left[file]
+    return sorted(left)
+
+
+def models_imports() -> dict[Path, set[Path]]:
+    known = {file for file in FILES if file.is_relative_to(ROOT / "models")}
+    return {file: {other for found in imports_of(file) for other in files_of(found, known)} - {file} for file in known}
+
+
+def test_no_files_of_models_import_each_other_in_a_circle() -> None:
+    assert cycle_of(models_imports()) == []
+
+
+def test_a_circle_is_seen() -> None:
+    imports = models_imports()
+    base, linear = ROOT / "models/base.py", ROOT / "models/linear/packing.py"
+    (found,) = imports_of(linear, "def f():\n    from foretoken.models.base import Rows")
+    imports[linear] |= set(files_of(found, set(imports)))
+    assert {base, linear} <= set(cycle_of(imports))
 
 
 @pytest.mark.parametrize(
@@ -192,6 +254,11 @@ def test_every_package_has_a_rule() -> None:
         ("engine/x.py", "from foretoken.cli.main import main", "must not import foretoken.cli"),
         ("bench/x.py", "def f():\n    import foretoken.server.app", "must not import foretoken.server.app"),
         ("core/x.py", "from foretoken.sampling import Sampler", "must not import foretoken.sampling"),
+        (
+            "models/cache/x.py",
+            "def f():\n    from foretoken.models.forward.lean import LeanForward",
+            "models/cache must not import foretoken.models.forward",
+        ),
     ],
 )
 def test_wrong_imports_are_seen(place: str, source: str, words: str) -> None:

@@ -21,8 +21,8 @@ from foretoken.engine.stopping import Detokenizer  # noqa: E402
 from foretoken.llm import Llm  # noqa: E402
 from foretoken.loading import LoadError, load_model, load_tokenizer  # noqa: E402
 from foretoken.models.base import CapabilityError  # noqa: E402
-from foretoken.models.llama_cpp_model import LlamaCppModel  # noqa: E402
-from foretoken.models.llama_cpp_tokenizer import LlamaCppTokenizer  # noqa: E402
+from foretoken.models.other.llama_cpp_model import LlamaCppModel  # noqa: E402
+from foretoken.models.other.llama_cpp_tokenizer import LlamaCppTokenizer  # noqa: E402
 
 PROMPTS = ["def fib(n):\n    a, b = 0, 1\n", "The old house", "import os\nimport re\n\nimport os\n"]
 TEXTS = [

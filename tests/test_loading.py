@@ -23,7 +23,7 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.loading import LoadError, load_model, load_tokenizer, parse_dtype
 from foretoken.loading.checkpoints import cause_of
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 
 WORDS = ["zero", "one", "two", "three", "four", "five"]
 

@@ -10,7 +10,7 @@ import torch
 
 import foretoken as ft
 from fake_cuda import fake_mps
-from foretoken.models.self_test import relative
+from foretoken.models.checks.self_test import relative
 
 OPTIONS = {"max_new_tokens": 8, "ignore_eos": True}
 

@@ -17,13 +17,13 @@ from foretoken.drafters.quantized import QuantizedDrafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
 from foretoken.loading.checkpoints import LoadError
-from foretoken.models import quantised_linear
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.quantised import make_product, multiplies_bytes
-from foretoken.models.quantised_linear import QuantisedLinear, SideBySide, quantise_linears
-from foretoken.models.quantised_products import Int8Product, IntegerProduct
-from foretoken.models.quantised_weights import Int8Weight
+from foretoken.models.linear import quantised_linear
+from foretoken.models.linear.quantised import make_product, multiplies_bytes
+from foretoken.models.linear.quantised_linear import QuantisedLinear, SideBySide, quantise_linears
+from foretoken.models.linear.quantised_products import Int8Product, IntegerProduct
+from foretoken.models.linear.quantised_weights import Int8Weight
 from foretoken.sampling import SamplingParams
 from models.checkpoints import new_model, prompt_of
 from toys import engine, outputs

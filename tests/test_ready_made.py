@@ -18,9 +18,9 @@ import foretoken as ft
 from foretoken.drafters.quantized import QuantizedDrafter
 from foretoken.loading.adapters import merge_adapter, read_adapter, save_adapter
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.inflation import inflate
-from foretoken.models.packing import PackedLinear, check_packable, pack_linears, unpack_linears
-from foretoken.models.quantised_linear import quantise_linears
+from foretoken.models.linear.packing import PackedLinear, check_packable, pack_linears, unpack_linears
+from foretoken.models.linear.quantised_linear import quantise_linears
+from foretoken.models.variants.inflation import inflate
 from models.checkpoints import new_model, prompt_of
 
 PROMPT = prompt_of(9)
@@ -65,7 +65,7 @@ def test_it_runs_on_the_public_forward_and_drafts_change_nothing(name: str) -> N
 
 
 def test_packing_leaves_such_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.models.packing.fastest_layout", lambda dtype, shapes, names: names[-1])
+    monkeypatch.setattr("foretoken.models.linear.packing.fastest_layout", lambda dtype, shapes, names: names[-1])
     network = ready_made(tie_word_embeddings=False).bfloat16()
     before = network.model.layers[0].mlp.up_proj
     check_packable(network)
@@ -101,7 +101,7 @@ def test_what_needs_the_full_weights_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pack", [True, False])
 def test_layers_that_share_a_weight(pack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their outputs stay, packed or quantised; a weight that an embedding reads is left where it is."""
-    monkeypatch.setattr("foretoken.models.packing.fastest_layout", lambda dtype, shapes, names: names[-1])
+    monkeypatch.setattr("foretoken.models.linear.packing.fastest_layout", lambda dtype, shapes, names: names[-1])
 
     def sharing() -> Any:
         network = new_model("llama", hidden_size=64, tie_word_embeddings=True)

@@ -22,7 +22,7 @@ from transformers import (
 
 from foretoken.core import NonFiniteLogitsError
 from foretoken.engine.request import Request
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from toys import engine, fixed_tables, outputs
 

@@ -22,7 +22,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import Feed, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.verifiers.base import Verifier
 

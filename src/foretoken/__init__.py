@@ -51,7 +51,7 @@ _HOMES = {
     "Controller": "foretoken.controllers.base",
     "LanguageModel": "foretoken.models.base",
     "CapabilityError": "foretoken.models.base",
-    "TableModel": "foretoken.models.table",
+    "TableModel": "foretoken.models.other.table",
 }
 
 __all__ = ["__version__", "methods", *_HOMES]

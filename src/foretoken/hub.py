@@ -26,8 +26,8 @@ from foretoken.hub_inputs import caller_of_generate, check_supported
 from foretoken.hub_params import params_of
 from foretoken.llm import Llm, load
 from foretoken.loading import load_tokenizer
-from foretoken.models.alone import lock_of
-from foretoken.models.watch import Watch
+from foretoken.models.network.alone import lock_of
+from foretoken.models.network.watch import Watch
 from foretoken.verifiers.base import Verifier
 
 if TYPE_CHECKING:

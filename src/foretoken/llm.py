@@ -37,7 +37,7 @@ from foretoken.loading.memory import told_when_full
 from foretoken.measure.calibration import calibrated
 from foretoken.measure.profile import costs_for
 from foretoken.models.base import LanguageModel
-from foretoken.models.graphs import with_graphs
+from foretoken.models.forward.graphed import with_graphs
 from foretoken.options import BatchOptions, Options, Prompt, beside, encode, make_request
 from foretoken.prompts import prompts_of
 from foretoken.registry import make
@@ -296,14 +296,15 @@ def load(
         quantize: ``"int8"`` or ``"int4"`` (``"int8-a8"``, ``"int4-a8"``: with activations of 8 bits): quantise the
             weights of a target that is loaded, on the CPU.  A quantised target has a distribution of its own, which
             speculation keeps.
-        graphs: run the target and its draft model as CUDA graphs (:mod:`foretoken.models.graphs`): ``"auto"`` where
-            they are on a CUDA device and a check at load passes, ``True`` (an error where that cannot be), ``False``.
+        graphs: run the target and its draft model as CUDA graphs (:mod:`foretoken.models.forward.graphed`): ``"auto"``
+            where they are on a CUDA device and a check at load passes, ``True`` (an error where that cannot be),
+            ``False``.
         prefix_cache: keep finished texts (their keys and values, at most 64 MiB), so that the next turn of a
             conversation reads only what is new.
         known: draft what a grammar forces and what a caller predicts, whatever the drafter is
             (``docs/methods/known.md``); a server does.
         tensor_parallel: processes of this machine (CUDA: devices) that the target is split over
-            (:mod:`foretoken.models.parallel`), for drafters that do not want its layers.
+            (:mod:`foretoken.models.other.parallel`), for drafters that do not want its layers.
         generation_config: ``"auto"``: sampling options that a request leaves out are those of the model's
             ``generation_config.json``, where it has some (``llm.defaults``); ``None``: greedy and without limits.
         backend: what runs a GGUF file: ``"auto"`` (our own reader where it covers the file, else llama.cpp),

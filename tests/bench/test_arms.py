@@ -11,9 +11,9 @@ import torch
 from foretoken.bench.arms import ArmContext, ArmRun, is_foreign, make_arm, unpacked
 from foretoken.bench.transformers_arms import RoundClock, run_of
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.layouts import usable_layouts
-from foretoken.models.packing import PackedLinear, Packing, pack_linears
-from foretoken.models.table import TableModel
+from foretoken.models.linear.layouts import usable_layouts
+from foretoken.models.linear.packing import PackedLinear, Packing, pack_linears
+from foretoken.models.other.table import TableModel
 from toys import llama
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 1, 4]

@@ -24,7 +24,7 @@ from foretoken.core.noise import Noise
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from toys import MarkovTable, llamas, tables
 
 PROMPTS = {"a": [[1, 2, 3, 1, 2], [3, 1, 3, 1, 3]], "b": [[2, 2, 1]]}

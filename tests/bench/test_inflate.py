@@ -15,12 +15,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 import foretoken as ft
 from foretoken.bench.inflate import inflate, inflation, load_inflated, target_name
 from foretoken.models.base import Feed
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.inflated import InflatedModel
-from foretoken.models.inflation import Shape, big_config, layer_ends, parse_size, shape_for
-from foretoken.models.layers import LayerPlan
-from foretoken.models.packing import PackedLinear, weight_bytes
-from foretoken.models.parts import TargetParts
+from foretoken.models.linear.packing import PackedLinear, weight_bytes
+from foretoken.models.network.layers import LayerPlan
+from foretoken.models.variants.inflated import InflatedModel
+from foretoken.models.variants.inflation import Shape, big_config, layer_ends, parse_size, shape_for
 from toys import llama
 
 SHAPE = Shape(small=16, copies=3, halvings=1, layers=7, units=40)
@@ -185,7 +185,7 @@ def test_other_architectures_are_refused() -> None:
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.models.inflation.available_bytes", lambda: 10_000)
+    monkeypatch.setattr("foretoken.models.variants.inflation.available_bytes", lambda: 10_000)
     with pytest.raises(ValueError, match="GiB are free"):
         inflate(llama(), SHAPE)
 

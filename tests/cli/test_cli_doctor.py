@@ -12,7 +12,7 @@ from foretoken.loading import load_model
 from foretoken.measure.machine import recommendations, scoring_costs
 from foretoken.models.base import Refusal
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 
 
 def test_json(run: Any, target: str, draft: str) -> None:

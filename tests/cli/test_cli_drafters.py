@@ -14,7 +14,7 @@ import foretoken.registry as registry
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.drafters.nets.store import save_drafter
 from foretoken.loading import load_model
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.registry import rows
 from foretoken.training.corpus import train_tokenizer
 

@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 
 from foretoken.core import Rng, TokenTree
 from foretoken.drafters.model import ModelDrafter
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.parity.difference import Difference, first_difference, next_logits, tie_tolerance
 from foretoken.parity.run import Settings, read_prompts, run_parity
 from foretoken.parity.statistics import chi_square_p, uniform_place, uniformity_p

@@ -13,7 +13,7 @@ import torch
 from tiny_models import save_model
 
 from foretoken.measure.machine import versions
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.parity.certificate import KIND, Certificate, digest_of, machine_here
 from foretoken.parity.report import Check, Report, Settings
 from foretoken.parity.verification import compare

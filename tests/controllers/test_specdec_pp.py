@@ -24,8 +24,8 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.router import RouterDrafter
 from foretoken.engine.request import Request
 from foretoken.loading import ZOO, build_controller, load_model
+from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import Fingerprint, TargetParts
 from foretoken.sampling import Sampler, SamplingParams
 from toys import FALSE_ALARM, engine, joint_distribution, llama, llamas, outputs, sampled_p_value, tables
 

@@ -14,8 +14,8 @@ import foretoken as ft
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed
-from foretoken.models.capture import CudaGraphs
-from foretoken.models.graphs import follow, with_graphs
+from foretoken.models.forward.capture import CudaGraphs
+from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
 from graph_sessions import Pair, any_session, growing_session

@@ -16,7 +16,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.request import Request
 from foretoken.models.base import LanguageModel
-from foretoken.models.graphs import follow, with_graphs
+from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
 from foretoken.verifiers.compatibility import verifiers_for

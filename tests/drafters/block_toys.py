@@ -15,8 +15,8 @@ from foretoken.drafters.blocks import BlockDrafter
 from foretoken.drafters.nets.block import BlockNet
 from foretoken.drafters.nets.decoder import LayerConfig
 from foretoken.models.base import LanguageModel
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
 from foretoken.sampling import Sampler, SamplingParams
 from toys import llama
 

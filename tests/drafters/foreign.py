@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foretoken.drafters.vocabulary import Vocabulary
 from foretoken.loading import ZOO, load_tokenizer
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 
 TEXT = (
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) + fibonacci(n - 2)\n\n"

@@ -24,8 +24,8 @@ from foretoken.drafters.nets.store import save_drafter
 from foretoken.engine.request import Request, Running
 from foretoken.loading import load_model
 from foretoken.models.base import Feed
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
 from foretoken.registry import make
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes.base import Batch

@@ -29,7 +29,7 @@ from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.models.base import LanguageModel
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.registry import rows
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.verifiers.compatibility import inner_rule

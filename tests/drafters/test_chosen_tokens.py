@@ -18,10 +18,10 @@ from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
 from foretoken.loading.drafters import LoadingContext
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
-from foretoken.models.draft_head import DraftHead
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
-from foretoken.models.quantised_products import QuantisedProduct
+from foretoken.models.linear.quantised_products import QuantisedProduct
 from foretoken.sampling import SamplingParams
 from models.checkpoints import VOCAB, new_model, prompt_of
 from toys import engine, outputs, tables

@@ -55,10 +55,10 @@ from foretoken.drafters.vocabulary import Vocabulary
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed, LanguageModel, Rows
-from foretoken.models.features import FeatureModel
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.trees.base import Candidates
 from foretoken.verifiers.compatibility import inner_rule

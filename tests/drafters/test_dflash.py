@@ -21,7 +21,7 @@ from foretoken.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.drafters.nets.block_model import BlockModel
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.sampling import SamplingParams
 from foretoken.trees.lattice import Place, lattice
 from toys import engine, serve

@@ -16,7 +16,7 @@ from foretoken.core import Budget
 from foretoken.drafters.dflash import DflashDrafter
 from foretoken.drafters.dflash2 import Dflash2Drafter
 from foretoken.drafters.nets.dflash2 import Dflash2Config, Dflash2Net, DynamicConv
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.sampling import SamplingParams
 
 

@@ -20,8 +20,8 @@ from foretoken.drafters.medusa import MedusaDrafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.loading.drafters import LoadingContext
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import TargetParts
 from foretoken.sampling import SamplingParams
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch, frequent_tokens

@@ -23,7 +23,7 @@ from foretoken.drafters.medusa import MedusaDrafter
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.engine.request import Request
 from foretoken.models.base import LanguageModel
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.trees.counts import Levels, Ranks
 from toys import engine, llamas, outputs, serve

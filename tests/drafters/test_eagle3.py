@@ -17,9 +17,9 @@ from foretoken.drafters.nets.decoder import LayerConfig
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net, default_layers
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed
-from foretoken.models.features import FeatureModel
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.eagle import EagleRecipe

@@ -15,7 +15,7 @@ from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.taps import decoder_layers
+from foretoken.models.network.taps import decoder_layers
 from foretoken.sampling import SamplingParams
 from models.checkpoints import new_model, prompt_of
 from toys import engine, outputs, serve, tables

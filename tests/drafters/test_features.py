@@ -20,9 +20,9 @@ from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
 from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed
-from foretoken.models.features import FeatureModel
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
 from foretoken.sampling import Sampler, SamplingParams
 from toys import engine, llama, llamas, serve
 

@@ -21,8 +21,8 @@ from foretoken.drafters.nets.store import save_drafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.models.base import Feed
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch, Recipe

@@ -13,7 +13,7 @@ from foretoken.controllers.constant import ConstantController
 from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.jacobi import JacobiDrafter
 from foretoken.engine.request import Request
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import SamplingParams
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.point import PointVerifier

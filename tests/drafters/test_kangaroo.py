@@ -26,11 +26,11 @@ from foretoken.drafters.router import RouterDrafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.models.base import CapabilityError, Feed, Rows
-from foretoken.models.features import FeatureModel
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.layers import LayerPlan
-from foretoken.models.parts import TargetParts
-from foretoken.models.taps import decoder_layers
+from foretoken.models.network.layers import LayerPlan
+from foretoken.models.network.taps import decoder_layers
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes.kangaroo import KangarooRecipe
 from models.checkpoints import new_model, prompt_of

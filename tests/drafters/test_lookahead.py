@@ -21,9 +21,9 @@ from foretoken.drafters.lookahead import LookaheadDrafter, NgramPool, _Lookahead
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.models.base import LanguageModel
+from foretoken.models.cache.masks import ancestor_matrix
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.masks import ancestor_matrix
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.trees.operations import first_nodes
 from foretoken.verifiers.compatibility import right_verifiers

@@ -16,8 +16,8 @@ from foretoken.drafters.medusa import MedusaDrafter
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.drafters.nets.store import load_weights, read_description, save_drafter
 from foretoken.models.base import CapabilityError, Feed
-from foretoken.models.parts import TargetParts
-from foretoken.models.table import TableModel
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from toys import llamas
 

@@ -12,10 +12,10 @@ from torch import Tensor
 import foretoken as ft
 from foretoken.loading import load_model, read_head
 from foretoken.models.base import Feed
-from foretoken.models.features import FeatureModel
-from foretoken.models.native_mtp import NativeModule, native_module
-from foretoken.models.parts import TargetParts
-from foretoken.models.stacked import StackedModel, StackedModules
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.heads.mtp import NativeModule, native_module
+from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
+from foretoken.models.forward.parts import TargetParts
 from native_checkpoints import (
     FAMILIES,
     SIZE,

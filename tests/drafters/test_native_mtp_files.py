@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import foretoken as ft
 from foretoken.drafters.mtp import MtpDrafter
 from foretoken.loading import LoadError, load_model, load_tokenizer, read_head
-from foretoken.models.native_mtp import fused, native_module
+from foretoken.models.forward.heads.mtp import fused, native_module
 from native_checkpoints import (
     SIZE,
     VOCAB,

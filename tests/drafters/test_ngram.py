@@ -88,7 +88,7 @@ def test_requests_have_indices_of_their_own() -> None:
 def test_repetition_is_drafted() -> None:
     """A model that repeats one block: after the prompt all is copied."""
     target, _ = tables()
-    from foretoken.models.table import TableModel
+    from foretoken.models.other.table import TableModel
 
     cycle = [0, 1, 2, 3]
     target = TableModel(lambda prefix: [float(token == cycle[len(prefix) % 4]) for token in range(4)], 4)

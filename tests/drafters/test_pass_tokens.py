@@ -20,9 +20,9 @@ from foretoken.drafters.recycling import RecyclingDrafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.pass_tokens import PassTokensRecipe

@@ -14,9 +14,10 @@ from foretoken.drafters import features, heads, pass_tokens
 from foretoken.drafters.pass_tokens import paying_shape
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
-from foretoken.models import call_costs, remembered
+from foretoken.models import call_costs
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
+from foretoken.models.checks import remembered
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.training.recipes.kangaroo import KangarooRecipe
 from foretoken.trees.cost_aware import paying_count

@@ -20,9 +20,9 @@ from foretoken.drafters.nets.specdec_pp import StopHead, StopHeadConfig
 from foretoken.drafters.nets.store import save_drafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
+from foretoken.models.forward.parts import QuantisedTargetWarning, TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import QuantisedTargetWarning, TargetParts
-from foretoken.models.quantised_linear import quantise_linears
+from foretoken.models.linear.quantised_linear import quantise_linears
 from foretoken.sampling import SamplingParams
 from toys import engine, llama, outputs
 

@@ -21,21 +21,21 @@ from foretoken.drafters.sparse_kv import SparseKvDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
-from foretoken.models import second_weights
 from foretoken.models.base import CapabilityError, Feed
-from foretoken.models.call import Call
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.layers import LayerPlan
-from foretoken.models.packing import pack_linears
-from foretoken.models.quantised import multiplies_bytes
-from foretoken.models.quantised_products import (
+from foretoken.models.linear.packing import pack_linears
+from foretoken.models.linear.quantised import multiplies_bytes
+from foretoken.models.linear.quantised_products import (
     Dequantised,
     Int4Product,
     Int8Product,
     IntegerProduct,
     QuantisedProduct,
 )
-from foretoken.models.second_weights import OwnWeightsModel, QuantisedWeights, Scheme
+from foretoken.models.network.call import Call
+from foretoken.models.network.layers import LayerPlan
+from foretoken.models.variants import second_weights
+from foretoken.models.variants.second_weights import OwnWeightsModel, QuantisedWeights, Scheme
 from foretoken.sampling import SamplingParams
 from models.checkpoints import new_model, prompt_of
 from toys import CAUGHT, FALSE_ALARM, engine, joint_distribution, llamas, outputs, sampled_p_value, serve, tables

@@ -19,7 +19,7 @@ from foretoken.drafters.vocabulary import Vocabulary
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed, SequenceState
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from toys import engine, llama, llamas, outputs, serve
 

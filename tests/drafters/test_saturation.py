@@ -12,8 +12,8 @@ from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.layers import LayerPlan
-from foretoken.models.taps import decoder_layers
+from foretoken.models.network.layers import LayerPlan
+from foretoken.models.network.taps import decoder_layers
 from foretoken.sampling import SamplingParams
 from models.checkpoints import new_model, prompt_of
 from toys import FALSE_ALARM, engine, joint_distribution, outputs, sampled_p_value

@@ -18,7 +18,7 @@ from foretoken.drafters.shared_vocab import SharedVocabDrafter
 from foretoken.drafters.vocabulary import Vocabulary
 from foretoken.engine.request import Request
 from foretoken.models.base import LanguageModel
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from toys import (
     CAUGHT,

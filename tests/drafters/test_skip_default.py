@@ -20,9 +20,9 @@ from foretoken.drafters.skip_default import (
 )
 from foretoken.drafters.skip_sets import SkipSet
 from foretoken.engine.request import Request
-from foretoken.models import remembered
+from foretoken.models.checks import remembered
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.taps import decoder_layers
+from foretoken.models.network.taps import decoder_layers
 from foretoken.sampling import SamplingParams
 from models.checkpoints import new_model, prompt_of
 from toys import engine, outputs

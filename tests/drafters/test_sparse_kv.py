@@ -17,7 +17,7 @@ from foretoken.engine.request import Request
 from foretoken.loading import build_drafter
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.sparse import SparseModel, SparseState
+from foretoken.models.variants.sparse import SparseModel, SparseState
 from foretoken.sampling import SamplingParams
 from toys import engine, llama, llamas, outputs, serve, tables
 

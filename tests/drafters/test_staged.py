@@ -15,7 +15,7 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.drafters.staged import StagedDrafter
 from foretoken.models.base import LanguageModel
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.verifiers.compatibility import inner_rule
 from toys import next_logits, tables

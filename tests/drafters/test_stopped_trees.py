@@ -24,9 +24,9 @@ from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.engine.request import Request
 from foretoken.loading import build_controller
-from foretoken.models.features import FeatureModel
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
 from foretoken.sampling import SamplingParams
 from toys import engine, llamas, outputs
 

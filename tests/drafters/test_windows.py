@@ -31,12 +31,12 @@ from foretoken.drafters.nets.mtp import MtpConfig, MtpNet
 from foretoken.engine.request import Request
 from foretoken.loading import build_drafter, load_model
 from foretoken.models.base import Feed
-from foretoken.models.cache import TreeCache
-from foretoken.models.features import FeatureModel
+from foretoken.models.cache.masks import LayerMask, unseen
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.cache.window import USUAL, Window
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.masks import LayerMask, unseen
-from foretoken.models.parts import TargetParts
-from foretoken.models.window import USUAL, Window
 from foretoken.sampling import SamplingParams
 from toys import engine, llama, llamas, outputs
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from foretoken.constraints import FiniteLanguage
 from foretoken.engine.request import Request
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import SamplingParams
 
 END, OTHER_END = 0, 6

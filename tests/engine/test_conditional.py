@@ -36,7 +36,7 @@ from foretoken.engine.request import Request
 from foretoken.llm import Llm
 from foretoken.loading.generation_defaults import GenerationDefaults
 from foretoken.models.base import Capabilities, Feed, LanguageModel, SequenceState
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.verifiers.base import Coins
 from toys import CAUGHT, FALSE_ALARM, chi_square, engine, llamas, serve, tables

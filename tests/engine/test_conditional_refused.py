@@ -11,7 +11,7 @@ from finite_languages import END, Numbers, model, request
 from foretoken.constraints import CannotGoOn, FiniteLanguage
 from foretoken.core import OptionError
 from foretoken.models.base import Capabilities
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import SamplingParams
 from toys import engine, serve
 

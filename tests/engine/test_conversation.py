@@ -14,7 +14,7 @@ from foretoken.conversation import from_sharegpt, has_template, is_messages, ren
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.background import AsyncLlm
 from foretoken.llm import Llm
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.options import encode
 
 ASK = [{"role": "system", "content": "The cat."}, {"role": "user", "content": "The dog?"}]

@@ -17,7 +17,7 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.background import AsyncLlm
 from foretoken.jobs import read_jobs, run_jobs
 from foretoken.llm import Llm
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"

@@ -19,8 +19,8 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.prefixes import SHORTEST, Kept, Prefixes, common
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel, Snapshot
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
 from foretoken.models.stateful import StatefulModel
 from foretoken.sampling import SamplingParams
 from toys import engine, llama, llamas, serve

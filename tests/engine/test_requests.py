@@ -22,7 +22,7 @@ from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.models.base import Capabilities, CapabilityError, Feed
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import SamplingParams
 from foretoken.verifiers.compatibility import right_verifiers
 from toys import engine, llamas, outputs, serve, tables

@@ -24,7 +24,7 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.request import Request
 from foretoken.llm import Llm, Output
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import SamplingParams
 from toys import engine, fixed_tables, serve
 

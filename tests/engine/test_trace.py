@@ -16,7 +16,7 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.request import Request, Running
 from foretoken.engine.trace import RoundTrace
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.registry import make
 from foretoken.sampling import Sampler, SamplingParams
 from toys import engine, outputs, serve, tables

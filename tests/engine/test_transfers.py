@@ -22,7 +22,7 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed, LanguageModel, Rows
-from foretoken.models.graphs import follow, with_graphs
+from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
 from foretoken.verifiers.block import BlockVerifier

@@ -66,12 +66,12 @@ from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.swift import SwiftDrafter
 from foretoken.drafters.vocabulary import Vocabulary
 from foretoken.models.base import LanguageModel
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.features import FeatureModel
-from foretoken.models.native_mtp import NativeModule
-from foretoken.models.parts import TargetParts
-from foretoken.models.second_weights import OwnWeightsModel, Scheme
-from foretoken.models.stacked import StackedModel, StackedModules
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.heads.mtp import NativeModule
+from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.variants.second_weights import OwnWeightsModel, Scheme
 from foretoken.training.recipes import RECIPES
 from foretoken.trees.cost_aware import CostAware
 from foretoken.trees.operations import first_nodes, from_paths

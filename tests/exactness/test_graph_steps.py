@@ -10,7 +10,7 @@ from matrix import rows
 
 from fake_graphs import Recordings
 from foretoken.engine.request import Request
-from foretoken.models.graphs import follow, with_graphs
+from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
 from toys import engine, llama, outputs

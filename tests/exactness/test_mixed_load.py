@@ -26,7 +26,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.prefixes import Prefixes
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import Snapshot
-from foretoken.models.cache import TreeCache
+from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.sampling import SamplingParams
 from toys import engine, llamas, serve

@@ -21,7 +21,7 @@ from foretoken.drafters.ngram import NgramDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import Feed, LanguageModel, Rows
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.verifiers.base import Coins, Verifier, residual, verdict_at, walk_down
 from foretoken.verifiers.coupled import CoupledVerifier

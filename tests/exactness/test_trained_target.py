@@ -19,9 +19,9 @@ from test_matrix import NEW_TOKENS, PROMPTS, each, greedy_requests
 
 from foretoken.drafters.early_exit import EarlyExitDrafter
 from foretoken.engine.request import Request
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.low_rank import add_low_rank, merge_low_rank
-from foretoken.models.parts import TargetParts
+from foretoken.models.network.low_rank import add_low_rank, merge_low_rank
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.early_exit import EarlyExitRecipe
 from toys import engine, llama, outputs, serve

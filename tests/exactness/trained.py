@@ -6,7 +6,7 @@ import torch
 
 from foretoken.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
-from foretoken.models.parts import Fingerprint, TargetParts
+from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch, Recipe
 

@@ -17,7 +17,7 @@ from engine.tiny_tokenizer import tokenizer
 from foretoken.drafters.nets.block import BlockConfig, BlockNet
 from foretoken.drafters.nets.store import save_drafter
 from foretoken.loading import load_model
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 
 TELLING, LAYERS = 2, 4
 STRENGTH = 4.0

@@ -22,7 +22,7 @@ from foretoken.formats import import_drafter
 from foretoken.formats.block_layout import default_taps
 from foretoken.loading import load_model
 from foretoken.models.base import Feed
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 
 
 def stored(folder: Path) -> BlockConfig:

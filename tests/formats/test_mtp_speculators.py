@@ -19,7 +19,7 @@ from foretoken.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.drafters.nets.store import save_drafter
 from foretoken.formats import export_drafter, import_drafter
 from foretoken.loading import load_model
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from native_checkpoints import add_tensors, published, random_module, save_family, save_target
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

@@ -22,7 +22,7 @@ from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.drafters.nets.medusa import MedusaConfig, MedusaHeads
 from foretoken.drafters.nets.store import save_drafter
 from foretoken.loading import load_model
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 
 VOCAB, SIZE, LAYERS, HEADS, KV_HEADS, FFN = 96, 32, 4, 4, 2, 48
 PROMPT = [5, 9, 2, 7, 5, 9, 2]

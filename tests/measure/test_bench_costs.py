@@ -17,7 +17,7 @@ from foretoken.measure.costs import (
     rest_of,
 )
 from foretoken.models.base import Capabilities, Feed, Rows
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 
 
 class Clocked(TableModel):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.models import checks, layouts, quantised
+from foretoken.models.checks import fast_paths as checks
+from foretoken.models.linear import layouts, quantised
 from foretoken.models.native import library
 
 HERE = [name for name in library.LEVELS if library._cpu_level((name,))]

@@ -8,7 +8,7 @@ from checkpoints import HALF, new_model, prompt_of
 
 from foretoken.models.base import Feed, Rows
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.layers import LayerPlan
+from foretoken.models.network.layers import LayerPlan
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MULTIPLIERS = {

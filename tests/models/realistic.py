@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from checkpoints import new_model
 
-from foretoken.models.lean_families import family_of, part
+from foretoken.models.forward.lean_families import family_of, part
 
 SPECIAL = 8
 """Ids below are special tokens."""

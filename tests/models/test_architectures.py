@@ -17,8 +17,8 @@ from torch import Tensor
 
 from foretoken.models import huggingface
 from foretoken.models.base import Feed, SequenceState
+from foretoken.models.cache.masks import LayerMask
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.masks import LayerMask
 
 SHORT, LONG = 5, 27
 """Prompt lengths inside one window or chunk of 8, and past three of them."""

@@ -14,7 +14,7 @@ from foretoken.core import Budget, Context, TokenTree
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.models.base import Feed
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.layouts import usable_layouts
+from foretoken.models.linear.layouts import usable_layouts
 from foretoken.trees.operations import from_paths
 
 pytestmark = pytest.mark.skipif(

@@ -15,7 +15,7 @@ import foretoken as ft
 from foretoken.drafters.model import ModelDrafter
 from foretoken.llm import Llm
 from foretoken.models import wrap
-from foretoken.models.watch import Watch
+from foretoken.models.network.watch import Watch
 from test_hub import llama
 
 PROMPT = [5, 3, 9, 5, 3, 8, 1, 4, 9, 9, 2, 7, 5, 3, 9, 11, 12, 13, 5, 3]  # long enough to be kept

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from foretoken.models import wrap
-from foretoken.models.llama_cpp_model import LlamaCppModel
-from foretoken.models.table import TableModel
+from foretoken.models.other.llama_cpp_model import LlamaCppModel
+from foretoken.models.other.table import TableModel
 from models.checkpoints import new_model
 
 

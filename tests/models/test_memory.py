@@ -11,7 +11,7 @@ from checkpoints import checkpoint, prompt_of
 
 import foretoken as ft
 from foretoken.drafters.model import ModelDrafter
-from foretoken.models.cache import CHUNK
+from foretoken.models.cache.rectangle import CHUNK
 from foretoken.models.huggingface import HuggingFaceModel
 
 

@@ -19,8 +19,8 @@ from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.engine.loop import Engine
 from foretoken.models import wrap
 from foretoken.models.base import CapabilityError, Feed
-from foretoken.models.capabilities import detect
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.capabilities import detect
 from foretoken.models.sequential import SequentialModel
 
 HALF_TURNED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}

@@ -13,9 +13,9 @@ from hybrids import HYBRIDS, hybrid, unclamped, whole_float64
 
 from foretoken.models import wrap
 from foretoken.models.base import CapabilityError, Feed, SequenceState
-from foretoken.models.delta_rule import RULES
+from foretoken.models.cache.delta_rule import RULES
+from foretoken.models.cache.state import StateCache, tensors_of
 from foretoken.models.sequential import SequentialModel
-from foretoken.models.state_cache import StateCache, tensors_of
 from foretoken.models.stateful import StatefulModel
 
 ABLE = [name for name in HYBRIDS if name not in ("mamba", "falcon_mamba", "jamba", "lfm2")]
@@ -264,7 +264,7 @@ def test_every_recurrent_layer_must_report(qwen: Any, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("fault", ["a token less", "no copy", "convolution not cropped", "keys not cropped"])
 def test_planted_faults_of_capture_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import foretoken.models.state_cache as place
+    import foretoken.models.cache.state as place
 
     honest = place.replay
     if fault == "a token less":
@@ -311,7 +311,7 @@ def no_restore(self: StateCache) -> None:
 
 def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
     """Break the rollback in one place."""
-    import foretoken.models.state_cache as place
+    import foretoken.models.cache.state as place
 
     honest = place.states_of
     if fault == "snapshot without a copy":

@@ -18,7 +18,7 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
 from foretoken.loading import check_vocabularies
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import SamplingParams
 
 NARROW, WIDE = 100, 112

@@ -10,10 +10,10 @@ from families import model_of
 from torch import Tensor
 
 from foretoken.models.base import CapabilityError, Feed
-from foretoken.models.cache import TreeCache
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.cache.window import Window
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.native import library
-from foretoken.models.window import Window
 from toys import llama, tables
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]
@@ -25,7 +25,7 @@ def model(forward: str, monkeypatch: pytest.MonkeyPatch) -> HuggingFaceModel:
     if forward == "native":
         if library.why_not() is not None:
             pytest.skip(str(library.why_not()))
-        monkeypatch.setattr("foretoken.models.packing.fastest_layout", lambda *_: "native")
+        monkeypatch.setattr("foretoken.models.linear.packing.fastest_layout", lambda *_: "native")
         found = HuggingFaceModel(model_of("llama", hidden_size=96, intermediate_size=160, head_dim=32).bfloat16())
     else:
         found = HuggingFaceModel(llama(32), lean=forward == "lean")

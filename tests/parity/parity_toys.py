@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.core import Budget, Context, Kind, Rng, TokenTree
 from foretoken.drafters.base import Drafter, Traits
 from foretoken.models.base import Feed, LanguageModel, Rows
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.parity.report import Report, Settings
 from foretoken.parity.run import run_parity
 from foretoken.verifiers.base import draw

@@ -17,7 +17,7 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Request
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.parity import distribution as parity_distribution
 from foretoken.parity.checks import Reference
 from foretoken.parity.difference import first_difference

@@ -14,7 +14,7 @@ from test_lifecycle import refused
 
 from foretoken.llm import Llm
 from foretoken.models.base import Refusal
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.server.config import Settings, settings_from
 from foretoken.server.serving import Serving
 

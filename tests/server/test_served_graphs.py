@@ -14,7 +14,7 @@ import foretoken as ft
 from fake_graphs import Recordings
 from foretoken.drafters.model import ModelDrafter
 from foretoken.llm import Llm
-from foretoken.models.graphs import follow, with_graphs
+from foretoken.models.forward.graphed import follow, with_graphs
 from foretoken.server.config import Settings
 from foretoken.server.serving import Serving
 

@@ -11,8 +11,8 @@ from foretoken.controllers.constant import ConstantController
 from foretoken.drafters.nets.block_model import BlockModel
 from foretoken.engine.request import Request
 from foretoken.models.base import Feed
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parts import TargetParts
 from foretoken.sampling import SamplingParams
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch

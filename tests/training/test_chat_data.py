@@ -18,7 +18,7 @@ from foretoken.cli.main import main
 from foretoken.cli.train_drafter import seen
 from foretoken.llm import load
 from foretoken.loading import load_model
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.training.answers import AnswerConfig, AnswerFile, read_questions
 from foretoken.training.chat import ChatBlocks, chat_pieces
 from foretoken.training.corpus import build_corpus

@@ -9,7 +9,7 @@ import torch
 
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.training.lm import LmConfig, build_model
 from foretoken.training.recipes.early_exit import (
     EarlyExitRecipe,

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import foretoken as ft
 from foretoken.cli.main import main
 from foretoken.loading import build_drafter, load_model
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.registry import rows
 from foretoken.training.joint import as_served, load_trainable
 from foretoken.training.lm import LmConfig, train_lm

@@ -19,7 +19,7 @@ from foretoken.cli.train_specdec_pp import load_pair
 from foretoken.loading import load_model
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.training.lm import LmConfig, train_lm
 from foretoken.training.loop import Progress
 from foretoken.training.recipes.base import Batch

@@ -18,7 +18,7 @@ from foretoken.drafters.cascade import CascadeDrafter, Rule
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.scripted import ScriptedDrafter
 from foretoken.drafters.staged import StagedDrafter
-from foretoken.models.table import TableModel
+from foretoken.models.other.table import TableModel
 from foretoken.sampling import Sampler, SamplingParams
 from foretoken.verifiers.base import Coins, drawn_chance
 from foretoken.verifiers.compatibility import auto_verifier

@@ -122,7 +122,7 @@ def unpacked(model: Any) -> Any:
     """The same network with plain ``Linear`` layers, as Transformers runs it; everything that is plain is shared."""
     import copy
 
-    from foretoken.models.packing import PackedLinear, plain_linear
+    from foretoken.models.linear.packing import PackedLinear, plain_linear
 
     if isinstance(model, PackedLinear):
         return plain_linear(model)

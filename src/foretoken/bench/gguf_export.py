@@ -199,7 +199,7 @@ def quantize_gguf(source: Path, file: Path, kind: str, threads: int = 1) -> None
     Raises:
         ValueError: an unknown kind, a source that cannot be read, or llama-cpp-python is missing.
     """
-    from foretoken.models.llama_cpp import library
+    from foretoken.models.other.llama_cpp import library
 
     if kind not in KINDS:
         raise ValueError(f"unknown kind of weights {kind!r}: choose one of {', '.join(KINDS)}")

@@ -1,7 +1,7 @@
 """Inflated targets: the outputs of a trained small model at the cost of a big one.
 
 For benchmarks in the regime that users have, a target far bigger than its drafter, without a download.  How it is done
-is in :mod:`foretoken.models.inflation`; every table that uses it says so.
+is in :mod:`foretoken.models.variants.inflation`; every table that uses it says so.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.models.base import LanguageModel
-from foretoken.models.inflated import InflatedModel
-from foretoken.models.inflation import SIZES as SIZES
-from foretoken.models.inflation import inflate as inflate
+from foretoken.models.variants.inflated import InflatedModel
+from foretoken.models.variants.inflation import SIZES as SIZES
+from foretoken.models.variants.inflation import inflate as inflate
 
 
 def load_inflated(

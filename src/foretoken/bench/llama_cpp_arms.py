@@ -18,7 +18,7 @@ from foretoken.bench.arms import ArmContext, ArmRun
 from foretoken.bench.gguf_export import write_gguf
 from foretoken.loading import resolve
 from foretoken.loading.gguf import is_gguf
-from foretoken.models.llama_cpp_model import LlamaCppModel
+from foretoken.models.other.llama_cpp_model import LlamaCppModel
 
 MOST_SLOTS = 8192
 """Most tokens that llama.cpp is given room for: it takes the memory at once."""

@@ -72,7 +72,7 @@ def _measure(common: Common, repeat: int) -> dict[str, Any]:
 
 def _about(source: str, target: Any) -> dict[str, Any]:
     from foretoken.bench.inflate import target_name
-    from foretoken.models.packing import num_parameters
+    from foretoken.models.linear.packing import num_parameters
 
     model = getattr(target, "model", None)
     packing = getattr(target, "packing", None)

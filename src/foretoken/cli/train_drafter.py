@@ -117,7 +117,7 @@ def train(
     **run: Any,
 ) -> dict[str, Any]:
     """Load the target, let it answer where that is asked for, train, show it, write the card; returns the report."""
-    from foretoken.models.parts import TargetParts
+    from foretoken.models.forward.parts import TargetParts
     from foretoken.training.cards.drafter import write_drafter_card
     from foretoken.training.joint import load_trainable
     from foretoken.training.loop import Saving

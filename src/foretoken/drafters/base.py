@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.core import Budget, Context, Kind, Limits, Scores, TokenTree, Verdict
 from foretoken.models.base import LanguageModel
-from foretoken.models.window import WHOLE_TEXT, Window
+from foretoken.models.cache.window import WHOLE_TEXT, Window
 
 UNKNOWN_COST = 0.1
 """Cost of a draft level of a network whose size is not known, in target calls."""

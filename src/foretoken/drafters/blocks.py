@@ -28,10 +28,10 @@ from foretoken.drafters.nets.block_model import BlockModel
 from foretoken.drafters.nets.store import read_stored
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
+from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.call_costs import quick_costs
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.parts import TargetParts
-from foretoken.models.window import USUAL, Window
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import TargetParts
 from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.lattice import Place, lattice
 

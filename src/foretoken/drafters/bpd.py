@@ -17,8 +17,8 @@ from foretoken.drafters.drawing import best_ahead
 from foretoken.drafters.features import load_net
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.bpd import BpdConfig, BpdHeads
-from foretoken.models.packing import weight_bytes
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.linear.packing import weight_bytes
 
 
 class BpdDrafter(Drafter):

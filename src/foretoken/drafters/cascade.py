@@ -22,7 +22,7 @@ from foretoken.drafters.growing import asks_for_confidence, readable, widened
 from foretoken.drafters.nested import Nested, works_nested
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
-from foretoken.models.window import Window
+from foretoken.models.cache.window import Window
 from foretoken.sampling import Sampler
 from foretoken.trees.operations import truncate
 

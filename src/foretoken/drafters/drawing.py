@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core import Context, NonFiniteLogitsError, SamplingPipeline
-from foretoken.models.draft_head import DraftHead
+from foretoken.models.forward.heads.draft_head import DraftHead
 
 
 def ranked(

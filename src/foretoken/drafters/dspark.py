@@ -15,7 +15,7 @@ from foretoken.drafters.blocks import Guesses, Row
 from foretoken.drafters.nets.block_model import BlockModel
 from foretoken.drafters.nets.dspark import DsparkConfig, DsparkNet
 from foretoken.drafters.pairs import PairDrafter, PairGuesses
-from foretoken.models.window import USUAL
+from foretoken.models.cache.window import USUAL
 
 
 class SparkGuesses(PairGuesses):

@@ -10,7 +10,7 @@ from typing import Any
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.features import FeatureDrafter, load_frequent, load_net
 from foretoken.drafters.nets.eagle import EagleConfig, EagleNet
-from foretoken.models.features import FeatureModel
+from foretoken.models.forward.heads.features import FeatureModel
 
 
 class EagleDrafter(FeatureDrafter):

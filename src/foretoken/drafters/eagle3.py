@@ -16,10 +16,10 @@ from foretoken.drafters.draft_vocabulary import chosen_ids
 from foretoken.drafters.features import FeatureDrafter, load_net
 from foretoken.drafters.nets.eagle3 import Eagle3Config, Eagle3Net
 from foretoken.models.base import LanguageModel
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.features import FeatureModel
-from foretoken.models.parts import TargetParts
-from foretoken.models.window import USUAL
+from foretoken.models.cache.window import USUAL
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 
 
 class Eagle3Drafter(FeatureDrafter):

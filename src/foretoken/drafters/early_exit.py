@@ -19,7 +19,7 @@ from foretoken.drafters.growing import Growing
 from foretoken.drafters.narrowed import projected
 from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.models.base import Feed, LanguageModel, Rows
-from foretoken.models.layers import LayerPlan
+from foretoken.models.network.layers import LayerPlan
 
 THRESHOLDS = {"margin": 0.5, "hidden": 0.99}
 """Saturation tests, and from which value on a token is saturated: by how much its best token is ahead of the second, in

@@ -25,11 +25,11 @@ from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description, read_stored
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import Feed, LanguageModel, SequenceState
+from foretoken.models.cache.window import USUAL, Window
 from foretoken.models.call_costs import quick_costs
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.features import FeatureModel
-from foretoken.models.parts import TargetParts
-from foretoken.models.window import USUAL, Window
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 from foretoken.trees.base import Candidates, Growth
 from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.eagle2 import Eagle2

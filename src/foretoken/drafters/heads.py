@@ -22,9 +22,9 @@ from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.packing import weight_bytes
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.linear.packing import weight_bytes
 from foretoken.trees.cost_aware import paying_count
 from foretoken.trees.counts import Ranks
 from foretoken.trees.medusa_tree import TYPICAL

@@ -19,9 +19,9 @@ from foretoken.drafters.heads import HeadsDrafter, ends_after
 from foretoken.drafters.nets.hydra import HydraConfig, HydraHeads
 from foretoken.drafters.reading import FeatureReader
 from foretoken.models.base import LanguageModel
-from foretoken.models.features import FeatureModel
-from foretoken.models.parts import TargetParts
-from foretoken.models.window import USUAL, Window
+from foretoken.models.cache.window import USUAL, Window
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 
 
 @dataclass

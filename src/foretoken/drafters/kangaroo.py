@@ -21,11 +21,11 @@ from foretoken.drafters.own_layers import OwnLayersDrafter, num_layers_of
 from foretoken.drafters.reading import Unread
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.features import FeatureModel
+from foretoken.models.cache.window import USUAL, Window
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.huggingface import PREFILL_CHUNK
-from foretoken.models.layers import LayerPlan
-from foretoken.models.window import USUAL, Window
+from foretoken.models.network.layers import LayerPlan
 
 ETA = 0.4
 """A chain ends after a token that the draft gives less than this."""

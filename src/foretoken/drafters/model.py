@@ -25,9 +25,9 @@ from foretoken.drafters.levels import choose_together
 from foretoken.drafters.narrowed import described, light_head, projected, reduced_head
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.parts import Fingerprint, TargetParts
-from foretoken.models.window import Window
+from foretoken.models.cache.window import Window
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.sampling import fixed_tokens
 from foretoken.trees.counts import Levels, Places, Ranks
 from foretoken.trees.expansion import parse_widths as parse_widths

@@ -13,12 +13,12 @@ from foretoken.drafters.draft_vocabulary import chosen_ids
 from foretoken.drafters.features import FeatureDrafter
 from foretoken.drafters.nets.mtp import MtpConfig, module_for
 from foretoken.drafters.nets.store import load_weights, read_description
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.features import FeatureModel
-from foretoken.models.native_mtp import native_module
-from foretoken.models.parts import TargetParts
-from foretoken.models.stacked import StackedModel, StackedModules
-from foretoken.models.window import USUAL
+from foretoken.models.cache.window import USUAL
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.heads.mtp import native_module
+from foretoken.models.forward.heads.stacked import StackedModel, StackedModules
+from foretoken.models.forward.parts import TargetParts
 
 
 class MtpDrafter(FeatureDrafter):

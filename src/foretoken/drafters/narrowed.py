@@ -1,7 +1,7 @@
 """Draft models whose vocabulary projection is another: over fewer tokens, or in fewer bits.
 
 The model is asked for the states behind its final norm instead of logits, whatever forward it runs on, and a
-:class:`~foretoken.models.draft_head.DraftHead` multiplies these.
+:class:`~foretoken.models.forward.heads.draft_head.DraftHead` multiplies these.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from foretoken.drafters.base import BuildContext
 from foretoken.drafters.draft_vocabulary import chosen_ids
 from foretoken.models.base import Feed, LanguageModel, Rows
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.parts import TargetParts, storage_of
-from foretoken.models.quantised_linear import QuantisedLinear
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.parts import TargetParts, storage_of
+from foretoken.models.linear.quantised_linear import QuantisedLinear
 
 STATES = "last"
 """The tap that a vocabulary projection reads."""

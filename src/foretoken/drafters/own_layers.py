@@ -12,7 +12,7 @@ from foretoken.drafters.growing import Growing
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.narrowed import projected, reduced_head
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows
-from foretoken.models.layers import LayerPlan
+from foretoken.models.network.layers import LayerPlan
 
 
 def num_layers_of(target: LanguageModel) -> int:

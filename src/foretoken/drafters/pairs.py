@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.core import Context
 from foretoken.drafters.blocks import BlockDrafter, Guesses, Row
 from foretoken.drafters.nets.pairs import PairConfig, PairNet
-from foretoken.models.draft_head import DraftHead
+from foretoken.models.forward.heads.draft_head import DraftHead
 
 
 class PairGuesses(Guesses):

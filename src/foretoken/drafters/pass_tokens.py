@@ -34,7 +34,7 @@ from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.nets.store import build_net, read_description
 from foretoken.models.base import LanguageModel
 from foretoken.models.call_costs import quick_costs
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 
 TYPICAL = (0.5, 0.4, 0.3, 0.25)
 """Chances that the drafts of look-ahead tokens are right, where training did not measure them."""

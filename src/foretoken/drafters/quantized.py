@@ -18,9 +18,9 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.narrowed import reduced_head
 from foretoken.drafters.staged import StagedDrafter
 from foretoken.models.base import LanguageModel
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.quantised_gain import expected_gain
-from foretoken.models.second_weights import OwnWeightsModel, Scheme
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.variants.quantised_gain import expected_gain
+from foretoken.models.variants.second_weights import OwnWeightsModel, Scheme
 
 PAYS = 1.0
 """Expected speed over plain decoding from which on ``auto`` has it among its choices, and finds out what comes true.

@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.core import Context, Scores, TokenTree, Verdict
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import Feed, Rows, SequenceState
-from foretoken.models.features import FeatureModel
+from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.huggingface import PREFILL_CHUNK
 
 

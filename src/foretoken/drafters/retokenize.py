@@ -26,7 +26,7 @@ from foretoken.drafters.vocabulary import (
     whole_characters,
 )
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState
-from foretoken.models.window import Window
+from foretoken.models.cache.window import Window
 
 CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
 """Bytes that no character begins with."""

@@ -19,7 +19,7 @@ from foretoken.drafters.growing import Growing
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.vocabulary import Vocabulary, character_decoder, common_tokens
 from foretoken.models.base import LanguageModel
-from foretoken.models.window import Window
+from foretoken.models.cache.window import Window
 
 
 @dataclass

@@ -23,10 +23,10 @@ from foretoken.drafters.own_layers import num_layers_of
 from foretoken.drafters.skip_sets import SkipSet
 from foretoken.models.base import Feed, LanguageModel, SequenceState
 from foretoken.models.call_costs import quick_costs
-from foretoken.models.checks import fingerprint
+from foretoken.models.checks.fast_paths import fingerprint
+from foretoken.models.checks.judging import ordinary_ids
+from foretoken.models.checks.remembered import read, remember
 from foretoken.models.clock import now
-from foretoken.models.judging import ordinary_ids
-from foretoken.models.remembered import read, remember
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",

@@ -14,7 +14,7 @@ import torch
 from foretoken.drafters.own_layers import num_layers_of
 from foretoken.io.files import write_json
 from foretoken.models.base import LanguageModel
-from foretoken.models.layers import LayerPlan, check_sublayers
+from foretoken.models.network.layers import LayerPlan, check_sublayers
 
 FORMAT, VERSION = "foretoken layer skip", 1
 NOTHING = "none"

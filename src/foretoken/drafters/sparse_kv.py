@@ -13,7 +13,7 @@ from foretoken.drafters.base import BuildContext
 from foretoken.drafters.cascade import CascadeDrafter
 from foretoken.drafters.model import ModelDrafter
 from foretoken.models.base import LanguageModel
-from foretoken.models.sparse import SparseModel
+from foretoken.models.variants.sparse import SparseModel
 
 
 class SparseKvDrafter(ModelDrafter):

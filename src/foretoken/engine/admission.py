@@ -10,7 +10,7 @@ from foretoken.core.noise import check_seed
 from foretoken.core.values import check_flag, check_ids, check_real, check_whole, texts_of
 from foretoken.engine.request import Request, Running
 from foretoken.models.base import LanguageModel
-from foretoken.models.fixed_cache import rectangle_of
+from foretoken.models.cache.fixed import rectangle_of
 
 SCRATCH = 64
 """Slots for draft tokens that every text may need besides its own tokens."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from foretoken.engine.loop import Engine
 from foretoken.engine.request import Emission, Request, Running
-from foretoken.models.alone import lock_of
+from foretoken.models.network.alone import lock_of
 
 
 class Calls:

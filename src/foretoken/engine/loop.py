@@ -30,9 +30,9 @@ from foretoken.engine.logprobs import TokenLogprobs, logprobs_of
 from foretoken.engine.request import Emission, Origin, Running
 from foretoken.engine.requests import CHANGED, Requests, Turn
 from foretoken.engine.trace import trace
-from foretoken.models.attention import few_plans
 from foretoken.models.base import CapabilityError, Feed, LanguageModel
 from foretoken.models.clock import now
+from foretoken.models.forward.attention import few_plans
 from foretoken.trees.operations import truncate
 from foretoken.verifiers.base import Verifier
 from foretoken.verifiers.batched import verify_batch

@@ -32,8 +32,8 @@ from foretoken.engine.reading import ALL, open_text, read, shares
 from foretoken.engine.request import Emission, Request, Running
 from foretoken.engine.stopping import FinishReason
 from foretoken.models.base import CapabilityError, LanguageModel, Snapshot
+from foretoken.models.checks.finite import why_not_finite
 from foretoken.models.clock import now
-from foretoken.models.finite import why_not_finite
 from foretoken.verifiers.base import Verifier
 
 CHANGED = (

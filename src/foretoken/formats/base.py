@@ -17,8 +17,8 @@ from foretoken.formats.folders import NOTE, Found, write_json, write_tensors
 from foretoken.formats.values import whole
 from foretoken.loading import BUILTIN, drafter_folder, load_model, load_tokenizer, resolve
 from foretoken.models.base import LanguageModel
-from foretoken.models.finite import check_stored
-from foretoken.models.parts import Fingerprint, TargetParts
+from foretoken.models.checks.finite import check_stored
+from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.registry import Spec
 
 NOTE_VERSION = 1

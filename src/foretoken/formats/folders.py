@@ -16,7 +16,7 @@ from torch import Tensor
 from foretoken.io.drafter_folders import OURS
 from foretoken.io.files import replacing
 from foretoken.loading import PICKLES
-from foretoken.models.finite import check_finite
+from foretoken.models.checks.finite import check_finite
 
 NOTE = "foretoken.json"
 """Beside an export: its target and what was measured, which no public layout has a place for."""

@@ -15,7 +15,7 @@ from foretoken.drafters.nets.store import WEIGHTS, load_weights, read_descriptio
 from foretoken.formats.base import Format, Target, stored
 from foretoken.formats.folders import Found, write_json, write_tensors
 from foretoken.loading import drafter_folder, resolve
-from foretoken.models.native_mtp import QWEN
+from foretoken.models.forward.heads.mtp import QWEN
 from foretoken.registry import Spec
 
 SHARED = {ours: theirs for theirs, ours in QWEN.items()}

@@ -21,7 +21,7 @@ from foretoken.formats.eagle3_speculators import KEY, VERSION
 from foretoken.formats.engines import DEPTH
 from foretoken.formats.folders import NOTE, Found, write_json, write_tensors
 from foretoken.loading import drafter_folder, has_drafter, read_head
-from foretoken.models.native_mtp import TARGETS_OWN, native_module
+from foretoken.models.forward.heads.mtp import TARGETS_OWN, native_module
 from foretoken.registry import Spec
 
 NAMES = {

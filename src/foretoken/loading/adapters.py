@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from foretoken.io.files import save_described
 from foretoken.loading.checkpoints import ADAPTER_CONFIG, LoadError, is_adapter, resolve
-from foretoken.models.finite import check_finite
-from foretoken.models.low_rank import merged
-from foretoken.models.packing import is_plain
+from foretoken.models.checks.finite import check_finite
+from foretoken.models.linear.packing import is_plain
+from foretoken.models.network.low_rank import merged
 
 WEIGHTS = "adapter_model.safetensors"
 KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")

@@ -14,10 +14,10 @@ from foretoken.loading.models import AUTO, load_model
 from foretoken.loading.tokenizers import check_same_tokenizer, check_vocabularies, load_tokenizer
 from foretoken.models import wrap
 from foretoken.models.base import Feed, LanguageModel
-from foretoken.models.graphs import follow
-from foretoken.models.packing import pays_packed
-from foretoken.models.product_costs import step_s
-from foretoken.models.quantised_linear import KINDS
+from foretoken.models.forward.graphed import follow
+from foretoken.models.linear.packing import pays_packed
+from foretoken.models.linear.product_costs import step_s
+from foretoken.models.linear.quantised_linear import KINDS
 
 NONE = "none"
 QUANTIZE = (AUTO, NONE, *KINDS)

@@ -20,7 +20,7 @@ from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, 
 from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model
 from foretoken.loading.native_heads import has_head, read_head
 from foretoken.models.base import LanguageModel
-from foretoken.models.window import WHOLE_TEXT, Window
+from foretoken.models.cache.window import WHOLE_TEXT, Window
 from foretoken.registry import convert_options, find, parse_spec, rows, split_specs
 from foretoken.verifiers.compatibility import inner_rule
 

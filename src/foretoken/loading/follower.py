@@ -41,7 +41,7 @@ def main() -> None:
     from foretoken.loading.models import load_network, parse_dtype
     from foretoken.loading.parallel import join
     from foretoken.models.huggingface import HuggingFaceModel
-    from foretoken.models.parallel import follow
+    from foretoken.models.other.parallel import follow
 
     say(ready="to join")
     join(told["rank"], told)

@@ -108,7 +108,7 @@ def _read_network(path: str | Path, options: Mapping[str, Any]) -> Any:
 
 def _load_llama_cpp(path: str | Path, options: Mapping[str, Any]) -> Any:
     from foretoken.models.gguf.file import GgufError
-    from foretoken.models.llama_cpp_model import LlamaCppModel
+    from foretoken.models.other.llama_cpp_model import LlamaCppModel
 
     for name, value in options.items():
         usual = (*USUAL, "cpu") if name == "device" else (*USUAL, "distribution", "approximate")
@@ -149,8 +149,8 @@ def load_gguf_tokenizer(path: str | Path, backend: str = "auto") -> Any | None:
 
 
 def _llama_cpp_tokenizer(path: str | Path) -> Any | None:
-    from foretoken.models.llama_cpp import GgufError, Weights
-    from foretoken.models.llama_cpp_tokenizer import LlamaCppTokenizer, has_vocabulary
+    from foretoken.models.other.llama_cpp import GgufError, Weights
+    from foretoken.models.other.llama_cpp_tokenizer import LlamaCppTokenizer, has_vocabulary
 
     try:
         weights = Weights(path, vocab_only=True)

@@ -12,7 +12,7 @@ from foretoken.core import with_article
 from foretoken.loading.checkpoints import LoadError
 from foretoken.loading.stored import check_method
 from foretoken.models.base import LanguageModel
-from foretoken.models.placement import has_no_weights
+from foretoken.models.network.placement import has_no_weights
 
 EXPECTED = "give the path or hub id of a model, 'builtin', or a Transformers model"
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}

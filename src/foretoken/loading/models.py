@@ -27,13 +27,13 @@ from foretoken.loading.stored import check_method, check_storage, quantisation_o
 from foretoken.loading.tokenizers import ordinary_text
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
-from foretoken.models.draft_bits import fastest_kind
-from foretoken.models.finite import REMEDY, first_not_finite, weights_of
-from foretoken.models.inflated import InflatedModel
-from foretoken.models.inflation import inflate as inflate_network
-from foretoken.models.inflation import shape_for
-from foretoken.models.packing import check_packable
-from foretoken.models.quantised_linear import check_kind, quantise_linears
+from foretoken.models.checks.finite import REMEDY, first_not_finite, weights_of
+from foretoken.models.linear.packing import check_packable
+from foretoken.models.linear.quantised_linear import check_kind, quantise_linears
+from foretoken.models.variants.draft_bits import fastest_kind
+from foretoken.models.variants.inflated import InflatedModel
+from foretoken.models.variants.inflation import inflate as inflate_network
+from foretoken.models.variants.inflation import shape_for
 
 DTYPES = {
     "float32": torch.float32,
@@ -66,14 +66,15 @@ def load_model(
     A folder with a low-rank update in PEFT's layout loads as its base model with the update merged.  A GGUF file keeps
     the bits that it has, and ``backend`` says what runs it (:mod:`foretoken.loading.gguf`).  ``inflate``
     (``"1b"``, ``"300m"``, a number of parameters) makes a model of that size with the same outputs, see
-    :mod:`foretoken.models.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps and cpu
-    that there is; ``None``: the cpu); a model that is handed in stays where it is.  ``pack`` says whether linear layers
-    may be laid out anew, in place, where this machine then multiplies them faster: by default those of models that are
-    loaded here (but of ``"approximate"`` ones, which may be trained or written), ``True`` also those of a model that is
-    handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``, with ``-a8`` behind it for activations of 8 bits)
-    replaces the weights of what is loaded by quantised ones, see :mod:`foretoken.models.quantised_linear`; ``"auto"``,
-    for draft models, where that is faster (:mod:`foretoken.models.draft_bits`).  ``tensor_parallel`` above 1 splits
-    the model over so many processes of this machine, see :mod:`foretoken.models.parallel`.
+    :mod:`foretoken.models.variants.inflation`.  ``device`` is for what is loaded (``"auto"``: the first of cuda, mps
+    and cpu that there is; ``None``: the cpu); a model that is handed in stays where it is.  ``pack`` says whether
+    linear layers may be laid out anew, in place, where this machine then multiplies them faster: by default those of
+    models that are loaded here (but of ``"approximate"`` ones, which may be trained or written), ``True`` also those of
+    a model that is handed in, ``False`` none.  ``quantize`` (``"int8"``, ``"int4"``, with ``-a8`` behind it for
+    activations of 8 bits) replaces the weights of what is loaded by quantised ones, see
+    :mod:`foretoken.models.linear.quantised_linear`; ``"auto"``, for draft models, where that is faster
+    (:mod:`foretoken.models.variants.draft_bits`). ``tensor_parallel`` above 1 splits the model over so many processes
+    of this machine, see :mod:`foretoken.models.other.parallel`.
 
     Raises:
         LoadError: the checkpoint is missing, damaged, incomplete or pickled.

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foretoken.loading.checkpoints import LoadError
-from foretoken.models.finite import check_finite
-from foretoken.models.native_mtp import modules_of
+from foretoken.models.checks.finite import check_finite
+from foretoken.models.forward.heads.mtp import modules_of
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DECLARED = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")

@@ -21,7 +21,7 @@ from foretoken.loading.checkpoints import BUILTIN, LoadError, check_folder, is_a
 from foretoken.loading.gguf import is_gguf
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.parallel import ParallelModel
+from foretoken.models.other.parallel import ParallelModel
 
 JOIN_S = 120.0
 """Seconds in which all processes must have found each other."""
@@ -31,7 +31,7 @@ END_S = 3.0
 
 @dataclass
 class Part:
-    """A process that holds a part of the model (:class:`foretoken.models.parallel.Follower`).
+    """A process that holds a part of the model (:class:`foretoken.models.other.parallel.Follower`).
 
     Attributes:
         rank: its number; 0 is the leader.

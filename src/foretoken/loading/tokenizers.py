@@ -11,7 +11,7 @@ from foretoken.loading.checkpoints import BUILTIN, ZOO, LoadError, cause_of, is_
 from foretoken.loading.gguf import is_gguf, load_gguf_tokenizer
 from foretoken.loading.handed import unwrapped
 from foretoken.models.base import LanguageModel
-from foretoken.models.judging import ROWS, SENTENCE
+from foretoken.models.checks.judging import ROWS, SENTENCE
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
 TEMPLATE = "chat_template.jinja"

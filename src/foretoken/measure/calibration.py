@@ -26,7 +26,7 @@ from foretoken.measure.busy import is_busy
 from foretoken.measure.costs import measure_target
 from foretoken.measure.profile import COMPARED, fingerprint_of, machine_of
 from foretoken.models.base import LanguageModel
-from foretoken.models.checks import fingerprint
+from foretoken.models.checks.fast_paths import fingerprint
 
 COUNTS, REPEATS = (1, 2, 5, 9), 2
 """Rows of the target's calls that are timed, and how often: a plain round, and drafts of usual lengths."""

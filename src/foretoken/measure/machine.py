@@ -15,8 +15,8 @@ import torch
 from foretoken.measure.cpu import cpu_info
 from foretoken.models import native
 from foretoken.models.base import Feed, LanguageModel
-from foretoken.models.packing import Projection, shapes_of
-from foretoken.models.product_costs import known_times
+from foretoken.models.linear.packing import Projection, shapes_of
+from foretoken.models.linear.product_costs import known_times
 from foretoken.options import Options
 
 if TYPE_CHECKING:

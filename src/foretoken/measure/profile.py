@@ -15,8 +15,8 @@ from foretoken.costs import RoundCosts, TargetCost
 from foretoken.measure.costs import measure_target
 from foretoken.measure.machine import hardware, threads, versions
 from foretoken.models.base import CapabilityError, LanguageModel
-from foretoken.models.inflated import InflatedModel
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.variants.inflated import InflatedModel
 
 FORMAT = 1
 COMPARED = ("cpu", "gpus", "torch_threads", "dtype")

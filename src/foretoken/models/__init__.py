@@ -29,7 +29,7 @@ def wrap(
     """
     if isinstance(model, LanguageModel):
         return model
-    from foretoken.models.cache_trial import cache_fault
+    from foretoken.models.checks.cache_trial import cache_fault
     from foretoken.models.sequential import SequentialModel
 
     wrapped = _wrapped(model, exact, lean, in_place, probe)
@@ -41,9 +41,9 @@ def _wrapped(
     model: Any, exact: str, lean: bool, in_place: bool, probe: Callable[[], Sequence[int] | None] | None
 ) -> LanguageModel:
     from foretoken.models.base import CapabilityError
-    from foretoken.models.capabilities import detect
     from foretoken.models.huggingface import HuggingFaceModel
-    from foretoken.models.packing import Packing, pack_linears
+    from foretoken.models.linear.packing import Packing, pack_linears
+    from foretoken.models.network.capabilities import detect
     from foretoken.models.sequential import SequentialModel
     from foretoken.models.stateful import StatefulModel
 

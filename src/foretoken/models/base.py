@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.models.alone import lock_of
-from foretoken.models.packing import unpack_linears, weight_bytes
+from foretoken.models.linear.packing import unpack_linears, weight_bytes
+from foretoken.models.network.alone import lock_of
+from foretoken.models.network.watch import Watch
 from foretoken.models.refusals import Refusal as Refusal
-from foretoken.models.watch import Watch
 
 if TYPE_CHECKING:
-    from foretoken.models.layers import LayerPlan
-    from foretoken.models.window import Window
+    from foretoken.models.cache.window import Window
+    from foretoken.models.network.layers import LayerPlan
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ import torch
 
 from foretoken.costs import TargetCost
 from foretoken.models.base import Feed, LanguageModel, SequenceState
-from foretoken.models.checks import fingerprint
+from foretoken.models.checks.fast_paths import fingerprint
+from foretoken.models.checks.remembered import read, remember
 from foretoken.models.clock import now
-from foretoken.models.remembered import read, remember
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Node counts that a target is measured at by default."""

@@ -6,9 +6,9 @@ import copy
 from typing import Any
 
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.rotary import ChangingRotary
-from foretoken.models.traits import attention_configs
-from foretoken.models.watch import Watch
+from foretoken.models.network.rotary import ChangingRotary
+from foretoken.models.network.traits import attention_configs
+from foretoken.models.network.watch import Watch
 
 
 def over(model: HuggingFaceModel, network: Any) -> HuggingFaceModel:

@@ -11,31 +11,31 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from foretoken.models.alone import alone
-from foretoken.models.attention import attention_for
-from foretoken.models.bands import Bands, in_bands, picked
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState, Snapshot
-from foretoken.models.cache import TreeCache
-from foretoken.models.call import Call, inputs_of, padded_states
-from foretoken.models.capabilities import detect
-from foretoken.models.checks import Checks, Probe
+from foretoken.models.cache.bands import Bands, in_bands, picked
+from foretoken.models.cache.masks import RowPlan, additive_mask
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.cache.window import Cut, Window
+from foretoken.models.checks.fast_paths import Checks, Probe
 from foretoken.models.clock import now
-from foretoken.models.extra import ExtraRows
-from foretoken.models.layers import WHOLE, LayerPlan, check_sublayers
-from foretoken.models.lean import build_lean
-from foretoken.models.masks import RowPlan, additive_mask
-from foretoken.models.native_forward import fastest_of
-from foretoken.models.packing import Packing, unpack_linears
-from foretoken.models.placement import device_of
+from foretoken.models.forward.attention import attention_for
+from foretoken.models.forward.lean import build_lean
+from foretoken.models.forward.native import fastest_of
+from foretoken.models.forward.public import run_public
+from foretoken.models.forward.public_layouts import lay_out
+from foretoken.models.linear.packing import Packing, unpack_linears
+from foretoken.models.network.alone import alone
+from foretoken.models.network.call import Call, inputs_of, padded_states
+from foretoken.models.network.capabilities import detect
+from foretoken.models.network.extra import ExtraRows
+from foretoken.models.network.layers import WHOLE, LayerPlan, check_sublayers
+from foretoken.models.network.placement import device_of
+from foretoken.models.network.rotary import ChangingRotary, context_of
+from foretoken.models.network.taps import check_taps, decoder_layers
+from foretoken.models.network.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks
+from foretoken.models.network.watch import Watch, has_hooks
 from foretoken.models.provisional import comes_before, keep_common, without_first
-from foretoken.models.public import run_public
-from foretoken.models.public_layouts import lay_out
 from foretoken.models.refusals import refusal
-from foretoken.models.rotary import ChangingRotary, context_of
-from foretoken.models.taps import check_taps, decoder_layers
-from foretoken.models.traits import attention_configs, cache_argument, context_length_of, eos_ids, layer_masks
-from foretoken.models.watch import Watch, has_hooks
-from foretoken.models.window import Cut, Window
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt that are scored in one call."""
@@ -64,7 +64,7 @@ class HuggingFaceModel(ExtraRows, LanguageModel):
         in_place: the model is ours to change: projections take the place of its linear layers where this machine
             multiplies them faster in another layout (:meth:`unpack` takes that back).  Otherwise the lean forward has
             copies of the weights, and large models are not run on it.
-        probe: gives ids of an ordinary text for the checks of fast paths (:mod:`foretoken.models.checks`).
+        probe: gives ids of an ordinary text for the checks of fast paths (:mod:`foretoken.models.checks.fast_paths`).
 
     Raises:
         CapabilityError: the model cannot take trees (use :func:`foretoken.models.wrap`, which falls back).
@@ -74,13 +74,13 @@ class HuggingFaceModel(ExtraRows, LanguageModel):
     rotary: ChangingRotary | None = None
     """Its rotary embeddings that change with the length of the text, if any do."""
     graphs: Any = None
-    """What runs forwards as CUDA graphs (:mod:`foretoken.models.graphs`), if anything does."""
+    """What runs forwards as CUDA graphs (:mod:`foretoken.models.forward.graphed`), if anything does."""
     graphs_off: str = "not asked for"
     """Why nothing does; empty where it does."""
     window = Window()
     """What new rows read of long texts; everything by default."""
     native_off: str = "not tried"
-    """Why its forwards are not native ones (:mod:`foretoken.models.native_forward`); empty where they are."""
+    """Why its forwards are not native ones (:mod:`foretoken.models.forward.native`); empty where they are."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class HuggingFaceModel(ExtraRows, LanguageModel):
 
     @property
     def cache(self) -> TreeCache:
-        """The cache that is always there; long texts may be in others (:mod:`foretoken.models.bands`)."""
+        """The cache that is always there; long texts may be in others (:mod:`foretoken.models.cache.bands`)."""
         return self.bands.first
 
     @cache.setter

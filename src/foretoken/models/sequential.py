@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from foretoken.models.alone import alone, lock_of
 from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
-from foretoken.models.capabilities import detect
 from foretoken.models.clock import now
-from foretoken.models.placement import decoding, device_of
-from foretoken.models.rotary import context_of
-from foretoken.models.taps import check_taps, decoder_layers, recording
-from foretoken.models.traits import cache_name, context_length_of, eos_ids
-from foretoken.models.watch import Watch
+from foretoken.models.network.alone import alone, lock_of
+from foretoken.models.network.capabilities import detect
+from foretoken.models.network.placement import decoding, device_of
+from foretoken.models.network.rotary import context_of
+from foretoken.models.network.taps import check_taps, decoder_layers, recording
+from foretoken.models.network.traits import cache_name, context_length_of, eos_ids
+from foretoken.models.network.watch import Watch
 
 
 class SequentialModel(LanguageModel):

@@ -2,8 +2,8 @@
 
 What a recurrent layer has summed up cannot be taken apart.  So before rows are scored that may be rejected, the state
 is copied.  After a rejection it is put back, and either brought forward by what the recurrences of the accepted tokens
-were fed (:mod:`foretoken.models.delta_rule`), or those tokens are fed again *in front of the next verification*: a
-rejection costs rows, not a forward (Wu et al., "Snakes and Ladders").  See ``docs/hybrid.md``.
+were fed (:mod:`foretoken.models.cache.delta_rule`), or those tokens are fed again *in front of the next verification*:
+a rejection costs rows, not a forward (Wu et al., "Snakes and Ladders").  See ``docs/hybrid.md``.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from foretoken.models.alone import alone, lock_of
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
-from foretoken.models.capabilities import detect
+from foretoken.models.cache.delta_rule import recorded, rule_files
+from foretoken.models.cache.state import StateCache
+from foretoken.models.checks.self_test import state_fault
 from foretoken.models.clock import now
-from foretoken.models.delta_rule import recorded, rule_files
-from foretoken.models.placement import decoding, device_of
-from foretoken.models.rotary import context_of
-from foretoken.models.self_test import state_fault
-from foretoken.models.state_cache import StateCache
-from foretoken.models.taps import check_taps, decoder_layers, recording
-from foretoken.models.traits import cache_name, context_length_of, eos_ids
-from foretoken.models.watch import Watch
+from foretoken.models.network.alone import alone, lock_of
+from foretoken.models.network.capabilities import detect
+from foretoken.models.network.placement import decoding, device_of
+from foretoken.models.network.rotary import context_of
+from foretoken.models.network.taps import check_taps, decoder_layers, recording
+from foretoken.models.network.traits import cache_name, context_length_of, eos_ids
+from foretoken.models.network.watch import Watch
 
 PREFILL_CHUNK = 512
 """Tokens that are read in one forward when no logits are wanted."""

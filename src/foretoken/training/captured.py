@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken.io.files import replacing, write_json
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.training.blocks import WrittenBlocks
 from foretoken.training.chat import ChatBlocks
 from foretoken.training.corpus import BlockSampler

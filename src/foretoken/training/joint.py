@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from foretoken.io.files import replacing, save_model
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
-from foretoken.models.low_rank import add_low_rank, low_rank_factors, merge_low_rank
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.network.low_rank import add_low_rank, low_rank_factors, merge_low_rank
 
 FOLDER = "target"
 """Below a run's ``out``."""

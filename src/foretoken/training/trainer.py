@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.nets.store import save_drafter
 from foretoken.models.base import LanguageModel
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.training.blocks import TEXTS, WrittenBlocks, write_blocks
 from foretoken.training.captured import FeatureStore
 from foretoken.training.chat import ChatBlocks

@@ -14,7 +14,7 @@ from foretoken.drafters.learning.divergences import check_loss
 from foretoken.loading import check_same_tokenizer, check_vocabularies, load_model, load_tokenizer, resolve
 from foretoken.models import wrap
 from foretoken.models.base import LanguageModel
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.training.chat import ChatBlocks
 from foretoken.training.corpus import BlockSampler, build_corpus, corpus_blocks, read_tokens
 from foretoken.training.loop import RunConfig

@@ -20,7 +20,7 @@ from foretoken.drafters.model import ModelDrafter
 from foretoken.io.files import write_json
 from foretoken.llm import assemble
 from foretoken.models.base import Feed, LanguageModel
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.options import Options
 from foretoken.training.recipes import find_recipe
 from foretoken.training.recipes.base import Batch

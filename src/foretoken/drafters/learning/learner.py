@@ -24,8 +24,8 @@ from foretoken.io.files import save_model
 from foretoken.models.base import CapabilityError, LanguageModel
 from foretoken.models.exchange import exchange, over
 from foretoken.models.huggingface import HuggingFaceModel
-from foretoken.models.packing import PackedLinear
-from foretoken.models.quantised_linear import QuantisedLinear
+from foretoken.models.linear.packing import PackedLinear
+from foretoken.models.linear.quantised_linear import QuantisedLinear
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from foretoken.drafters.nets.block import BlockNet, block_mask
 from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState
-from foretoken.models.cache import TreeCache
-from foretoken.models.call import Call
-from foretoken.models.features import FeatureModel
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
 from foretoken.models.huggingface import SCRATCH_ROOM
-from foretoken.models.parts import TargetParts
+from foretoken.models.network.call import Call
 
 
 class BlockModel(FeatureModel):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from foretoken.models.lean_heads import HeadRun
+from foretoken.models.forward.heads.lean import HeadRun
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Stores new keys and values [b, H, n, d] and returns all that may be looked at [b, H, m, d]."""

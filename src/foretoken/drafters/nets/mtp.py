@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.drafters.nets.decoder import DecoderLayer, Keep, LayerConfig, RmsNorm
-from foretoken.models.native_mtp import FEEDS, NativeModule
+from foretoken.models.forward.heads.mtp import FEEDS, NativeModule
 
 LAYERS = ("own", "target")
 

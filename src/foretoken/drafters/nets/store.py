@@ -16,8 +16,8 @@ from torch import nn
 
 from foretoken.io.drafter_folders import IMPORTED, OURS, is_whole_model
 from foretoken.io.files import save_described
-from foretoken.models.finite import check_finite, check_stored
-from foretoken.models.parts import Fingerprint, QuantisedTargetWarning
+from foretoken.models.checks.finite import check_finite, check_stored
+from foretoken.models.forward.parts import Fingerprint, QuantisedTargetWarning
 
 CONFIG = OURS
 WEIGHTS = "model.safetensors"

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from foretoken.models.gguf.grouped import AT_ONCE, GroupedWeight, StoredWeight, factors, numbers, slabs
 from foretoken.models.gguf.products import WidenedProduct, by_slabs, mark_of
+from foretoken.models.linear.quantised_products import NativeProduct, QuantisedProduct
 from foretoken.models.native import integers, linear, why_not
 from foretoken.models.native.linear import Linear, bytes_linear
-from foretoken.models.quantised_products import NativeProduct, QuantisedProduct
 
 BLOCK = 32
 """Inputs that come together."""

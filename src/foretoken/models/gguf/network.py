@@ -1,8 +1,8 @@
 """The Transformers model of a GGUF file: built without weights, then given the file's own.
 
 Matrices in the model's dtype are views of the mapped file.  Quantised ones become
-:class:`~foretoken.models.quantised_linear.QuantisedLinear` with the file's numbers, one after another; the embedding
-looks its rows up in the file.  So there is no second copy of the weights.
+:class:`~foretoken.models.linear.quantised_linear.QuantisedLinear` with the file's numbers, one after another; the
+embedding looks its rows up in the file.  So there is no second copy of the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.models.finite import REMEDY
+from foretoken.models.checks.finite import REMEDY
 from foretoken.models.gguf.architectures import EXPERTS, Architecture, architecture_of, config_of, header_faults
 from foretoken.models.gguf.file import GgufError, GgufFile, GgufTensor, UncoveredError
 from foretoken.models.gguf.grouped import numbers_of, weight_of
@@ -22,7 +22,7 @@ from foretoken.models.gguf.kernel import product_of
 from foretoken.models.gguf.products import StoredEmbedding
 from foretoken.models.gguf.tokenizer import end_ids
 from foretoken.models.gguf.types import KINDS, PLAIN
-from foretoken.models.quantised_linear import QuantisedLinear
+from foretoken.models.linear.quantised_linear import QuantisedLinear
 
 EMBEDDING, HEAD, FINAL_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
 ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from foretoken.models.gguf.grouped import GroupedWeight, StoredWeight, dequantised, slabs
-from foretoken.models.quantised_products import QuantisedProduct
+from foretoken.models.linear.quantised_products import QuantisedProduct
 
 MARKED_ROWS = 8
 """Rows of a matrix that tell it from others."""

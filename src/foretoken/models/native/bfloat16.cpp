@@ -5,9 +5,70 @@
 // them in registers.  A tile keeps the sums of up to MOST rows in registers.  Every sum runs over the inputs in the same
 // order, so a row has the same bits whatever stands beside it.
 
+#include "amx.h"
 #include "linear.h"
 
 namespace {
+
+constexpr long ONE_THREAD = 1 << 15;  // weights that one thread multiplies before a second has woken up
+constexpr long CHUNK = 8;        // tiles that share a block of weights before the next one is read
+
+#if defined(__AMX_BF16__)
+
+constexpr long STEP = 32;  // inputs that a tile multiplies
+
+// Rows of sums [WIDTH] to where they belong.
+void finish(const float (*sums)[WIDTH], long rows, const float *bias, const Outputs &y, int width) {
+    for (long row = 0; row < rows; row++)
+        for (long column = 0; column < width; column += LANES) {
+            const long left = width - column, place = row * y.stride + column;
+            Floats sum = load_floats(sums[row] + column);
+            if (bias) sum = sum + load(bias + column, left);
+            if (y.residual) sum = sum + load(y.residual + place, left);
+            store(y.result + place, sum, left);
+        }
+}
+
+// One step of a tile: sums += x [rows, STEP] weight [STEP, WIDTH].
+template <bool TWO>
+void step(const bfloat16 *first, const bfloat16 *second, long stride, const void *weight, long line) {
+    amx::load<amx::LEFT>(weight, line);
+    amx::load<amx::RIGHT>((const char *)weight + 64, line);
+    amx::load<amx::FIRST>(first, stride);
+    amx::add_pairs<amx::FIRST_LEFT, amx::FIRST, amx::LEFT>();
+    amx::add_pairs<amx::FIRST_RIGHT, amx::FIRST, amx::RIGHT>();
+    if (!TWO) return;
+    amx::load<amx::SECOND>(second, stride);
+    amx::add_pairs<amx::SECOND_LEFT, amx::SECOND, amx::LEFT>();
+    amx::add_pairs<amx::SECOND_RIGHT, amx::SECOND, amx::RIGHT>();
+}
+
+// [first + second, in] x [WIDTH, in]^T to `sums`.  Inputs behind the last whole step are filled up with zeros.
+template <bool TWO>
+void tile(const bfloat16 *x, long stride, long rows, long in, const bfloat16 *weight, float (*sums)[WIDTH]) {
+    const bfloat16 *second = x + amx::ROWS * stride;
+    amx::clear<amx::FIRST_LEFT>();
+    amx::clear<amx::FIRST_RIGHT>();
+    if (TWO) amx::clear<amx::SECOND_LEFT>();
+    if (TWO) amx::clear<amx::SECOND_RIGHT>();
+    long k = 0;
+    for (; k + STEP <= in; k += STEP, weight += STEP * WIDTH) {
+        amx::prefetch((const char *)weight, 2 * STEP * WIDTH);
+        step<TWO>(x + k, second + k, 2 * stride, weight, amx::LINE);
+    }
+    if (k < in) {
+        alignas(64) bfloat16 inputs[2 * amx::ROWS][STEP] = {}, weights[STEP * WIDTH] = {};
+        for (long row = 0; row < rows; row++) std::memcpy(inputs[row], x + row * stride + k, 2 * (in - k));
+        std::memcpy(weights, weight, 2 * (in - k) * WIDTH);
+        step<TWO>(inputs[0], inputs[amx::ROWS], 2 * STEP, weights, amx::LINE);
+    }
+    amx::store<amx::FIRST_LEFT>(sums, 4 * WIDTH);
+    amx::store<amx::FIRST_RIGHT>(sums[0] + 16, 4 * WIDTH);
+    if (TWO) amx::store<amx::SECOND_LEFT>(sums + amx::ROWS, 4 * WIDTH);
+    if (TWO) amx::store<amx::SECOND_RIGHT>(sums[amx::ROWS] + 16, 4 * WIDTH);
+}
+
+#else
 
 constexpr long EACH = WIDTH / LANES;  // vectors of outputs
 // Rows of a tile: 28 registers of sums, 2 of weights, 1 of activations, or 12, 2 and 2.
@@ -18,8 +79,6 @@ constexpr long MOST = 3, FEWER = 3;
 #endif
 // FEWER where that many long rows would not stay in the nearest cache.
 constexpr long LONG = 2048;      // inputs of a long row
-constexpr long CHUNK = 8;        // tiles that share a block of weights before the next one is read
-constexpr long ONE_THREAD = 1 << 15;  // weights that one thread multiplies before a second has woken up
 
 // [ROWS, in] x [WIDTH, in]^T, plus bias [WIDTH] and residual [ROWS, WIDTH] where they are not null; `width` outputs are
 // real, the others fill the last block up.  x is `stride` pairs from row to row, y in its own stride.
@@ -55,7 +114,35 @@ const Tile TILES[] = {nullptr, tile<1>, tile<2>, tile<3>,
 #endif
 };
 
+#endif
+
 }  // namespace
+
+#if defined(__AMX_BF16__)
+
+void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to) {
+    constexpr long MOST = 2 * amx::ROWS;
+    alignas(64) float sums[MOST][WIDTH];
+    const auto run = [&](long row, long rows, long block) {
+        const long column = block * WIDTH, at = row * y.stride + column;
+        const int width = linear.out - column < WIDTH ? int(linear.out - column) : int(WIDTH);
+        const bfloat16 *weight = (const bfloat16 *)linear.weight + column * linear.in;
+        (rows > amx::ROWS ? tile<true> : tile<false>)(x.rows + row * x.stride, x.stride, rows, linear.in, weight, sums);
+        finish(sums, rows, linear.bias ? linear.bias + column : nullptr,
+               {y.result + at, y.residual ? y.residual + at : nullptr, y.stride}, width);
+    };
+    const long whole = x.count / MOST, rest = x.count % MOST;
+    for (long chunk = 0; chunk < whole; chunk += CHUNK) {
+        const amx::Configured tiles(amx::ROWS, amx::ROWS, 16);
+        for (long block = from; block < to; block++)
+            for (long t = chunk; t < whole && t < chunk + CHUNK; t++) run(MOST * t, MOST, block);
+    }
+    if (!rest) return;
+    const amx::Configured tiles(rest < amx::ROWS ? rest : amx::ROWS, rest - amx::ROWS, 16);
+    for (long block = from; block < to; block++) run(MOST * whole, rest, block);
+}
+
+#else
 
 void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to) {
     const long in = linear.in, most = in < LONG ? MOST : FEWER, tiles = (x.count + most - 1) / most;
@@ -72,6 +159,8 @@ void multiply_bfloat16(const Linear &linear, const Inputs &x, const Outputs &y, 
             }
         }
 }
+
+#endif
 
 // result [rows, out] = x [rows, in] weight^T (+ bias [out]) (+ residual [rows, out]).  `in` and `stride`, the numbers
 // from one row of x to the next, are even.

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight
 from foretoken.models.native.library import address, function
-from foretoken.models.quantised_weights import Int4Weight, Int8Weight
 
 WIDTH, FOUR, EIGHT = 32, 4, 8
 """Outputs, and inputs in 8 and in 4 bits, that are stored together, as in the source."""

@@ -1,6 +1,7 @@
 // Products with activations of 8 bits, see integers8.h.
 
 #include "integers8.h"
+#include "integers8_amx.h"
 
 using namespace lanes::integers8;
 
@@ -18,7 +19,12 @@ void prepare_integers8(const Linear &linear, const Inputs &x, long row) {
 }
 
 void multiply_integers8(const Linear &linear, const Inputs &x, const Outputs &y, long from, long to) {
-    multiply(Activations(x.prepared, x.count, linear.in), x.count, Weight(linear), linear.bias, y, from, to);
+    const Activations inputs(x.prepared, x.count, linear.in);
+    const Weight weight(linear);
+#if defined(__AMX_INT8__)
+    if (takes_amx(x.count, weight)) return multiply_amx(inputs, x.count, weight, linear.bias, y, from, to);
+#endif
+    multiply(inputs, x.count, weight, linear.bias, y, from, to);
 }
 
 // result [rows, out] = x [rows, in] weight^T (+ bias).  x is `stride` numbers from row to row; `work` has

@@ -27,7 +27,10 @@ from foretoken.io.files import cache_folder, replacing
 SOURCES = [
     Path(__file__).with_name(f"{name}.cpp") for name in ("attention", "bfloat16", "integers", "integers8", "forward")
 ]
-HEADERS = [Path(__file__).with_name(f"{name}.h") for name in ("lanes", "integers8", "linear", "attention", "stages")]
+HEADERS = [
+    Path(__file__).with_name(f"{name}.h")
+    for name in ("lanes", "amx", "integers8", "integers8_amx", "linear", "attention", "stages")
+]
 COMPILERS = ("g++", "c++")
 """Tried in this order; the environment's ``CXX`` comes first."""
 FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fPIC", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-w")
@@ -39,6 +42,7 @@ LEVELS = {
     "avx512": AVX512,
     "avx512-vnni": (*AVX512, "-mavx512vnni"),
     "avx512-bf16": (*AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "amx": (*AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
 }
 """Instruction sets that kernels are written for, from the least to the most, and what the compiler is told of them."""
 SWITCH = "FORETOKEN_CPU"
@@ -89,6 +93,7 @@ def _cpu_level(allowed: tuple[str, ...]) -> str | None:
         "avx512": wide,
         "avx512-vnni": wide and vnni,
         "avx512-bf16": vnni and _cpu_has("_is_avx512_bf16_supported"),
+        "amx": vnni and _cpu_has("_is_avx512_bf16_supported") and _has_amx(),
     }
     return next((name for name in reversed(LEVELS) if name in allowed and has[name]), None)
 
@@ -139,8 +144,6 @@ def _lacking() -> str | None:
         return "made for Linux on x86-64"
     if level() is None:
         return "the CPU has no AVX2"
-    if _cpu_has("_is_amx_tile_supported") and os.environ.get(SWITCH, "native") == "native":
-        return "not measured on CPUs with AMX, whose oneDNN products score 32 rows for the cost of one"
     if _compiler() is None:
         return f"no C++ compiler ({', '.join(COMPILERS)}, or what CXX names)"
     return None
@@ -159,6 +162,19 @@ def _cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())
+
+
+@cache
+def _has_amx() -> bool:
+    """Whether the CPU has AMX and the system lets this process use it: Linux wants to be asked once, by the system
+    call ``arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)``."""
+    if not {"amx_bf16", "amx_int8"} <= _cpu_flags():
+        return False
+    return _system_call(158, 0x1023, 18) == 0
+
+
+def _system_call(*numbers: int) -> int:
+    return int(ctypes.CDLL(None).syscall(*numbers))
 
 
 def _flags() -> tuple[str, ...]:

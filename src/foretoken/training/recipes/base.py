@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from foretoken.drafters.base import Drafter
 from foretoken.models.base import LanguageModel
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.names import unknown
 
 LARGE_VOCABULARY = 16384

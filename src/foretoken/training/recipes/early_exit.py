@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.early_exit import EarlyExitDrafter
-from foretoken.models.taps import decoder_layers
+from foretoken.models.network.taps import decoder_layers
 from foretoken.training.recipes.base import (
     Batch,
     Recipe,

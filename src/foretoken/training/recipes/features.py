@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.features import FeatureDrafter
 from foretoken.drafters.nets.decoder import LayerConfig
-from foretoken.models.draft_head import DraftHead
-from foretoken.models.features import FeatureModel
+from foretoken.models.forward.heads.draft_head import DraftHead
+from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.training.recipes.base import Batch, Recipe
 from foretoken.training.recipes.labels import Labels, places_of
 

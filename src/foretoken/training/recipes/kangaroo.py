@@ -13,7 +13,7 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.kangaroo import KangarooDrafter
 from foretoken.drafters.nets.decoder import LayerConfig
 from foretoken.drafters.nets.kangaroo import KangarooConfig, KangarooNet
-from foretoken.models.features import FeatureModel
+from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.training.recipes.base import Batch, Recipe, soft_cross_entropy, some_places
 
 PLACES = 256

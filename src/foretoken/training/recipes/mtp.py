@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from foretoken.drafters.mtp import MtpDrafter
 from foretoken.drafters.nets.mtp import MtpConfig, MtpNet, module_for
-from foretoken.models.native_mtp import NativeModule
-from foretoken.models.taps import decoder_layers
+from foretoken.models.forward.heads.mtp import NativeModule
+from foretoken.models.network.taps import decoder_layers
 from foretoken.training.recipes.base import Batch
 from foretoken.training.recipes.features import FeatureRecipe, some_rows
 

@@ -13,8 +13,8 @@ from foretoken.drafters.base import Drafter
 from foretoken.drafters.nets.pass_tokens import PassTokens, PassTokensConfig
 from foretoken.drafters.pass_tokens import PassTokensDrafter
 from foretoken.models.base import CapabilityError
-from foretoken.models.extra import branch_states, check_rows
 from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.extra import branch_states, check_rows
 from foretoken.training.recipes.base import Batch, Recipe, cross_entropy, soft_cross_entropy
 from foretoken.training.recipes.features import some_rows, texts_of
 from foretoken.training.recipes.heads import check_labels

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from foretoken.drafters.model import ModelDrafter
 from foretoken.drafters.nets.specdec_pp import StopHead, StopHeadConfig, best_constant, weighted_loss
 from foretoken.models.base import LanguageModel
-from foretoken.models.parts import TargetParts
+from foretoken.models.forward.parts import TargetParts
 from foretoken.training.recipes.base import Batch, Recipe
 
 CHUNK = 256

@@ -1,0 +1,236 @@
+"""A KV cache whose writes and moves have fixed shapes and read their places from tensors, as CUDA graphs need.
+
+A graph replays the kernels that were captured, with the numbers that its input tensors hold at that time: whatever
+Python decided is frozen.  So a fixed step writes at slots that are given as a tensor, padding into a *spare* slot that
+nobody sees, and the path that was accepted in the last round is moved together by the next step, which reads from
+tensors what goes where.  Until then the cache remembers the moves; whoever else looks at the buffers sees them done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.cache.rectangle import Moves, TreeCache
+
+CHUNK = 256
+"""Slots by which it grows, and the least that a step looks at: every size is a graph of its own."""
+PATH = 16
+"""Nodes of an accepted path that a fixed step moves; of a longer one the rest of the library takes care at once."""
+
+
+class FixedCache(TreeCache):
+    """A :class:`TreeCache` with fixed steps beside its ordinary forwards; both see the same keys and values.
+
+    All layers' keys are one tensor [L, R, H, S, Dk], and so are the values, so that a move takes four kernels whatever
+    the depth.  Layers of another shape get buffers of their own.
+
+    Attributes:
+        generation: grows when a buffer moves to other memory: graphs that were captured before are void.
+        ceiling: slots beyond which its rows are not doubled, but made as long as they must be.
+    """
+
+    def __init__(self, num_layers: int, max_slots: int) -> None:
+        self._stacks: list[Tensor | None] = [None, None]
+        self._places: tuple[Tensor, Tensor] | None = None  # rows [b, 1] and slots [b, n] of a fixed step
+        self.generation = 0
+        super().__init__(num_layers, max_slots + 1)
+        self.num_slots = CHUNK
+        self.ceiling = self.max_slots
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything was stored."""
+        return any(buffer is not None for buffer in self._keys)
+
+    @property
+    def spare(self) -> int:
+        """The slot into which padding is written: the last one, which no token ever gets."""
+        return self.num_slots - 1
+
+    def view_of(self, used: int) -> int:
+        """How many slots attention looks at when ``used`` hold something: a power of two from ``CHUNK`` on, or all."""
+        return min(max(CHUNK, 1 << (used - 1).bit_length()), self.num_slots)
+
+    # -- room --------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Make room for rows (in powers of two) and slots (and the spare one), so that growing is rare."""
+        if num_rows <= self.num_rows and num_slots < self.num_slots:
+            return
+        self.flush()
+        rows = 1 << (max(num_rows, self.num_rows) - 1).bit_length()
+        slots = self.num_slots
+        if num_slots + 1 > slots:
+            slots = _whole_chunks(max(num_slots + 1, min(2 * slots, self.ceiling)))
+        self._rebuild(rows, slots)
+
+    @staticmethod
+    def rectangle(texts: Sequence[int]) -> tuple[int, int]:
+        """Rows and slots that texts of so many slots take together: every row is as long as the longest of them."""
+        return (1 << (len(texts) - 1).bit_length(), _whole_chunks(max(texts) + 1)) if texts else (0, 0)
+
+    def fit(self, texts: Sequence[int], most: int) -> bool:
+        """Whether texts that come to need so many slots fit into ``most`` slots of all rows; then it stays below that.
+
+        What earlier texts have left behind is given back where there would be no room otherwise.
+
+        Args:
+            texts: slots of each text that is open, and of one more.
+            most: slots of all rows together.
+        """
+        open_texts = [text.num_slots for text in self.texts]
+        rows, slots = self.rectangle([*texts, *[1] * (len(open_texts) + 1 - len(texts))])
+        slots = max(slots, _whole_chunks(max(open_texts, default=0) + 1))
+        if rows * slots > most:
+            return False
+        if max(rows, self.num_rows) * max(slots, self.num_slots) > most:
+            if self.texts:
+                self.flush()
+                self._rebuild(rows, slots)
+            else:
+                self.clear()
+        self.ceiling = slots
+        return True
+
+    def _rebuild(self, rows: int, slots: int) -> None:
+        """Move everything to buffers of another size, or, where memory is full, nothing.
+
+        Keys alone in new memory would leave graphs that read what was freed, so both are there before either is taken.
+        """
+        stores = (self._keys, self._values)
+        stacks = [None if old is None else _resized(old, rows, slots) for old in self._stacks]
+        buffers: list[list[Tensor | None]] = [
+            [None if old is None else _resized(old[None], rows, slots)[0] for old in store]
+            if stack is None
+            else [*stack.unbind(0)]
+            for stack, store in zip(stacks, stores, strict=True)
+        ]
+        self.generation += 1
+        self._stacks, (self._keys, self._values) = stacks, buffers
+        self.num_rows, self.num_slots = rows, slots
+
+    def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
+        index = 0 if store is self._keys else 1
+        if all(buffer is None for buffer in store):
+            shape = (self.num_layers, self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
+            stack = self._stacks[index] = like.new_zeros(shape)
+            store[:] = stack.unbind(0)
+        buffer = store[layer]
+        if buffer is None or (buffer.shape[1], buffer.shape[3]) != (like.shape[-3], like.shape[-1]):
+            new = like.new_zeros(self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
+            own = store
+            if (
+                self._stacks[index] is not None
+            ):  # another layer's shape: every layer has a buffer of its own from now on
+                own = [None if one is None else one.clone() for one in store]
+            self.generation += 1
+            self._stacks[index] = None
+            store[:] = own
+            store[layer] = buffer = new
+        return buffer
+
+    def _parts(self) -> list[Tensor]:
+        """All buffers as few tensors [L, R, H, S, D]."""
+        found: list[Tensor] = []
+        for stack, store in zip(self._stacks, (self._keys, self._values), strict=True):
+            found += [stack] if stack is not None else [buffer[None] for buffer in store if buffer is not None]
+        return found
+
+    # -- ordinary forwards -------------------------------------------------------------------------------------------
+
+    def keep(self, row: int, start: int, path: Sequence[int]) -> None:
+        """Note which scratch slots ``start + path[i]`` of a row belong to ``start + i``: the next step moves them."""
+        moves = [(start + node, start + i) for i, node in enumerate(path) if node != i]
+        if row in self._moves or len(moves) > PATH:
+            self.flush()
+        if moves:
+            self._moves[row] = moves
+        if len(moves) > PATH:
+            self.flush()
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Move what waits to be moved."""
+        if not self._moves or self._places is not None:
+            return
+        device = next(part.device for part in self._parts())
+        moves = [(row, source, target) for row, pairs in self._moves.items() for source, target in pairs]
+        self.move(*torch.tensor(moves, device=device).T)  # one tensor is sent, however many texts there are
+        self._moves.clear()
+
+    def clear(self) -> None:
+        """Drop all buffers, and what waits to be moved in them."""
+        self.generation += 1
+        self._stacks = [None, None]
+        super().clear()
+        self.num_slots = CHUNK
+
+    # -- fixed steps -------------------------------------------------------------------------------------------------
+
+    def take_moves(self, rows: int) -> Moves:
+        """What waits to be moved in the first ``rows`` rows; from now on it is the caller's business."""
+        return {row: self._moves.pop(row) for row in sorted(self._moves) if row < rows}
+
+    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy slots ``source`` to slots ``target`` of ``rows`` in all layers, all reads before all writes.
+
+        The three have shapes that broadcast.  Where memory is full nothing has moved: keys without their values would
+        be another text.
+        """
+        parts = self._parts()
+        read = [part[:, rows, :, source] for part in parts]
+        for part, moved in zip(parts, read, strict=True):
+            part[:, rows, :, target] = moved
+
+    @contextmanager
+    def fixed(self, slots: Tensor, view: int) -> Iterator[None]:
+        """Forwards inside the block cover rows 0 to b, write at ``slots`` [b, n] and see the first ``view`` slots."""
+        batch = len(slots)
+        self._places = (torch.arange(batch, device=slots.device)[:, None], slots)
+        self._low, self._high, self._used, self._starts = 0, batch, view, [0]
+        try:
+            yield
+        finally:
+            self._places = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values [b, H, n, D] as planned; return the slices [b, H, used, D] that attention sees."""
+        return (
+            self._write(self._keys, key_states, layer_idx),
+            self._write(self._values, value_states, layer_idx),
+        )
+
+    def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
+        if self._places is None:
+            return super()._write(store, new, layer)
+        rows, slots = self._places
+        buffer = self._buffer(store, new, layer)
+        buffer[rows, :, slots] = new.transpose(1, 2)
+        return buffer[: self._high, :, : self._used]
+
+
+def _resized(stack: Tensor, rows: int, slots: int) -> Tensor:
+    """[L, R, H, S, D] with other numbers of rows and slots, zeros where nothing was."""
+    layers, old_rows, heads, old_slots, dim = stack.shape
+    new = stack.new_zeros(layers, rows, heads, slots, dim)
+    kept_rows, kept_slots = min(rows, old_rows), min(slots, old_slots)
+    new[:, :kept_rows, :, :kept_slots] = stack[:, :kept_rows, :, :kept_slots]
+    return new
+
+
+def _whole_chunks(slots: int) -> int:
+    return -(-slots // CHUNK) * CHUNK
+
+
+def rectangle_of(model: Any) -> FixedCache | None:
+    """The cache of a model that runs graphs, where every text takes the room of the longest; ``None`` for others."""
+    cache = getattr(model, "cache", None)
+    return cache if isinstance(cache, FixedCache) else None

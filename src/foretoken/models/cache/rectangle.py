@@ -1,0 +1,308 @@
+"""The KV cache: preallocated rows, written in place, one path kept on commit.
+
+Beside :mod:`foretoken.models.cache.state` the only file that knows Transformers' cache API.  Every layer keeps keys
+[B, H, S, Dk] and values [B, H, S, Dv]; a sequence owns one row; slot ``s`` of a row holds the token at position ``s``
+for committed tokens, and scratch nodes follow in the order in which they were fed.  Positions were given by depth, so
+that a commit only moves rows: rotary embeddings are already right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from foretoken.models.cache.window import Cut
+
+CHUNK = 64
+"""Slots by which the cache grows at least, so that growing is rare and little is left empty."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Where the next forward writes.
+
+    Attributes:
+        low: its first row.
+        starts: the first slot of each of its rows.
+        used: slots that attention sees.
+    """
+
+    low: int
+    starts: Sequence[int]
+    used: int
+
+
+Moves = dict[int, list[tuple[int, int]]]
+"""By row: from which slot to which, all at once."""
+
+
+class TreeCache(Cache):
+    """A Transformers cache over preallocated buffers; ``plan`` says where the next forward writes.
+
+    Args:
+        num_layers: how many layers will call :meth:`update`.
+        max_slots: most slots that a row will ever need (context plus scratch); buffers grow towards it.
+
+    Attributes:
+        texts: the sequences whose rows these are, in order (:mod:`foretoken.models.cache.bands`).
+        reads: the slots that the planned forward reads; ``None``: all.
+    """
+
+    def __init__(self, num_layers: int, max_slots: int) -> None:
+        super().__init__(layers=[])
+        self.num_layers = num_layers
+        self.max_slots = max_slots
+        self._moves: Moves = {}
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+        self.texts: list[Any] = []
+        self.num_rows = 1
+        self.num_slots = CHUNK
+        self._low, self._high = 0, 1
+        self._starts: list[int] = [0]
+        self._uniform = True
+        self._used = 0
+        self.reads: Cut | None = None
+        self._rows = self._slots = torch.empty(0, dtype=torch.long)
+        self._rows_from = 0
+
+    @property
+    def keys(self) -> list[Tensor | None]:
+        """Keys by layer, with every committed path in its place."""
+        self.flush()
+        return self._keys
+
+    @property
+    def values(self) -> list[Tensor | None]:
+        """Values by layer, with every committed path in its place."""
+        self.flush()
+        return self._values
+
+    @torch.inference_mode()
+    def reserve(self, num_rows: int, num_slots: int) -> None:
+        """Make room for rows and slots; keeps what is stored, zero-fills the rest.
+
+        Zeros matter: a masked slot contributes ``0 * value`` to the weighted sum, and NaN garbage would poison it.
+        """
+        if num_rows <= self.num_rows and num_slots <= self.num_slots:
+            return
+        rows, slots = self.num_rows, self.num_slots
+        if num_rows > rows:
+            rows = max(num_rows, rows + rows // 8)
+        if num_slots > slots:
+            slots = _whole_chunks(max(num_slots, min(slots + slots // 4, self.max_slots)))
+        self._resize(rows, slots)
+
+    @torch.inference_mode()
+    def trim(self, num_rows: int, num_slots: int) -> None:
+        """Give back what is not needed for so many rows and slots; rows or slots behind them are lost."""
+        self._resize(min(max(num_rows, 1), self.num_rows), min(_whole_chunks(max(num_slots, 1)), self.num_slots))
+
+    def _resize(self, rows: int, slots: int) -> None:
+        """Buffers of another size, layer by layer, so that old and new are there twice for one layer only."""
+        if (rows, slots) == (self.num_rows, self.num_slots):
+            return
+        for store in (self.keys, self.values):
+            for i, old in enumerate(store):
+                if old is not None:
+                    new = old.new_zeros(rows, old.shape[1], slots, old.shape[3])
+                    kept_rows, kept_slots = min(rows, old.shape[0]), min(slots, old.shape[2])
+                    new[:kept_rows, :, :kept_slots] = old[:kept_rows, :, :kept_slots]
+                    store[i] = new
+        self.num_rows, self.num_slots = rows, slots
+
+    def plan(self, low: int, high: int, starts: Sequence[int], count: int, used: int) -> None:
+        """The next forward covers rows ``low:high`` and writes ``count`` slots of each from ``starts`` on.
+
+        ``used`` is how many slots attention sees.  What waits to be moved is moved first.
+        """
+        self.flush()
+        self.reserve(high, max(used, max(starts) + count))
+        self._low, self._high, self._used, self.reads = low, high, used, None
+        self._starts = list(starts)
+        self._uniform = len(set(self._starts)) == 1
+        if not self._uniform:
+            device = next((k.device for k in self.keys if k is not None), None)
+            if self._rows.shape[:1] != (high - low,) or self._rows_from != low:
+                self._rows, self._rows_from = torch.arange(low, high, device=device)[:, None], low
+            self._slots = torch.tensor([range(start, start + count) for start in self._starts], device=device)
+
+    @property
+    def num_read(self) -> int:
+        """Slots that :meth:`update` hands out."""
+        return self._used if self.reads is None else self.reads.sink + self._used - self.reads.low
+
+    @property
+    def planned(self) -> Planned:
+        """What :meth:`plan` was told."""
+        return Planned(self._low, self._starts, self._used)
+
+    def buffers(self, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values [rows, H, slots, D] of all layers, for who writes them himself; made for keys ``like``
+        [H, n, D] where there are none."""
+        stores = (self.keys, self.values)
+        keys, values = ([self._buffer(store, like, i) for i in range(self.num_layers)] for store in stores)
+        return keys, values
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values [b, H, n, D] as planned; return the used slices [b, H, used, D]."""
+        return (
+            self._write(self.keys, key_states, layer_idx),
+            self._write(self.values, value_states, layer_idx),
+        )
+
+    def _write(self, store: list[Tensor | None], new: Tensor, layer: int) -> Tensor:
+        buffer = self._buffer(store, new, layer)
+        view = buffer[self._low : self._high]
+        if self._uniform:
+            start = self._starts[0]
+            view[:, :, start : start + new.shape[2]] = new
+        else:
+            if self._rows.device != new.device:
+                self._rows, self._slots = self._rows.to(new.device), self._slots.to(new.device)
+            buffer[self._rows, :, self._slots] = new.transpose(1, 2).to(buffer.dtype)
+        seen = view[:, :, : self._used] if self.reads is None else self.reads.slots(view[:, :, : self._used])
+        return seen.to(new.dtype)  # a copy only for who computes in another dtype than wrote
+
+    def _buffer(self, store: list[Tensor | None], like: Tensor, layer: int) -> Tensor:
+        """The buffer of a layer, made for tensors ``like`` [..., H, n, D] when there is none."""
+        buffer = store[layer]
+        if buffer is None:
+            shape = (self.num_rows, like.shape[-3], self.num_slots, like.shape[-1])
+            buffer = store[layer] = like.new_zeros(shape)
+        return buffer
+
+    @torch.inference_mode()
+    def load(self, row: int, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Fill the first m slots of a row with keys and values [H, m, D] from elsewhere."""
+        count = keys.shape[1]
+        self.reserve(row + 1, count)
+        self._buffer(self.keys, keys, layer)[row, :, :count] = keys
+        self._buffer(self.values, values, layer)[row, :, :count] = values
+
+    def copied(self, row: int, count: int) -> list[tuple[Tensor, Tensor] | None]:
+        """Keys and values [H, count, D] of the first slots of a row, by layer."""
+        stored = zip(self.keys, self.values, strict=True)
+        return [
+            None if k is None or v is None else (k[row, :, :count].clone(), v[row, :, :count].clone())
+            for k, v in stored
+        ]
+
+    @property
+    def slot_bytes(self) -> int:
+        """What one slot of one row takes in all layers; 0 before anything was stored."""
+        return sum(buffer.shape[1] * buffer.shape[3] * buffer.element_size() for buffer in self._buffers())
+
+    @torch.inference_mode()
+    def keep(self, row: int, start: int, path: Sequence[int]) -> None:
+        """Move the scratch slots ``start + path[i]`` of a row to ``start + i``.
+
+        On a device they are moved when somebody looks, all texts' together: where they go is sent there once.
+        """
+        first = next((i for i, node in enumerate(path) if node != i), None)
+        if first is None:
+            return
+        if row in self._moves:
+            self.flush()
+        buffers = self._buffers()
+        if any(buffer.device.type != "cpu" for buffer in buffers):
+            self._moves[row] = [(start + node, start + i) for i, node in enumerate(path) if node != i]
+            return
+        for buffer in buffers:
+            # index_select copies before the write, so overlapping moves are safe.
+            moved = buffer[row].index_select(1, torch.tensor(path[first:]) + start)
+            buffer[row, :, start + first : start + len(path)] = moved
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Move what waits to be moved, or, where memory is full, nothing."""
+        if not self._moves:
+            return
+        buffers = self._buffers()
+        moves = torch.tensor([(row, *pair) for row, pairs in self._moves.items() for pair in pairs])
+        places = {device: moves.to(device).T for device in {buffer.device for buffer in buffers}}
+        read = []
+        for buffer in buffers:
+            rows, source, _ = places[buffer.device]
+            read.append(buffer[rows, :, source])
+        for buffer, moved in zip(buffers, read, strict=True):
+            rows, _, target = places[buffer.device]
+            buffer[rows, :, target] = moved
+        self._moves.clear()
+
+    @torch.inference_mode()
+    def move_row(self, source: int, target: int, slots: int) -> None:
+        """Copy the first ``slots`` slots of one row to another."""
+        for store in (self.keys, self.values):
+            for buffer in store:
+                if buffer is not None:
+                    buffer[target, :, :slots] = buffer[source, :, :slots]
+
+    @torch.inference_mode()
+    def take_row(self, source: TreeCache, row: int, target: int, slots: int) -> None:
+        """Copy the first ``slots`` slots of a row of another cache to row ``target``."""
+        self.reserve(target + 1, slots)
+        for mine, theirs in ((self.keys, source.keys), (self.values, source.values)):
+            for layer, buffer in enumerate(theirs):
+                if buffer is not None:
+                    self._buffer(mine, buffer, layer)[target, :, :slots] = buffer[row, :, :slots]
+
+    def clear(self) -> None:
+        """Drop all buffers: the next forward makes new ones, in its own dtype."""
+        self._moves = {}
+        self._keys, self._values = [None] * self.num_layers, [None] * self.num_layers
+        self.num_rows, self.num_slots = 1, CHUNK
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Where the next forward writes (models that are given position ids do not depend on it)."""
+        return self._starts[0]
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Length and offset of the keys; unused because masks are always passed whole."""
+        return self._used, 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Most slots."""
+        return self.max_slots
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything was stored."""
+        return self._keys[0] is not None
+
+    @property
+    def is_compileable(self) -> bool:
+        """Never: the write position is host state."""
+        return False
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """All layers keep the whole past; windows are the masks' business."""
+        return [False] * self.num_layers
+
+    def __len__(self) -> int:
+        return self.num_layers
+
+    def num_bytes(self) -> int:
+        """Memory held by the buffers; asked for by other threads, too."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers())
+
+    def _buffers(self) -> list[Tensor]:
+        """All buffers as they are, whatever waits to be moved."""
+        return [buffer for store in (self._keys, self._values) for buffer in store if buffer is not None]
+
+
+def _whole_chunks(slots: int) -> int:
+    return -(-slots // CHUNK) * CHUNK
+
+
+def growing_cache() -> Cache:
+    """An empty cache to which every forward appends, and through which gradients flow; all layers keep everything."""
+    return DynamicCache()

@@ -1,0 +1,1 @@
+"""What is tried on a model when it is loaded, and what is remembered of it."""

@@ -1,0 +1,153 @@
+"""Whether a model is causal, and reads through its cache what it reads without one, tried out on a few tokens.
+
+Speculative decoding, as any decoding with a cache, takes both for granted.  A language model that looks at later tokens
+(a BERT that is no decoder, XLM), whose attention takes masks in a way of its own, or whose tokens see other states of
+the tokens that are read with them than of those read before (looped layers that share a cache) would otherwise answer
+wrongly without a word.  The trial costs three forwards of at most six rows, once per model object.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, Feed, LanguageModel
+from foretoken.models.checks.self_test import relative
+from foretoken.models.linear.packing import is_plain
+from foretoken.models.network.alone import alone
+from foretoken.models.network.placement import device_of
+
+ROWS, KEPT = 6, 3
+"""Tokens of the trial, and how many of them are read first."""
+LOOKS_AHEAD = 0.3
+"""Relative difference that later tokens make, beyond which a model reads them, whatever its layers do.  Quantised
+layers that scale all tokens of a call together made 0.02 to 0.1."""
+TRIED_LAYERS = 16
+HALF = (torch.bfloat16, torch.float16)
+LIMIT, HALF_LIMIT = 1e-3, 0.5
+"""Relative differences that no rounding makes, in float32 (at most 1e-6 in random models) and in 16 bits, where it can
+send a token to another expert; logits that have nothing to do with each other make 1.4."""
+
+_FAULTS: WeakKeyDictionary[Any, dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
+"""Results by the form a model runs in: ``custom_generate`` wraps the same model anew in every call."""
+
+
+@torch.inference_mode()
+def cache_fault(model: Any, wrapped: LanguageModel) -> str | None:
+    """How logits of ``wrapped`` differ from those of the model's own forward; ``None``: they do not.
+
+    Raises:
+        CapabilityError: the model is not causal, its forward fails, or it gives other rows than it was asked for.
+    """
+    known, key = _FAULTS.setdefault(model, {}), _form(model, wrapped)
+    if key not in known:
+        known[key] = _tried(model, wrapped) if wrapped.context_length >= ROWS else None
+    return known[key]
+
+
+def _tried(model: Any, wrapped: LanguageModel) -> str | None:
+    rollback = wrapped.capabilities.rollback
+    coarse = getattr(wrapped, "exact", "") == "approximate" or any(hasattr(m, "joined") for m in model.modules())
+    limit = HALF_LIMIT if model.dtype in HALF or coarse else LIMIT  # quantised kernels give out bfloat16
+    wanted, mixed = _without_cache(model, wrapped.vocab_size, limit)
+    if mixed:
+        return f"its quantised layers scale all tokens of a call together (logits move by {mixed:.2g} of their size)"
+    if not wanted.isfinite().all():  # damaged weights: decoding says so, with the place
+        return None
+    tokens = _text(wrapped.vocab_size)
+    last = ROWS if rollback else KEPT + 1  # others are read token by token
+    sequence = wrapped.open()
+    try:
+        wrapped.prefill(sequence, tokens[:KEPT])
+        found = wrapped.forward([Feed(sequence, tokens[KEPT:last])])[0].logits
+    except Exception as error:
+        raise _refusal(model, error) from error
+    finally:
+        wrapped.release(sequence)
+    if found.shape != wanted[KEPT:last].shape:
+        raise CapabilityError(f"{_name(model)} cannot be decoded here: it reads other tokens than it is given")
+    difference = relative(found.float(), wanted[KEPT:last].to(found.device))
+    if rollback and not difference <= limit:
+        return f"its logits of several tokens differ from those without a cache by {difference:.2g} of their size"
+    return None
+
+
+def _without_cache(model: Any, vocab_size: int, limit: float) -> tuple[Tensor, float]:
+    """Float32 logits [6, V] of the model's own forward, and how much quantised layers change them with later tokens: 0
+    where that is rounding.
+
+    Raises:
+        CapabilityError: it reads later tokens, or the forward fails.
+    """
+    tokens = _text(vocab_size)
+    other = tokens[:KEPT] + [(token + 1) % vocab_size for token in tokens[KEPT:]]
+    try:
+        found, changed = (_forward(model, ids) for ids in (tokens, other))
+    except CapabilityError:
+        raise
+    except Exception as error:
+        raise _refusal(model, error) from error
+    difference = relative(changed[:KEPT], found[:KEPT])
+    if LIMIT < difference <= LOOKS_AHEAD and _mixes_tokens(model):
+        return found, difference
+    if difference > limit:
+        raise CapabilityError(
+            f"{_name(model)} is no causal language model: what it says of a token depends on later ones "
+            "(a BERT-like model needs is_decoder=True in its configuration)"
+        )
+    return found, 0.0
+
+
+def _mixes_tokens(model: Any) -> bool:
+    """Whether one of the first linear layers that are not PyTorch's own gives a token something else when others are
+    read with it: kernels for 8-bit activations often have one scale for all rows of a call."""
+    layers = (m for m in model.modules() if hasattr(m, "in_features") and not is_plain(m))
+    return any(_sees_other_rows(layer, model) for layer in islice(layers, TRIED_LAYERS))
+
+
+def _sees_other_rows(layer: Any, model: Any) -> bool:
+    ramp = torch.linspace(-1, 1, ROWS * layer.in_features, dtype=torch.float64).cos()
+    rows = ramp.view(1, ROWS, -1).to(device_of(model), model.dtype)
+    others = rows.clone()
+    others[:, KEPT:] *= 32
+    try:
+        found, changed = (layer(x)[:, :KEPT].float() for x in (rows, others))
+    except Exception:  # no layer over rows of hidden states
+        return False
+    return relative(changed, found) > LIMIT
+
+
+def _forward(model: Any, tokens: list[int]) -> Tensor:
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    ids = torch.tensor([tokens], device=device_of(model))
+    given: dict[str, Any] = {"use_cache": False} if "use_cache" in parameters else {}
+    if "position_ids" in parameters:  # as generate gives them
+        given["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
+    with alone(model):
+        logits: Tensor | None = getattr(model(input_ids=ids, **given), "logits", None)
+    if logits is None or logits.ndim != 3 or logits.shape[2] < model.config.get_text_config().vocab_size:
+        raise CapabilityError(f"{type(model).__name__} gives no logits of every token: load the model as a causal one")
+    return logits[0].float()
+
+
+def _form(model: Any, wrapped: LanguageModel) -> tuple[Any, ...]:
+    exact, lean = getattr(wrapped, "exact", None), getattr(wrapped, "is_lean", None)
+    return model.dtype, device_of(model), exact, lean
+
+
+def _text(vocab_size: int) -> list[int]:
+    return [(7 * i + 3) % vocab_size for i in range(ROWS)]
+
+
+def _name(model: Any) -> str:
+    return str(model.config.get_text_config().model_type)
+
+
+def _refusal(model: Any, error: Exception) -> CapabilityError:
+    lines = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+    return CapabilityError(f"{_name(model)} cannot be decoded here: {': '.join(lines)}")

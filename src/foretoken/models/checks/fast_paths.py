@@ -1,0 +1,180 @@
+"""What was found out about a model at load, and remembered: which fast paths pass, and whether bits depend on company.
+
+A check costs up to two seconds at 1.5 billion parameters, so its result is kept, by the model's fingerprint, in a file
+of this machine and these versions (:func:`foretoken.io.files.cache_folder`).  Models whose modules were changed by hand
+(a ``forward`` of their own, hooks) are checked every time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+
+from foretoken.io.files import cache_folder, write_json
+from foretoken.models.checks.bits import exactness_of
+from foretoken.models.checks.judging import Judge, Run, ordinary_ids
+from foretoken.models.linear.product_costs import machine_key
+
+if TYPE_CHECKING:
+    from foretoken.models.huggingface import HuggingFaceModel
+
+Probe = Callable[[], Sequence[int] | None]
+"""Ids of an ordinary text in the model's own tokenizer; ``None`` where there is none."""
+WORTH_KEEPING_S = 0.2
+"""Results of a model of which no check takes longer are made again in another process: a file of tiny models would only
+grow.  Of other models all results are kept: where the first path is remembered, its weights are laid out without a
+judge, and what is checked after it would be judged by a network that computes in another way."""
+MOST_KEPT = 256
+SAMPLED = 16
+"""Numbers of every weight that a fingerprint looks at, spread over it."""
+
+_KNOWN: dict[str, Any] = {}
+"""Results of this process: ``custom_generate`` wraps the same model anew in every call."""
+
+
+class Checks:
+    """The checks of one model, which is about to be run.
+
+    Args:
+        owner: the model, on its public forward.
+        probe: where its ordinary text comes from.
+    """
+
+    def __init__(self, owner: HuggingFaceModel, probe: Probe | None) -> None:
+        self.owner, self.probe = owner, probe
+        self.key = fingerprint(owner.model)
+        self._is_slow = False
+
+    @cached_property
+    def ids(self) -> Sequence[int]:
+        """The probe's ids, as many as it needs."""
+        ordinary = ordinary_ids(self.owner.vocab_size)
+        text = list(self.probe() or ()) if self.probe is not None else []
+        return [*text, *ordinary][: len(ordinary)]
+
+    @cached_property
+    def judge(self) -> Judge | None:
+        """Made when the first check needs it, which must be before weights are laid out anew."""
+        return Judge.of(self.owner, self.ids)
+
+    def fault(self, path: str, build: Callable[[], tuple[Run, torch.dtype, bool] | None]) -> str | None:
+        """Why a fast path must not be used; ``None`` when it passes.
+
+        Args:
+            path: its name, with everything that makes it another one.
+            build: makes its forward, the dtype of its hidden states, and whether it is coarse (:meth:`Judge.fault`);
+                ``None`` where it cannot be made.
+        """
+        return self._remembered(path, lambda: self._tried(build))
+
+    def _tried(self, build: Callable[[], tuple[Run, torch.dtype, bool] | None]) -> list[str]:
+        judge = self.judge  # before anything is laid out anew
+        if judge is None:
+            return ["the public forward cannot be run on a short text, or its logits are not finite"]
+        built = build()
+        if built is None:
+            return ["its modules are of a kind of their own"]
+        reason = judge.fault(self.owner, *built)
+        return [] if reason is None else [reason]
+
+    def _remembered(self, path: str, check: Callable[[], list[str]]) -> str | None:
+        result = self._known_or_made(self._name(path), check)
+        return result[0] if result else None
+
+    def exactness(self, path: str) -> tuple[str, str]:
+        """:func:`foretoken.models.checks.bits.exactness_of` the model as it now runs, remembered."""
+        name = self._name(f"bits {path} {torch.get_num_threads()} threads")
+        result = self._known_or_made(name, lambda: list(exactness_of(self.owner, self.ids)))
+        return result[0], result[1]
+
+    def _known_or_made(self, name: str, make: Callable[[], list[str]]) -> list[str]:
+        """A result, from this process, from the file, or made now."""
+        if self.key is None:
+            return make()
+        known = _read(name)
+        if known is not None:
+            self._is_slow |= name in _read_file()
+            return known
+        began = perf_counter()
+        result = make()
+        self._is_slow |= perf_counter() - began >= WORTH_KEEPING_S
+        _keep(name, result, self._is_slow)
+        return result
+
+    def _name(self, path: str) -> str:
+        return f"{self.key} {path}"
+
+
+def fingerprint(model: nn.Module) -> str | None:
+    """What tells a network from others: its configuration, the kinds of its modules, some numbers of every weight.
+
+    ``None`` where that would not tell: a module has a ``forward`` of its own or hooks.
+    """
+    digest = hashlib.blake2b(digest_size=12)
+    for name, module in model.named_modules():
+        if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            return None
+        digest.update(f"{name} {type(module).__module__} {type(module).__qualname__}\n".encode())
+        product: Any = getattr(module, "product", None)
+        if product is not None:  # quantised: its numbers are not among the parameters
+            digest.update(f"{product.name} {product.shape} {getattr(product, 'mark', '')}\n".encode())
+    for name, weight in model.named_parameters():
+        if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta:  # spread over processes, or elsewhere
+            return None
+        flat = weight.detach().flatten()
+        some = flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].cpu().double()
+        digest.update(f"{name} {weight.dtype} {weight.device} {tuple(weight.shape)}".encode() + some.numpy().tobytes())
+    config: Any = getattr(model, "config", None)
+    digest.update(b"" if config is None else str(config.to_json_string(use_diff=False)).encode())
+    return digest.hexdigest()
+
+
+def checks_file() -> Path:
+    """Where results of this machine, of these versions and of this code are kept."""
+    return cache_folder() / f"checks-{machine_key()}-{_code()}.json"
+
+
+@cache
+def _code() -> str:
+    """Changes with the versions and with the files of this package, which change between two versions too."""
+    files = sorted(Path(__file__).parents[1].rglob("*.[pc]*"))
+    stats = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files if file.is_file()]
+    text = "\n".join([torch.__version__, transformers.__version__, *stats])
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _read(name: str) -> list[str] | None:
+    if name in _KNOWN:
+        known: list[str] = _KNOWN[name]
+        return known
+    result = _read_file().get(name)
+    return result if isinstance(result, list) and all(isinstance(line, str) for line in result) else None
+
+
+def _read_file() -> dict[str, Any]:
+    """A file that cannot be read counts as none."""
+    try:
+        content = json.loads(checks_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _keep(name: str, result: list[str], in_file: bool) -> None:
+    _KNOWN[name] = result
+    if not in_file:
+        return
+    kept = {**_read_file(), name: result}
+    try:
+        write_json(checks_file(), dict(list(kept.items())[-MOST_KEPT:]))
+    except OSError:  # a folder that cannot be written: the check is made again next time
+        return

@@ -1,0 +1,238 @@
+"""The check of every fast path: ordinary text, judged against the model in the next wider precision.
+
+A fast forward and the public one differ by rounding, and in 16 bits rounding is large: on special tokens of real chat
+models, whose activations are massive, the public bfloat16 forward itself is off by 17 % of the size of its logits.  So
+neither forward is the truth.  The judge is the same network in float32 (float64 for a float32 model), one module after
+the other, so that there is never a second copy of the weights; a path passes when its error is at most
+:data:`MOST` times the public forward's own, plus :data:`ROUNDING`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from foretoken.models.cache.masks import LayerMask, RowPlan, additive_mask
+from foretoken.models.network.call import Call
+
+if TYPE_CHECKING:
+    from foretoken.models.huggingface import HuggingFaceModel
+
+Outputs = tuple[list[Tensor], dict[str, Tensor]]
+"""Logits [n, V] per feed, and taps [b, width, D]."""
+Run = Callable[[Call], Outputs]
+"""A forward, public or lean."""
+MOST = 1.5
+"""A path's error in units of the public forward's.  Two forwards that round in different places differ by up to 1.3."""
+ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 4e-3, torch.float16: 1e-3}
+"""What is added to that: errors, in standard deviations of a row of logits, that a sound path may have where the public
+forward happens to have none."""
+APART = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""The same where a network cannot be widened, so that its public forward is the judge: then both round."""
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+
+
+def wider(dtype: torch.dtype, device: torch.device) -> torch.dtype | None:
+    """The next wider precision of a device; ``None`` where there is none."""
+    wide = WIDER.get(dtype)
+    return None if wide == torch.float64 and device.type == "mps" else wide
+
+
+SLAB_BYTES = 4 << 20
+"""Rows of a weight that are widened together, which takes half as long as the whole weight (1.0 and 2.1 s at 1.5B)."""
+CHAIN = 16
+"""Leading tokens of the probe that hang one from the other; the others branch."""
+PARENTS = (*range(-1, CHAIN - 1), CHAIN - 1, CHAIN - 1, CHAIN, CHAIN, CHAIN + 1, CHAIN + 2, CHAIN + 3, CHAIN + 2)
+ROWS = len(PARENTS)
+SENTENCE = "The river runs past the old mill, and on Sundays the children stand on the bridge and count the boats."
+"""What the probe says: ordinary words, as long as the probe in any tokenizer."""
+
+
+def ordinary_ids(vocab_size: int, count: int = ROWS) -> list[int]:
+    """Ids spread over the vocabulary without its ends, where special tokens are."""
+    low, high = vocab_size // 8, max(vocab_size - vocab_size // 8, vocab_size // 8 + 1)
+    return [low + (7919 * (i + 1)) % (high - low) for i in range(count)]
+
+
+@contextmanager
+def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block the network computes in ``dtype``: a module's weights are widened while it runs.
+
+    Those of a linear layer are widened slab by slab.
+
+    Quantised layers multiply by the numbers that their weights stand for, in the same precision.
+    """
+    handles: list[Any] = []
+    linear: list[nn.Module] = []
+    kept: dict[nn.Module, dict[str, Any]] = {}
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        kept[module] = dict(module._parameters)
+        for name, weight in kept[module].items():
+            if weight is not None and weight.is_floating_point():
+                module._parameters[name] = nn.Parameter(weight.detach().to(dtype), requires_grad=False)
+        wide = [a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+        return tuple(wide), kwargs
+
+    def after(module: nn.Module, *_: Any) -> None:
+        module._parameters.update(kept.pop(module, {}))
+
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):  # rows that are looked up are widened, not the table
+            handles.append(module.register_forward_hook(lambda _, __, out: out.to(dtype)))
+        elif hasattr(module, "joined"):
+            handles.append(module.register_forward_hook(_by_numbers(dtype)))
+        elif type(module) is nn.Linear and "forward" not in vars(module):
+            module.forward = partial(_by_slabs, module, dtype)  # type: ignore[method-assign]
+            linear.append(module)
+        elif any(weight is not None for weight in module._parameters.values()):
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in linear:
+            del module.forward
+        for module, weights in kept.items():
+            module._parameters.update(weights)
+
+
+@contextmanager
+def without_kernels(model: nn.Module) -> Iterator[None]:
+    """Inside the block quantised layers multiply by the numbers that their weights stand for, in float32.
+
+    Where a kernel reads activations in few bits, they are rounded as it does: that is a part of what it computes.
+    """
+    quantised = [module for module in model.modules() if hasattr(module, "joined")]
+    handles = [module.register_forward_hook(_by_numbers(torch.float32, as_read=True)) for module in quantised]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _by_slabs(module: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """The layer in ``dtype``, on widened rows that stay in the processor's cache."""
+    rows = max(1, SLAB_BYTES // (module.in_features * dtype.itemsize))
+    slabs = module.weight.detach().split(rows)
+    biases = [None] * len(slabs) if module.bias is None else module.bias.detach().to(dtype).split(rows)
+    x = x.to(dtype)
+    return torch.cat([F.linear(x, slab.to(dtype), bias) for slab, bias in zip(slabs, biases, strict=True)], -1)
+
+
+def _by_numbers(dtype: torch.dtype, as_read: bool = False) -> Callable[[Any, Any, Tensor], Tensor]:
+    """A hook that replaces a quantised layer's output by that of its dense weight."""
+
+    def replaced(module: Any, args: Any, out: Tensor) -> Tensor:
+        x = args[0]
+        wide: Tensor = module.product.by_numbers(module.product.read(x) if as_read else x, dtype)
+        return wide.to(x.dtype)
+
+    return replaced
+
+
+@torch.inference_mode()
+def probe_logits(owner: HuggingFaceModel, run: Run, dtype: torch.dtype, ids: Sequence[int]) -> Tensor | None:
+    """Float64 logits [24, V] of a chain that ends in a branching tree, under windows that are shorter than it;
+    ``None`` where the model cannot be run or they are not finite."""
+    depths: list[int] = []
+    for parent in PARENTS:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    tokens = torch.tensor([list(ids)], device=owner.device) % owner.vocab_size
+    plan = RowPlan(0, PARENTS, depths, ROWS)
+    masks: Mapping[str, Tensor | None] = {
+        name: additive_mask([plan], _narrowed(layer), ROWS, ROWS, dtype, owner.device)
+        for name, layer in owner.layer_masks.items()
+    }
+    owner.cache.plan(0, 1, [0], ROWS, ROWS)
+    positions = torch.tensor([depths], device=owner.device)
+    try:
+        logits = run(Call(owner.cache, tokens, positions, masks, [(0, 0, ROWS)], ()))[0][0].cpu().double()
+    except RuntimeError:  # experts in a dtype that their kernel lacks: who uses the model will be told
+        return None
+    finally:
+        owner.cache.clear()  # another forward may keep keys and values in another dtype
+    return logits if bool(torch.isfinite(logits).all()) else None
+
+
+def _narrowed(mask: LayerMask) -> LayerMask:
+    """A window of three tokens instead of thousands, so that layers of different types read different masks."""
+    return mask if mask.kind == "full" else replace(mask, size=3)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Median errors over rows of logits, in standard deviations of the row: of the chain, and of the tree behind it."""
+
+    chain: float
+    tree: float
+
+
+@dataclass(frozen=True)
+class Judge:
+    """What a model says of the probe in a wider precision, and how far its public forward is from that.
+
+    Attributes:
+        ids: the probe.
+        truth: [24, V] float64 logits, on the CPU: not every device has such numbers.
+        public: the public forward's errors.
+        rounding: what a path may add to those, by dtype.
+    """
+
+    ids: Sequence[int]
+    truth: Tensor
+    public: Errors
+    rounding: Mapping[torch.dtype, float]
+
+    @classmethod
+    def of(cls, owner: HuggingFaceModel, ids: Sequence[int]) -> Judge | None:
+        """``None`` for a model that cannot be run on the probe; float64 models are their own judge."""
+        with without_kernels(owner.model):
+            own = probe_logits(owner, owner._run_public, owner.dtype, ids)
+        if own is None:
+            return None
+        wide, truth = wider(owner.dtype, owner.device), None
+        if wide is not None:
+            with widened(owner.model, wide):
+                truth = probe_logits(owner, owner._run_public, wide, ids)
+        if truth is None:  # float64, or a kernel that knows one dtype
+            return cls(ids, own, Errors(0.0, 0.0), APART)
+        return cls(ids, truth, _errors(own, truth), ROUNDING)
+
+    def fault(self, owner: HuggingFaceModel, run: Run, dtype: torch.dtype, coarse: bool = False) -> str | None:
+        """What is wrong with a forward, in words; ``None`` when it passes.
+
+        Args:
+            owner: the model.
+            run: the forward.
+            dtype: of its hidden states.
+            coarse: whether it multiplies in bfloat16, or by quantised weights, whatever the model is in.
+        """
+        logits = probe_logits(owner, run, dtype, self.ids)
+        if logits is None:
+            return "it cannot be run, or its logits are not finite"
+        # The public forward of a wider dtype does not show what bfloat16 arithmetic rounds.
+        finer = owner.dtype in (torch.float32, torch.float64)
+        rounding = APART[torch.bfloat16] if coarse and finer else self.rounding[owner.dtype]
+        errors = _errors(logits, self.truth)
+        for kind in ("chain", "tree"):
+            error, public = getattr(errors, kind), getattr(self.public, kind)
+            if not error <= MOST * public + rounding:
+                return f"its logits of a {kind} are off by {error:.2g}, those of the public forward by {public:.2g}"
+        return None
+
+
+def _errors(logits: Tensor, truth: Tensor) -> Errors:
+    """The median is not moved by the few rows (special tokens, a changed expert) in which rounding itself is large."""
+    rows = (logits - truth).square().mean(-1).sqrt() / truth.std(-1).clamp_min(1e-30)
+    return Errors(float(rows[:CHAIN].median()), float(rows[CHAIN:].median()))

@@ -1,0 +1,136 @@
+"""Whether a model's recurrent state survives a rollback, tried out on a few tokens.
+
+No list of names says it: the same family was wrong in one release of Transformers and right in the next (a forward of
+several tokens from an existing state).  The test costs six
+forwards of at most 17 rows, once per model object, and is judged as every fast path is
+(:mod:`foretoken.models.checks.judging`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from foretoken.models.base import Feed
+from foretoken.models.cache.state import StateCache, tensors_of
+from foretoken.models.checks.judging import MOST, ordinary_ids, widened, wider
+
+if TYPE_CHECKING:
+    from foretoken.models.stateful import StatefulModel
+
+
+class Limits(NamedTuple):
+    """Relative differences that are rounding, beyond :data:`foretoken.models.checks.judging.MOST` times those of a
+    fresh reading, both against a fresh reading in the next wider precision.
+
+    Attributes:
+        first: in the first layer that has such a tensor; below it almost nothing has been rounded yet.
+        mean: over all layers.
+    """
+
+    first: float
+    mean: float
+
+
+HALF, EXACT = Limits(0.02, 0.05), Limits(1e-4, 3e-4)
+"""A state that a forward of several tokens ignores makes 0.07 to 1, a rule for single tokens that leaves a clamp out
+(nemotron_h, zamba2) 1e-3 in float32."""
+READ, STEP, CHAIN = 12, 13, 17
+"""The probe: tokens that are read first, the one that is scored alone, the chain of which one token is kept."""
+
+
+@torch.inference_mode()
+def state_fault(model: StatefulModel) -> str | None:
+    """What goes wrong when drafts are rejected, in words; ``None`` when nothing does.
+
+    Transformers says once per function that faster kernels could be installed; it says so to itself here.
+    """
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        return _difference(model)
+    except Exception as error:  # a forward that knows no cache fails in its own way
+        reason = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {reason[0]}" if reason else type(error).__name__
+    finally:
+        logging.set_verbosity(before)
+
+
+def _difference(model: StatefulModel) -> str | None:
+    text = [token % model.vocab_size for token in ordinary_ids(model.vocab_size, 20)]
+    wrong = [(token + 1) % model.vocab_size for token in text]
+    sequence = model.open()
+    try:
+        model.prefill(sequence, text[:READ])
+        single = model.forward([Feed(sequence, text[READ:STEP])])[0].logits
+        model.commit(sequence, [0])
+        model.forward([Feed(sequence, [text[STEP], *wrong[STEP + 1 : CHAIN]])])
+        model.commit(sequence, [0])
+        chain = model.forward([Feed(sequence, text[STEP + 1 : CHAIN])])[0].logits
+        model.commit(sequence, list(range(CHAIN - STEP - 1)))
+        rolled = _Reading(torch.cat([single, chain]), model.state(sequence))
+        fresh = _fresh(model, text[:CHAIN])
+        return _worst(model, rolled, fresh, _truth(model, text[:CHAIN]) or fresh)
+    finally:
+        model.release(sequence)
+
+
+class _Reading(NamedTuple):
+    """Logits of the scored tokens, and what the layers keep of the text."""
+
+    logits: Tensor
+    state: StateCache
+
+
+def _fresh(model: StatefulModel, text: list[int]) -> _Reading:
+    state = StateCache()
+    logits = model.read(state, text, len(text) - READ)
+    return _Reading(torch.cat([logits[:1], logits[2:]]), state)
+
+
+def _truth(model: StatefulModel, text: list[int]) -> _Reading | None:
+    """The same in the next wider precision; ``None`` where the network has none (float64, or a kernel of one dtype)."""
+    wide = wider(model.dtype, model.device)
+    if wide is None:
+        return None
+    try:
+        with widened(model.model, wide):
+            return _fresh(model, text)
+    except RuntimeError:
+        return None
+
+
+def _worst(model: StatefulModel, rolled: _Reading, fresh: _Reading, truth: _Reading) -> str | None:
+    """The kind of tensor that is further from the truth than a fresh reading explains, and by how much."""
+    errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    states = (tensors_of(reading.state.cache) for reading in (rolled, fresh, truth))
+    for (kind, path), (_, plain), (_, right) in zip(*states, strict=True):
+        errors[kind].append((relative(path, right), relative(plain, right)))
+    limits = HALF if model.dtype in (torch.bfloat16, torch.float16) else EXACT
+    for kind, pairs in errors.items():
+        mean = (sum(path for path, _ in pairs) / len(pairs), sum(plain for _, plain in pairs) / len(pairs))
+        for (path, plain), limit in ((pairs[0], limits.first), (mean, limits.mean)):
+            if not path <= MOST * plain + limit:
+                return _said(kind, path, plain)
+    path, plain = (relative(reading.logits, truth.logits) for reading in (rolled, fresh))
+    return None if path <= MOST * plain + limits.mean else _said("logits", path, plain)
+
+
+def _said(kind: str, path: float, plain: float) -> str:
+    name = kind.replace("_", " ")
+    return (
+        f"after a rejected draft its {name} differ from a fresh reading: they are off by {path:.2g} of their size, and "
+        f"those of a fresh reading by {plain:.2g}"
+    )
+
+
+def relative(mine: Tensor, theirs: Tensor) -> float:
+    """Size of the difference in units of ``theirs``."""
+    if mine.shape != theirs.shape:
+        return float("inf")
+    own, judge = mine.cpu().double(), theirs.cpu().double()
+    return float((own - judge).norm() / judge.norm().clamp_min(1e-30))

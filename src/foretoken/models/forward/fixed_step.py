@@ -1,0 +1,209 @@
+"""One forward of fixed shapes: what it reads is one tensor of whole numbers, what it computes a function of that alone.
+
+The numbers of a round (token ids, positions, slots, the tree, which slots of the last round's path go where) are put
+into a tensor on the host and copied to the device at once.  Masks are made of them there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foretoken.models.cache.fixed import PATH, FixedCache
+from foretoken.models.cache.masks import LayerMask, RowPlan, ancestor_matrix, unseen
+from foretoken.models.cache.rectangle import Moves
+from foretoken.models.network.call import Call
+
+if TYPE_CHECKING:
+    from foretoken.models.huggingface import HuggingFaceModel
+
+TREE = 128
+"""Scratch nodes of a sequence, old and new, that a fixed step can mask."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The shape of a fixed step.
+
+    Attributes:
+        batch: cache rows that it covers, from the first on.
+        width: new nodes of each, padding included.
+        slots: how many slots attention looks at.
+        taps: the hidden states that it hands out.
+    """
+
+    batch: int
+    width: int
+    slots: int
+    taps: tuple[str, ...] = ()
+
+
+class Numbers:
+    """What a step reads, by name: on the host as NumPy arrays, on the device as one tensor.
+
+    ==================  ===========  ==================================================================
+    ids, positions      [b, w]       of new nodes; padding has 0
+    slots               [b, w]       where their keys and values go; padding goes to the spare slot
+    tree                [b, w, T]    1 where the new node is the scratch node t or below it
+    scratch_slots       [b, T]       where scratch nodes are; one behind the last visible slot for none
+    scratch_positions   [b, T]       their positions
+    seen, count         [b, 1]       committed tokens that new nodes see, and how many new nodes there are
+    source, target      [b, P]       slots that are moved first; from the spare slot to itself for none
+    ==================  ===========  ==================================================================
+
+    Args:
+        bucket: the step's shape.
+        spare: the cache's spare slot.
+        host: int32 memory [size_of(bucket)] on the host, pinned where that makes the copy faster.
+        device: where the step runs.
+    """
+
+    def __init__(self, bucket: Bucket, spare: int, host: Tensor, device: torch.device) -> None:
+        self.bucket, self.spare, self.host = bucket, spare, host
+        self.on_device = torch.zeros(len(host), dtype=torch.int32, device=device)
+        self.arrays: dict[str, NDArray[np.int32]] = {}
+        start, flat = 0, host.numpy()
+        for name, shape in _shapes(bucket).items():
+            self.arrays[name] = flat[start : start + math.prod(shape)].reshape(shape)
+            start += math.prod(shape)
+        self.fill({}, {}, {})
+
+    def fill(self, rows: Mapping[int, RowPlan], tokens: Mapping[int, Sequence[int]], moves: Moves) -> None:
+        """Put a round's numbers in and send them; rows that are not named take no part."""
+        put = self.arrays
+        self.host.zero_()
+        for name in ("slots", "source", "target"):
+            put[name].fill(self.spare)
+        put["scratch_slots"].fill(self.bucket.slots)
+        for i, row in rows.items():
+            first, nodes, new = row.committed, len(row.parents), row.new
+            depths = np.asarray(row.depths, dtype=np.int32) + row.first_position
+            put["ids"][i, :new] = tokens[i]
+            put["positions"][i, :new] = depths[nodes - new :]
+            put["slots"][i, :new] = np.arange(first + nodes - new, first + nodes)
+            put["scratch_slots"][i, :nodes] = np.arange(first, first + nodes)
+            put["scratch_positions"][i, :nodes] = depths
+            chain = row.is_chain
+            below = np.tri(new, nodes, nodes - new) if chain else ancestor_matrix(row.parents)[nodes - new :]
+            put["tree"][i, :new, :nodes] = below
+            put["seen"][i], put["count"][i] = row.seen, new
+        for i, pairs in moves.items():
+            for column, (source, target) in enumerate(pairs):
+                put["source"][i, column], put["target"][i, column] = source, target
+        self.on_device.copy_(self.host, non_blocking=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the device's tensor by name, as int64."""
+        shapes = _shapes(self.bucket)
+        parts = self.on_device.long().split([math.prod(shape) for shape in shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def size_of(bucket: Bucket) -> int:
+    """How many numbers a step of this shape reads."""
+    return sum(map(math.prod, _shapes(bucket).values()))
+
+
+def _shapes(bucket: Bucket) -> dict[str, tuple[int, ...]]:
+    b, w = bucket.batch, bucket.width
+    return {
+        "ids": (b, w),
+        "positions": (b, w),
+        "slots": (b, w),
+        "tree": (b, w, TREE),
+        "scratch_slots": (b, TREE),
+        "scratch_positions": (b, TREE),
+        "seen": (b, 1),
+        "count": (b, 1),
+        "source": (b, PATH),
+        "target": (b, PATH),
+    }
+
+
+def fixed_mask(numbers: Mapping[str, Tensor], layer: LayerMask, slots: int, dtype: torch.dtype) -> Tensor:
+    """[b, 1, w, slots] additive mask of one layer type, as :func:`foretoken.models.cache.masks.additive_mask` makes it.
+
+    Padding sees slot 0, so that no row is fully masked.
+    """
+    positions, tree = numbers["positions"], numbers["tree"]
+    (b, w), device = positions.shape, positions.device
+    keys = torch.arange(slots + 1, device=device)  # one more column takes what belongs to no scratch node
+    places = numbers["scratch_slots"]
+    allowed = (keys < numbers["seen"])[:, None].repeat(1, w, 1)
+    allowed.scatter_(2, places[:, None].expand(b, w, TREE), tree > 0)
+    if layer.kind != "full":
+        at = keys.repeat(b, 1).scatter_(1, places, numbers["scratch_positions"])[:, None]
+        query = positions[:, :, None]
+        allowed &= query - at < layer.size if layer.kind == "sliding" else query // layer.size == at // layer.size
+    padding = torch.arange(w, device=device) >= numbers["count"]
+    allowed[:, :, 0] |= padding
+    allowed = allowed[:, None, :, :slots]
+    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(allowed.logical_not(), unseen(dtype))
+
+
+class Outputs:
+    """Memory that all steps of a model leave their results in: whoever runs one copies them out before the next.
+
+    Results of their own would stay in memory for every graph, and logits are the largest tensors of a small batch.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Tensor] = {}
+
+    def place(self, name: str, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """A tensor of that shape, and of the dtype of ``like``, over the memory of that name.
+
+        Where that is too small there is a larger one from now on.  A step that was captured before keeps what it has,
+        so that the largest step should come first.
+        """
+        size = math.prod(shape)
+        known = self._by_name.get(name)
+        if known is None or known.dtype != like.dtype or known.numel() < size:
+            known = self._by_name[name] = like.new_empty(size)
+        return known[:size].view(*shape)
+
+
+class FixedStep:
+    """The program of one bucket, and the tensors that it reads and leaves.
+
+    Args:
+        owner: the model, whose cache is ``cache``.
+        cache: where keys and values are.
+        bucket: the shape.
+        host: as for :class:`Numbers`.
+        outputs: where it leaves its results.
+    """
+
+    def __init__(
+        self, owner: HuggingFaceModel, cache: FixedCache, bucket: Bucket, host: Tensor, outputs: Outputs
+    ) -> None:
+        self.owner, self.cache, self.bucket, self.outputs = owner, cache, bucket, outputs
+        self.numbers = Numbers(bucket, cache.spare, host, owner.device)
+        self.run: Any = self.program
+
+    def program(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Move the last path together, run the network; logits [b, w, V] and taps [b, w, D], in ``outputs``.
+
+        It depends on nothing but the numbers, the cache and the weights, and asks the device for nothing.
+        """
+        owner, bucket, numbers = self.owner, self.bucket, self.numbers.tensors()
+        rows = torch.arange(bucket.batch, device=owner.device)[:, None]
+        self.cache.move(rows, numbers["source"], numbers["target"])
+        masks: dict[str, Tensor | None] = {
+            name: fixed_mask(numbers, layer, bucket.slots, owner.run_dtype) for name, layer in owner.layer_masks.items()
+        }
+        wanted = [(row, 0, bucket.width) for row in range(bucket.batch)]
+        with self.cache.fixed(numbers["slots"], bucket.slots):
+            logits, taps = owner._run(
+                Call(self.cache, numbers["ids"], numbers["positions"], masks, wanted, bucket.taps)
+            )
+        rows = self.outputs.place("logits", logits[0], (bucket.batch, *logits[0].shape))
+        torch.stack(logits, out=rows)
+        return rows, {name: self.outputs.place(name, state, state.shape).copy_(state) for name, state in taps.items()}

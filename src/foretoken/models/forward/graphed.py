@@ -1,0 +1,336 @@
+"""Forwards as CUDA graphs: one per shape, captured when it is first needed, replayed from then on.
+
+An eager forward of a model below some 30 billion parameters waits for Python to launch its kernels; a graph launches
+all of them at once.  A step (:mod:`foretoken.models.forward.fixed_step`) is a function of one tensor of numbers, so
+that the same graph serves every round of its shape: rows of new nodes are padded to 1, 2, 4, ... 64, requests and
+visible slots to powers of two.  What does not fit (prompts, parts of the network, very large trees) runs as ever, on
+the same cache.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows
+from foretoken.models.cache.fixed import FixedCache
+from foretoken.models.cache.masks import RowPlan
+from foretoken.models.checks.judging import APART, MOST, ROUNDING, WIDER, ordinary_ids, widened
+from foretoken.models.clock import now
+from foretoken.models.forward.capture import CudaGraphs, HostFree, Recorder
+from foretoken.models.forward.fixed_step import TREE, Bucket, FixedStep, Outputs, size_of
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.layers import WHOLE
+from foretoken.models.network.placement import is_split
+
+if TYPE_CHECKING:
+    from foretoken.models.base import SequenceState
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of new nodes per request that a step may have."""
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+"""Requests that a step may have."""
+MOST_ROWS = 1024
+"""Rows of a whole step: beyond, arithmetic is the larger part, and padding is no longer free."""
+MOST_GRAPHS = 64
+"""Graphs that are kept; the one that was not used for longest is dropped."""
+
+
+class Graphs:
+    """The graphs of one model.
+
+    Args:
+        owner: the model; its cache is a :class:`FixedCache` already.
+        recorder: what captures.
+
+    Attributes:
+        recorder: shared by a target and its draft model, which run in turns.
+        stopped: why no graph runs any more; empty as long as they do.
+        followers: graphs of draft models, which run in turns with these.
+    """
+
+    def __init__(self, owner: HuggingFaceModel, recorder: Recorder) -> None:
+        self.owner, self.recorder = owner, recorder
+        self.stopped = ""
+        self.followers: list[Graphs] = []
+        self._steps: OrderedDict[Bucket, FixedStep] = OrderedDict()
+        self._outputs = Outputs()
+        self._stamp: tuple[Any, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Shapes that are captured, the least recently used first."""
+        return list(self._steps)
+
+    @property
+    def _cache(self) -> FixedCache:
+        cache: Any = self.owner.cache
+        return cache
+
+    def score(self, feeds: Sequence[Feed], places: Sequence[RowPlan], taps: Sequence[str]) -> list[Rows] | None:
+        """What :meth:`HuggingFaceModel.forward` gives for nodes that are appended already; ``None``: no step fits."""
+        bucket = self._bucket(feeds, places, tuple(taps))
+        step = self._step(bucket) if bucket is not None else None
+        if bucket is None or step is None:
+            return None
+        owner, rows = self.owner, [feed.sequence.row for feed in feeds]
+        began = now(owner.device)  # the device is done with the last numbers, too: they can be overwritten
+        step.numbers.fill(
+            dict(zip(rows, places, strict=True)),
+            {row: feed.tokens for row, feed in zip(rows, feeds, strict=True)},
+            self._cache.take_moves(bucket.batch),
+        )
+        left, hidden = step.run()
+        logits = left.clone()  # the next replay of any graph overwrites what this one has left
+        hidden = {name: states.clone() for name, states in hidden.items()}
+        owner.run_s += now(owner.device) - began
+        owner.run_rows += bucket.batch * bucket.width
+        owner.num_layer_runs += WHOLE.count(owner.num_layers)
+        results = []
+        for row, feed, place in zip(rows, feeds, places, strict=True):
+            wanted = place.new if feed.wanted is None else feed.wanted
+            kept = {name: states[row, : place.new] for name, states in hidden.items()}
+            results.append(Rows(logits[row, place.new - wanted : place.new], kept))
+        return results
+
+    @torch.inference_mode()
+    def warm_up(self, batches: Sequence[int] = (1,), rows: Sequence[int] = ROWS, taps: Sequence[str] = ()) -> None:
+        """Capture the steps of these sizes for texts up to the length that the cache has room for, largest first."""
+        self._cache.reserve(max(batches), 1)
+        slots = self._cache.view_of(self._cache.num_slots)
+        wanted = [Bucket(b, w, slots, tuple(taps)) for b in batches for w in rows if b * w <= MOST_ROWS]
+        for bucket in sorted(wanted, key=lambda one: one.batch * one.width, reverse=True):
+            if not self.stopped:
+                self._step(bucket)
+
+    def capture_ladder(self, texts: int, nodes: int, fed: int, taps: Sequence[str] = ()) -> int:
+        """Capture every step that rounds of up to so many texts with so many nodes each may need, those of draft models
+        included, so that no request waits for a capture; returns how many there are then.
+
+        Args:
+            texts: requests that run together.
+            nodes: nodes of a request's tree, the root included.
+            fed: tokens of a request that a draft model is fed at once.
+            taps: hidden states that the drafter asks for.
+        """
+        batches = _up_to(texts, BATCHES)
+        self.warm_up(batches, _up_to(nodes, ROWS), taps)
+        for follower in self.followers:
+            follower.warm_up(batches, _up_to(fed, ROWS))
+        return sum(len(graphs) for graphs in (self, *self.followers))
+
+    def _bucket(self, feeds: Sequence[Feed], places: Sequence[RowPlan], taps: tuple[str, ...]) -> Bucket | None:
+        """The smallest shape that holds these nodes, if there is one."""
+        width = _at_least(max(place.new for place in places), ROWS)
+        batch = _at_least(max(feed.sequence.row for feed in feeds) + 1, BATCHES)
+        fits = (
+            not self.stopped
+            and width is not None
+            and batch is not None
+            and batch * width <= MOST_ROWS
+            and any(feed.wanted != 0 for feed in feeds)  # a prompt asks for no logits
+            and all(place.new > 0 and len(place.parents) <= TREE for place in places)
+            and self._cache.is_initialized
+        )
+        if not fits or width is None or batch is None:
+            return None
+        used = max(place.committed + len(place.parents) for place in places)
+        self._cache.reserve(batch, used)
+        return Bucket(batch, width, self._cache.view_of(used), taps)
+
+    def _step(self, bucket: Bucket) -> FixedStep | None:
+        """The step of a shape, captured when there is none; ``None`` when that fails, for good."""
+        self._drop_void()
+        step = self._steps.get(bucket)
+        if step is None:
+            try:
+                step = FixedStep(self.owner, self._cache, bucket, self.recorder.host(size_of(bucket)), self._outputs)
+                with HostFree():
+                    step.program()
+                step.run = self.recorder.record(step.program)
+            except (CapabilityError, RuntimeError) as error:  # also out of memory
+                self.stop(_first_line(error))
+                return None
+            self._steps[bucket] = step
+            if len(self._steps) > MOST_GRAPHS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(bucket)
+        return step
+
+    def _drop_void(self) -> None:
+        """Graphs hold addresses: of the cache's buffers, of the weights, of rows behind the vocabulary."""
+        stamp = (self._cache.generation, self.owner._lean, len(self.owner._extra))
+        if stamp != self._stamp:
+            self._steps.clear()
+            self._stamp = stamp
+
+    def stop(self, reason: str) -> None:
+        """From now on everything runs as it would without graphs, and the log says so."""
+        self.stopped = reason
+        self._steps.clear()
+        _note_off(self.owner, reason)
+
+
+def _note_off(model: HuggingFaceModel, reason: str) -> None:
+    model.graphs_off = reason
+    model.refuse("CUDA graphs", reason, "every forward launches its kernels one by one")
+
+
+def _first_line(error: BaseException) -> str:
+    """What came first: the end of a capture that failed raises another error on top of it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _at_least(count: int, sizes: Sequence[int]) -> int | None:
+    return next((size for size in sizes if size >= count), None)
+
+
+def _up_to(count: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """All sizes up to the one that holds ``count``."""
+    last = _at_least(count, sizes) or sizes[-1]
+    return tuple(size for size in sizes if size <= last)
+
+
+# -- whether a model gets them -----------------------------------------------------------------------------------------
+
+
+def with_graphs(model: LanguageModel, choice: bool | str, recorder: Recorder | None = None) -> LanguageModel:
+    """``model``, with graphs if they were asked for and work.
+
+    Args:
+        model: any language model.
+        choice: ``True``, ``False``, or ``"auto"``: on a CUDA device, for a model whose fixed steps can be captured and
+            give what its ordinary forward gives.  ``model.graphs_off`` says why there are none.
+        recorder: what captures; of the model's device by default.
+
+    Raises:
+        ValueError: another choice, or graphs were asked for and the model is not on a CUDA device.
+        CapabilityError: graphs were asked for and the model cannot have them.
+    """
+    if choice is not True and choice is not False and choice != "auto":
+        raise ValueError(f"graphs must be True, False or 'auto', not {choice!r}")
+    device = getattr(model, "device", None)
+    reason = ""
+    if choice is False:
+        reason = "not asked for"
+    elif not isinstance(model, HuggingFaceModel):
+        reason = f"{type(model).__name__} runs no fixed shapes"
+    elif recorder is None and getattr(device, "type", "cpu") != "cuda":
+        reason = f"they need a CUDA device, and the model is on {device}"
+    elif model.graphs is None:
+        reason = _attach(model, recorder)
+        if reason and choice is not True:
+            _note_off(model, reason)
+    if isinstance(model, HuggingFaceModel) and model.graphs is None:
+        model.graphs_off = reason
+    if reason and choice is True:
+        kind = CapabilityError if device is not None and device.type == "cuda" else ValueError
+        raise kind(f"graphs=True cannot be had: {reason}; leave graphs at 'auto'")
+    return model
+
+
+def _attach(model: HuggingFaceModel, recorder: Recorder | None) -> str:
+    """Give a model graphs and compare them with its ordinary forward; returns why it has none, or nothing."""
+    if model._sequences:
+        return "texts are open already"
+    if is_split(model.model):
+        return "its layers are on several devices, and a graph runs on one"
+    if model.rotary is not None:
+        return "its rotary embeddings change with the length of the text"
+    if model.context_length < CHECKED_TOKENS:
+        return f"a context of {model.context_length} tokens is too short to check them"
+    before = model.cache
+    model._separate(type(before)(before.num_layers, before.max_slots))
+    try:
+        wanted, truth = _sample(model), _truth(model)
+        model._separate(FixedCache(before.num_layers, before.max_slots))
+        model.graphs = graphs = Graphs(model, recorder or CudaGraphs(model.device))
+        found = _sample(model)
+        reason = graphs.stopped or _difference(wanted, found, truth, model.dtype)
+    except RuntimeError as error:
+        reason = _first_line(error)
+    if reason:
+        model._separate(type(before)(before.num_layers, before.max_slots))
+    else:
+        model.run_s, model.run_rows, model.num_layer_runs = 0.0, 0, 0.0
+        model.graphs_off = ""
+    return reason
+
+
+CHECKED_TOKENS = 32
+"""Tokens that the check may need."""
+
+
+@torch.inference_mode()
+def _sample(model: HuggingFaceModel) -> Tensor:
+    """Logits [n, V] of two texts in four rounds of trees, of which a branch is kept each time."""
+    ids = ordinary_ids(model.vocab_size)
+    texts = (ids[:5], ids[5:6])
+    sequences: list[SequenceState] = [model.open() for _ in texts]
+    logits: list[Tensor] = []
+    try:
+        for sequence, text in zip(sequences, texts, strict=True):
+            model.prefill(sequence, text)
+        for places, parents, path in (
+            ((7, 8, 9, 8, 5), (-1, 0, 0, 2, 3), (0, 2, 3)),
+            ((4, 3, 6), (-1, -1, 1), (1, 2)),
+            ((2,), (-1,), (0,)),
+            ((5, 5, 3, 4, 1), (-1, -1, 1, 1, 2), (1, 2)),  # a shape that is there already, with other numbers
+        ):
+            rows = model.forward([Feed(sequence, [ids[i] for i in places], parents) for sequence in sequences])
+            logits += [row.logits for row in rows]
+            for sequence in sequences:
+                model.commit(sequence, path)
+    finally:
+        for sequence in reversed(sequences):
+            model.release(sequence)
+    return torch.cat(logits).cpu().double()
+
+
+def _truth(model: HuggingFaceModel) -> Tensor | None:
+    """The same of the public forward in the next wider precision; ``None`` where the network has none."""
+    wide, before = WIDER.get(model.dtype), model.dtype
+    if wide is None:
+        return None
+    public = model.sibling()
+    public._lean, public.dtype, public._watch = None, wide, None  # widening is no change to follow
+    try:
+        with widened(model.model, wide):
+            return _sample(public)
+    except RuntimeError:  # a kernel that knows one dtype
+        return None
+    finally:
+        public.dtype = before
+
+
+def _difference(wanted: Tensor, fixed: Tensor, truth: Tensor | None, dtype: torch.dtype) -> str:
+    """What is wrong with the logits of fixed steps; empty when nothing is."""
+    if not bool(torch.isfinite(fixed).all()):
+        return "fixed steps gave logits that are not finite"
+    limit, judge = (APART, wanted) if truth is None else (ROUNDING, truth)
+    own, other = (
+        float(((logits - judge).square().mean(-1).sqrt() / judge.std(-1)).mean()) for logits in (wanted, fixed)
+    )
+    if other <= MOST * own + limit[dtype]:
+        return ""
+    return f"fixed steps gave other logits (off by {other:.1e}, the ordinary forward by {own:.1e})"
+
+
+def follow(draft: LanguageModel, target: Any) -> LanguageModel:
+    """A draft model gets graphs where its target has them, in the same memory pool."""
+    graphs: Graphs | None = getattr(target, "graphs", None)
+    if graphs is None or not isinstance(draft, HuggingFaceModel) or draft.device != graphs.owner.device:
+        return draft
+    with_graphs(draft, "auto", graphs.recorder)
+    if draft.graphs is not None and draft.graphs not in graphs.followers:
+        graphs.followers.append(draft.graphs)
+    return draft

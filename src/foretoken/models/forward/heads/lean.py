@@ -1,0 +1,130 @@
+"""The decoder layer of a trained head in few tensor calls: the layers of the lean forward around a head's own module.
+
+A head's network is called as ever, with flat rows [n, D] instead of [b, n, D] and a :class:`HeadRun` in place of its
+cache, which its decoder layer then hands its work to.  Training goes through the module itself.
+
+Weights are float32, because a head may be learning.  Where a copy in bfloat16 is multiplied faster, the layer is run in
+that: a draft need not be exact.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.forward.lean_families import Family
+from foretoken.models.forward.lean_layers import Group, Heads, LeanLayer, Pass, Places, Rotary
+from foretoken.models.linear.packing import Packing, has_bfloat16
+from foretoken.models.linear.product_costs import step_s
+from foretoken.models.native import attention as native
+from foretoken.models.network.call import Call
+
+LAYER = Family(attention="", mlp="", activation=None)
+"""A decoder layer that is its own attention and its own MLP (:mod:`foretoken.drafters.nets.decoder`)."""
+ATTENTION = Family(attention="", mlp=None, norm_attention=None, norm_mlp=None)
+"""An attention alone, whose norm and residual are its caller's."""
+CASTS_S = 4e-5
+"""What bfloat16 must save a row at least: states are cast to it and back, and small layers stay in the cache anyway."""
+
+
+class LeanHead:
+    """The one attention or decoder layer of a head, fused; it follows the module's weights.
+
+    Args:
+        module: the attention or layer, with a ``LayerConfig``.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        config = module.config
+        self.size = Heads(config.heads, config.kv_heads, config.head_dim)
+        self.family = LAYER if hasattr(module, "down_proj") else ATTENTION
+        self.weights = list(module.parameters())
+        device = self.weights[0].device
+        self.dtype = torch.bfloat16 if self._gains() else self.weights[0].dtype
+        exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
+        self.rotary = Rotary(config.rope_theta**-exponents, 1.0, self.dtype)
+        self._layer: LeanLayer | None = None
+        self._state: tuple[int, ...] = ()
+
+    def _gains(self) -> bool:
+        """Whether bfloat16 is the faster way on this machine, as its products were timed."""
+        weight = self.weights[0]
+        narrows = weight.dtype == torch.float32 and weight.device.type == "cpu" and has_bfloat16()
+        if not narrows or not native.fits(torch.bfloat16, self.size.dim):
+            return False
+        shapes = [tuple(w.shape) for w in self.weights if w.ndim == 2]
+        return step_s(torch.bfloat16, shapes) + CASTS_S < step_s(torch.float32, shapes)
+
+    @classmethod
+    def of(cls, net: nn.Module) -> LeanHead | None:
+        """That of a head's network; ``None`` for one without a layer of ours, or with several."""
+        found = [m for m in net.modules() if hasattr(m, "q_proj") and hasattr(getattr(m, "config", None), "kv_heads")]
+        return cls(found[0]) if len(found) == 1 else None
+
+    @property
+    def layer(self) -> LeanLayer:
+        """Fused weights, made anew when the module's have changed: it may be learning."""
+        state = (self.weights[0].untyped_storage()._cdata, *map(_version, self.weights))
+        if self._layer is None or state != self._state:
+            narrow = self.dtype != self.weights[0].dtype
+            module = copy.deepcopy(self.module).to(self.dtype) if narrow else self.module
+            self._layer = LeanLayer(
+                module,
+                self.family,
+                self.size,
+                kind="",
+                rope="",
+                packing=Packing(),
+                dtype=self.dtype if narrow else None,
+            )
+            self._state = state
+        return self._layer
+
+
+def _version(weight: Tensor) -> int:
+    """How often a tensor was written to."""
+    return 0 if weight.is_inference() else weight._version
+
+
+class HeadRun:
+    """One call of a head.
+
+    Args:
+        head: its layer.
+        call: padded rows, with ``states``.
+    """
+
+    def __init__(self, head: LeanHead, call: Call) -> None:
+        (b, width), mask = call.ids.shape, call.masks[""]
+        self.layer = head.layer
+        self.places = Places(b, width, call.counts, call.ids.device)
+        self.positions = self.places.taken(call.positions)
+        groups = head.size.heads // head.size.kv_heads
+        self.dtype = head.dtype
+        if mask is not None and self.dtype == torch.bfloat16:
+            mask = mask.to(self.dtype)
+        folded = mask if mask is None or width == 1 or self.layer.native else mask.repeat(1, 1, groups, 1)
+        rows = slice(0, len(self.positions))
+        self.cache = call.cache
+        self.run = Pass([Group(rows, self.places, {"": folded}, call.cache)], {"": head.rotary(self.positions)})
+
+    def __call__(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """What any cache of a head does: store keys and values [b, H, n, d], return all of them."""
+        return self.cache.update(key, value, 0)
+
+    def mixed(self, inputs: Tensor) -> Tensor:
+        """The attention's output [n, D] of normalised inputs [n, width]."""
+        return self.layer.mixed(0, inputs.to(self.dtype), None, self.run).to(inputs.dtype)
+
+    def decoded(self, x: Tensor, beside: Tensor | None = None) -> Tensor:
+        """The whole layer, x [n, D] -> [n, D]; ``beside`` [n, 2 D] is what a wide layer's attention reads."""
+        given, x = x.dtype, x.to(self.dtype)
+        if beside is None:
+            x = self.layer.attend(0, x, self.run)
+        else:
+            x = self.layer.mixed(0, beside.to(self.dtype), x, self.run)
+        return self.layer.feed(x, x).to(given)

@@ -1,0 +1,289 @@
+"""Multi-token prediction modules made of the target's own layer class, as they ship inside its checkpoint.
+
+A module of a checkpoint (DeepSeek-V3, arXiv 2412.19437; Qwen3-Next) is two norms, a projection, one decoder layer like
+the target's last full-attention layer, and a norm.  It is built from the classes of the network that is loaded, so that
+gated attention, partial rotary embeddings, zero-centred norms and experts need no code here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.cache.masks import LayerMask
+from foretoken.models.forward.attention import FOLDED
+from foretoken.models.network.taps import find_decoder
+from foretoken.models.network.traits import cache_argument
+
+FEEDS = ("post_norm", "pre_norm")
+"""What a step hands to the next one: its state behind the module's norm, or before it."""
+FULL = ("full_attention", "attention", "hybrid")
+"""Layer types whose attention sees the whole text."""
+
+Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class NativeModule(nn.Module):
+    """One module: embeddings of tokens t + 1 and states of tokens t -> states of tokens t + 1.
+
+    Args:
+        network: the target, a Transformers causal LM.
+        experts: whether the layer has experts, where the family's configuration leaves that open; ``None``: as the
+            target's own layer.
+        feed: one of :data:`FEEDS`.
+
+    Attributes:
+        mask: what its attention may see.
+
+    Raises:
+        ValueError: an unknown feed, or a network without a full-attention layer.
+        CapabilityError: a layer that takes no cache.
+    """
+
+    def __init__(self, network: nn.Module, experts: bool | None = None, feed: str = "post_norm") -> None:
+        super().__init__()
+        if feed not in FEEDS:
+            raise ValueError(f"a multi-token prediction module needs feed={' or feed='.join(FEEDS)}, not {feed!r}")
+        decoder, layers = find_decoder(network)
+        config, index = _layer_config(network, experts), _last_full(network)
+        self.feed = feed
+        self.layer_index = index
+        size, eps = int(config.hidden_size), float(config.rms_norm_eps)
+        norm = _norm_class(decoder)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.enorm, self.hnorm, self.norm = norm(size, eps=eps), norm(size, eps=eps), norm(size, eps=eps)
+        layer_class: Any = type(layers[index])
+        self.layer: nn.Module = layer_class(config, index)
+        self._cache_argument = cache_argument(self.layer)
+        self.mask = LayerMask()
+        self._rotary = [getattr(decoder, "rotary_emb", None)]  # the target's own: in a list, it is no part of this net
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        keep: Keep | None = None,
+    ) -> Tensor:
+        """Embeddings and states [b, n, D], positions [b, n] -> [b, n, D], what the next step is fed.
+
+        Args:
+            embeddings: of tokens t + 1.
+            features: of tokens t, behind the target's final norm.
+            positions: t.
+            mask: additive, broadcast to [b, 1, n, m]; ``None`` with ``keep`` means that everything may be seen, and
+                without it that attention is causal.
+            keep: a cache.
+        """
+        x = self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(features)], -1))
+        n = x.shape[1]
+        if mask is None and keep is None and n > 1:
+            mask = torch.full((n, n), -torch.inf, device=x.device).triu(1)
+        if mask is not None:
+            mask = mask.to(x.dtype).expand(*(1,) * (4 - mask.ndim), *mask.shape)
+        rotary = self._rotary[0]
+        found = self.layer(
+            x,
+            position_embeddings=None if rotary is None else rotary(x, positions),
+            attention_mask=mask,
+            position_ids=positions,
+            **{self._cache_argument: None if keep is None else _Kept(keep)},
+        )
+        output: Tensor = found[0] if isinstance(found, tuple) else found
+        return self.norm(output) if self.feed == "post_norm" else output
+
+    def head_state(self, output: Tensor) -> Tensor:
+        """What the vocabulary projection reads of an output [..., D]."""
+        found: Tensor = output if self.feed == "post_norm" else self.norm(output)
+        return found
+
+    @torch.no_grad()
+    def start_from(self, network: nn.Module) -> None:
+        """Weights to train from: the target's own layer and final norm, and the mean of both inputs."""
+        decoder, layers = find_decoder(network)
+        self.layer.load_state_dict(layers[self.layer_index].state_dict())
+        self.norm.load_state_dict(_final_norm(decoder).state_dict())
+        half = torch.eye(len(self.eh_proj.weight)) / 2
+        self.eh_proj.weight.copy_(torch.cat([half, half], 1))
+
+
+class _Kept:
+    """The one method of Transformers' caches that an attention layer calls."""
+
+    def __init__(self, keep: Keep) -> None:
+        self._keep = keep
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """All keys and values that may be looked at [b, H, m, d]."""
+        return self._keep(key, value)
+
+
+def native_module(network: nn.Module, tensors: Mapping[str, Tensor], feed: str = "post_norm") -> NativeModule:
+    """A module of the target ``network`` with weights by our names, of which none may be missing or left over.
+
+    Args:
+        network: the target.
+        tensors: ``eh_proj.weight`` [D, 2 D], ``enorm.weight``, ``hnorm.weight``, ``norm.weight`` [D] and ``layer.*``;
+            experts may be stored one by one.
+        feed: one of :data:`FEEDS`.
+
+    Raises:
+        ValueError: a missing, superfluous or misshapen tensor; names the first one.
+    """
+    experts = any(".experts." in name for name in tensors)
+    with torch.device("meta"):
+        made = NativeModule(network, experts, feed)
+    wanted = made.state_dict()
+    given = fused(tensors)
+    for name in [*wanted, *sorted(given.keys() - wanted.keys())]:
+        if name not in given:
+            raise ValueError(f"its multi-token prediction module lacks the tensor {name}: the checkpoint is incomplete")
+        if name not in wanted:
+            raise ValueError(
+                f"its multi-token prediction module holds a tensor {name} that {_name(made)} does not have"
+            )
+        if wanted[name].shape != given[name].shape:
+            raise ValueError(
+                f"{name} of its multi-token prediction module is {list(given[name].shape)} and must be "
+                f"{list(wanted[name].shape)}"
+            )
+    floats = {n: t.to(torch.float32) if t.is_floating_point() else t for n, t in given.items()}
+    made.load_state_dict(floats, assign=True)
+    return made.requires_grad_(False)
+
+
+def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Experts that are stored one by one in the stacked layout of the classes.
+
+    ``P.experts.E.gate_proj.weight`` and ``up_proj`` [I, D] -> ``P.experts.gate_up_proj`` [E, 2 I, D];
+    ``down_proj`` [D, I] -> ``P.experts.down_proj`` [E, D, I].
+
+    Raises:
+        ValueError: an expert lacks a projection, or numbers are left out.
+    """
+    found: dict[str, Tensor] = {}
+    single: dict[str, dict[str, dict[int, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        place, _, rest = name.rpartition(".experts.")
+        parts = rest.split(".")
+        if place and len(parts) == 3 and parts[0].isdecimal() and parts[2] == "weight":
+            single.setdefault(place, {}).setdefault(parts[1], {})[int(parts[0])] = tensor
+        else:
+            found[name] = tensor
+    for place, by_projection in single.items():
+        count = 1 + max(number for rows in by_projection.values() for number in rows)
+        stacks = {name: _stack(place, name, by_projection.get(name, {}), count) for name in PROJECTIONS}
+        found[f"{place}.experts.gate_up_proj"] = torch.cat([stacks["gate_proj"], stacks["up_proj"]], 1)
+        found[f"{place}.experts.down_proj"] = stacks["down_proj"]
+    return found
+
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def _stack(place: str, name: str, rows: Mapping[int, Tensor], count: int) -> Tensor:
+    missing = next((number for number in range(count) if number not in rows), None)
+    if missing is not None:
+        raise ValueError(f"the checkpoint lacks the tensor {place}.experts.{missing}.{name}.weight: it is incomplete")
+    if len({row.shape for row in rows.values()}) > 1:
+        raise ValueError(f"the experts of {place} have a {name} of different shapes")
+    return torch.stack([rows[number] for number in range(count)])
+
+
+def _layer_config(network: nn.Module, experts: bool | None) -> Any:
+    """A copy of the text configuration for one more layer, with our attention."""
+    source: Any = network.config
+    config = copy.deepcopy(source.get_text_config())
+    config._attn_implementation = FOLDED
+    if experts is not None and hasattr(config, "first_k_dense_replace"):
+        # Modules have experts where the first layers of the target have none.
+        config.first_k_dense_replace = 0 if experts else config.num_hidden_layers
+    return config
+
+
+def _last_full(network: nn.Module) -> int:
+    """The index of the last layer that looks at the whole text; of the last layer where no types are told."""
+    source: Any = network.config
+    config = source.get_text_config()
+    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    if types is None:
+        return int(config.num_hidden_layers) - 1
+    found = [index for index, kind in enumerate(types) if kind in FULL]
+    if not found:
+        raise ValueError(f"{config.model_type} has no full-attention layer, of which its prediction module is made")
+    return found[-1]
+
+
+def _final_norm(decoder: nn.Module) -> nn.Module:
+    found: nn.Module = decoder.norm  # type: ignore[assignment]
+    return found
+
+
+def _norm_class(decoder: nn.Module) -> Any:
+    """The class of the final norm: it knows whether its weights are centred at zero or at one."""
+    return type(_final_norm(decoder))
+
+
+def _name(module: NativeModule) -> str:
+    return type(module.layer).__name__
+
+
+def modules_of(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
+    """Per module that a checkpoint holds: our names of its tensors -> the checkpoint's.
+
+    Two layouts are known, and told apart by the names alone: ``mtp.*`` (Qwen, all modules share norms and projection)
+    and ``model.layers.{L + i}.*`` behind the ``num_layers`` = L layers of the model (DeepSeek, GLM).
+    """
+    listed = list(names)
+    return _qwen(listed) or _nextn(listed, num_layers)
+
+
+QWEN = {
+    "mtp.fc.weight": "eh_proj.weight",
+    "mtp.pre_fc_norm_embedding.weight": "enorm.weight",
+    "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
+    "mtp.norm.weight": "norm.weight",
+}
+"""The checkpoint's names of what modules share -> ours."""
+NEXTN = {
+    "eh_proj.weight": "eh_proj.weight",
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "shared_head.norm.weight": "norm.weight",
+}
+TARGETS_OWN = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
+"""Endings of tensors that repeat what the target has."""
+
+
+def _qwen(names: Sequence[str]) -> list[dict[str, str]]:
+    mine = [name for name in names if name.startswith("mtp.") and not name.endswith(TARGETS_OWN)]
+    shared = {QWEN[name]: name for name in mine if name in QWEN}
+    layers: dict[int, dict[str, str]] = {}
+    for name in mine:
+        if name in QWEN:
+            continue
+        parts = name.split(".", 3)
+        if parts[1] == "layers" and len(parts) == 4 and parts[2].isdecimal():
+            layers.setdefault(int(parts[2]), {})[f"layer.{parts[3]}"] = name
+        else:
+            shared[name.removeprefix("mtp.")] = name  # is reported when the module is filled
+    if mine and not layers:
+        layers[0] = {}
+    return [{**shared, **layers[index]} for index in sorted(layers)]
+
+
+def _nextn(names: Sequence[str], num_layers: int) -> list[dict[str, str]]:
+    layers: dict[int, dict[str, str]] = {}
+    for name in names:
+        _, _, rest = name.rpartition("model.layers.")
+        number, _, inner = rest.partition(".")
+        if not rest or name == rest or not number.isdecimal() or int(number) < num_layers:
+            continue
+        if not inner.endswith(TARGETS_OWN):
+            layers.setdefault(int(number), {})[NEXTN.get(inner, f"layer.{inner}")] = name
+    return [layers[index] for index in sorted(layers)]

@@ -1,0 +1,152 @@
+"""Several prediction modules in a row, one per step of a draft (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+At place p module k reads token p + 1 and the state that module k - 1 made at place p - 1; the first one reads the
+target's state of place p.  So a committed place is read by all modules, each with a cache of its own, and what they
+have made there is what the next place needs.  A draft's first token is the first module's, its second one the second
+module's, and behind the last module that one goes on alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.base import Feed, LanguageModel, Rows, SequenceState, Snapshot
+from foretoken.models.cache.masks import unseen
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.heads.mtp import Keep, NativeModule
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.huggingface import SCRATCH_ROOM
+from foretoken.models.network.call import Call
+
+
+class StackedModules(nn.Module):
+    """M modules.
+
+    Args:
+        modules: in the order of their steps.
+    """
+
+    def __init__(self, modules: Sequence[NativeModule]) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(modules)
+        self.mask = modules[0].mask
+
+    def head_state(self, output: Tensor, step: int = 0) -> Tensor:
+        """What the vocabulary projection reads of outputs [..., M D] at a step of the draft."""
+        last = min(step, len(self.steps) - 1)
+        found: Tensor = self.steps[last].head_state(output.unflatten(-1, (len(self.steps), -1))[..., last, :])  # type: ignore[operator]
+        return found
+
+
+class StackedModel(FeatureModel):
+    """The modules as one model that drafts chains; the tap ``"state"`` holds all their states [n, M D].
+
+    Attributes:
+        count: M.
+    """
+
+    def __init__(
+        self, net: StackedModules, parts: TargetParts, target: LanguageModel, project: Any | None = None
+    ) -> None:
+        super().__init__(net, parts, target, project)
+        self.count = len(net.steps)
+        self.cache = TreeCache(self.count, self.context_length + SCRATCH_ROOM)
+        self._read: dict[int, list[Tensor]] = {}  # per sequence what its places hand to the next ones, [n, (M - 1) D]
+        self._step = 0
+
+    def release(self, sequence: SequenceState) -> None:
+        """Free a row."""
+        self._read.pop(id(sequence), None)
+        super().release(sequence)
+
+    @torch.inference_mode()
+    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
+        """A copy of the keys and values, and as one more layer of the states that the next place begins with."""
+        found = super().snapshot(sequence, length)
+        if found is None:
+            return None
+        states = torch.cat(self._read[id(sequence)])[None, :length]
+        return replace(found, layers=[*found.layers, (states, states[:, :, :0])])
+
+    def restore(self, sequence: SequenceState, snapshot: Snapshot, length: int) -> None:
+        """Commit the first ``length`` places of a snapshot to an empty sequence."""
+        *layers, beside = snapshot.layers
+        super().restore(sequence, replace(snapshot, layers=layers), length)
+        if beside is not None:
+            self._read[id(sequence)] = [beside[0][0, :length]]
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ("state",)) -> list[Rows]:
+        """Read committed places, whose ``states`` are the target's [n, D], or go one step on from states [1, M D].
+
+        Raises:
+            ValueError: a feed without states, or two feeds for one sequence.
+        """
+        reads = [feed for feed in feeds if feed.states is not None and feed.states.shape[-1] == self.parts.hidden_size]
+        # The first step of a draft is made where the text is read; what goes on hangs from text that has been read.
+        self._step = 0 if reads else 1 + max(len(feed.sequence.scratch_tokens) for feed in feeds)
+        rows = super().forward([self._beside_read(feed) for feed in feeds] if reads else feeds, taps)
+        if reads:
+            width = (self.count - 1) * self.parts.hidden_size
+            for feed, row in zip(feeds, rows, strict=True):
+                self._read.setdefault(id(feed.sequence), []).append(row.taps["state"][:, :width])
+        return rows
+
+    def _beside_read(self, feed: Feed) -> Feed:
+        """The target's states, and beside them what the modules have made at the place before the feed."""
+        if feed.states is None:
+            return feed  # is refused
+        before = self._read.get(id(feed.sequence))
+        width = (self.count - 1) * self.parts.hidden_size
+        beside = feed.states.new_zeros(width) if before is None else before[-1][-1].to(feed.states)
+        return replace(feed, states=torch.cat([feed.states, beside.expand(len(feed.states), -1)], -1))
+
+    def run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Logits [n, V] per feed and the outputs [b, width, M D]."""
+        (b, width), first, step = call.ids.shape, call.first, self._step
+        embeddings = self.parts.embedding(call.ids).float()
+        given: Any = call.states
+        inputs = given.unflatten(-1, (self.count, -1))  # [b, width, M, D]
+        outputs: list[Tensor] = []
+        for index, module in enumerate(self.model.steps):
+            if index < min(step, self.count - 1):
+                outputs.append(inputs[:, :, index])  # its step is over
+                continue
+            features = inputs[:, :, index]
+            if step and step <= index:
+                features = inputs[:, :, index - 1]
+            elif index and not step:  # within a feed the place before is the row before
+                features = torch.cat([features[:, :1], outputs[-1][:, :-1]], 1)
+            keep, mask = self._keep(call.cache, index), self._mask(call, index)
+            outputs.append(module(embeddings, features, call.positions, mask, keep))
+        output = torch.cat(outputs, -1)
+        kept = self.model.head_state(output[:, first:], step).flatten(0, 1)
+        logits = (
+            self.project(kept).view(b, width - first, -1) if width > first else kept.new_zeros(b, 0, self.vocab_size)
+        )
+        return call.taken(logits), {"state": output}
+
+    @staticmethod
+    def _keep(cache: TreeCache, index: int) -> Keep:
+        """The cache of a module."""
+        return lambda key, value: cache.update(key, value, index)
+
+    def _mask(self, call: Call, index: int) -> Tensor | None:
+        """A module's first place is its number: the ones before have no state for it to read."""
+        mask = call.masks[""]
+        if not index:
+            return mask
+        slots = torch.arange(call.cache.planned.used, device=self.device)
+        if call.cache.reads is not None:
+            slots = call.cache.reads.slots(slots[None, None, :, None])[0, 0, :, 0]
+        if mask is None:
+            mask = torch.zeros((len(call.ids), 1, call.ids.shape[1], len(slots)), dtype=self.dtype, device=self.device)
+        void = slots < index
+        late = call.positions[:, None, :, None] >= index
+        return mask.masked_fill(void & late, unseen(self.dtype))

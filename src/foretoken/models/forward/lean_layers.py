@@ -1,0 +1,264 @@
+"""One decoder layer in few tensor calls: fused projections, one norm call, rotary tables, writes in place.
+
+A Transformers layer costs 55-65 tensor calls, this one about 18.  What differs between families of models is chosen
+when the layer is built (:mod:`foretoken.models.forward.lean_families`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.forward.attention import exact_attention, folded_attention
+from foretoken.models.forward.lean_families import Family, part
+from foretoken.models.forward.lean_parts import Joined, Output, mlp_of, norm_of
+from foretoken.models.linear.packing import Packing
+from foretoken.models.native import attention as native
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Shape of an attention.
+
+    Attributes:
+        heads: of queries.
+        kv_heads: of keys and values.
+        dim: of a head.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> Heads:
+        """From a model's text configuration."""
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        return cls(heads, kv_heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all layers of one forward read.
+
+    Attributes:
+        groups: its rows, by the cache that they are in.
+        turns: cosine and signed sine [n, 1, r] of the rows, by kind of rotary embedding.
+    """
+
+    groups: Sequence[Group]
+    turns: Mapping[str, tuple[Tensor, Tensor]]
+
+    def put(self, name: str, x: Tensor, hidden: Sequence[dict[str, Tensor]]) -> None:
+        """Hand out the states x [n, D] as a tap: to every group its own, padded."""
+        for group, found in zip(self.groups, hidden, strict=True):
+            found[name] = group.places.padded(x[group.rows])
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows of a forward that share a cache.
+
+    Attributes:
+        rows: which of the flat rows they are.
+        places: where they are in the padded batch of their cache.
+        masks: additive, by layer type; repeated per query group unless the layers compute scores themselves.
+        cache: where keys and values are kept.
+    """
+
+    rows: slice
+    places: Places
+    masks: Mapping[str, Tensor | None]
+    cache: TreeCache
+
+
+class LeanLayer:
+    """Fused weights of one decoder layer.
+
+    Args:
+        layer: the module.
+        family: what its parts are called.
+        size: shape of its attention.
+        kind: layer type, the key of its mask in :attr:`Pass.masks`.
+        rope: the key of its rotary embedding in :attr:`Pass.turns`.
+        packing: how its linear layers become projections; where those multiply in blocks, attention sums in float64.
+        dtype: of queries, keys and values; ``None``: never bfloat16.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        family: Family,
+        size: Heads,
+        kind: str,
+        rope: str,
+        packing: Packing,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        attention = part(layer, family.attention)
+        self.size, self.mask, self.rope, self.interleaved = size, kind, rope, family.interleaved
+        norms = (family.norm_attention, family.after_attention, family.norm_mlp, family.after_mlp)
+        before, after, self.norm_mlp, after_mlp = (
+            norm_of(part(layer, name), packing, family.norm_offset) for name in norms
+        )
+        self.norm_attention = before
+        scale = float(getattr(layer, "residual_multiplier", 1.0))
+        self.qkv = packing.projection(*(part(attention, name) for name in family.qkv))
+        self.out = Output(packing.projection(part(attention, family.out)), Joined(after, scale))
+        self.q_norm, self.k_norm = (
+            norm_of(getattr(attention, name, None), packing, family.norm_offset) for name in ("q_norm", "k_norm")
+        )
+        self.norms_heads = self.q_norm is None or attention.q_norm.weight.shape[-1] == size.dim
+        self.scaling = float(getattr(attention, "scaling", size.dim**-0.5))
+        self.soft_cap: float | None = part(attention, family.soft_cap)
+        self.native = self.soft_cap is None and native.fits(dtype, size.dim)  # one mask for all heads
+        # Either takes a mask for every query head; scaled_dot_product_attention has no soft cap.
+        self.explicit = exact_attention if packing.blocks else folded_attention if self.soft_cap is not None else None
+        self.parallel = bool(part(layer, family.parallel))
+        self.mlp = mlp_of(part(layer, family.mlp), family, Joined(after_mlp, scale), packing)
+
+    @property
+    def projections(self) -> list[Any]:
+        """Everything that multiplies by a weight."""
+        mlp: Any = self.mlp
+        return [self.qkv, self.out.projection, *getattr(mlp, "projections", ())]
+
+    def attend(self, index: int, x: Tensor, run: Pass) -> Tensor:
+        """The attention of layer ``index`` with its residual, x [n, D] -> [n, D]; writes its keys and values."""
+        return self.mixed(index, x if self.norm_attention is None else self.norm_attention(x), x, run)
+
+    def feed(self, source: Tensor, x: Tensor) -> Tensor:
+        """The MLP of ``source`` added to the residual stream x, all [n, D]."""
+        return self.mlp(source if self.norm_mlp is None else self.norm_mlp(source), x)
+
+    def mixed(self, index: int, inputs: Tensor, residual: Tensor | None, run: Pass) -> Tensor:
+        """:meth:`attend` of inputs [n, in] that are normalised already; without a residual, the attention alone."""
+        qkv = self._heads_of(self.qkv(inputs))
+        qk = turned(self._normed(qkv), *run.turns[self.rope])
+        value = qkv[:, self.size.heads + self.size.kv_heads :]
+        found = [self._looked_up(index, qk[group.rows], value[group.rows], group) for group in run.groups]
+        return self.out(joined(found), residual)
+
+    def _looked_up(self, index: int, qk: Tensor, value: Tensor, group: Group) -> Tensor:
+        """Attention [n, H d] of one group's rows, whose keys and values are written first."""
+        size, places = self.size, group.places
+        padded = places.padded(qk).transpose(1, 2)
+        query, mask = padded[:, : size.heads], group.masks[self.mask]
+        keys, values = group.cache.update(padded[:, size.heads :], places.padded(value).transpose(1, 2), index)
+        if self.native:
+            out = native.attention(query, keys, values, mask, self.scaling)
+        elif self.explicit is not None:
+            out = self.explicit(None, query, keys, values, mask, self.scaling, softcap=self.soft_cap)[0]  # type: ignore[arg-type]
+        else:
+            folded = query.reshape(places.b, size.kv_heads, -1, size.dim)
+            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self.scaling)
+            out = out.view(places.b, size.heads, places.width, size.dim).transpose(1, 2)
+        return places.taken(out.reshape(places.b, places.width, -1))
+
+    def _heads_of(self, qkv: Tensor) -> Tensor:
+        """[n, H + 2 H', d]: query heads, then those of keys, then those of values."""
+        size = self.size
+        if self.interleaved:
+            return qkv.view(-1, size.heads, 3, size.dim).transpose(1, 2).reshape(-1, 3 * size.heads, size.dim)
+        return qkv.view(-1, size.heads + 2 * size.kv_heads, size.dim)
+
+    def _normed(self, qkv: Tensor) -> Tensor:
+        """Query and key heads [n, H + H', d] of all heads, each head normalised or all queries and all keys."""
+        heads, end = self.size.heads, self.size.heads + self.size.kv_heads
+        if self.q_norm is None or self.k_norm is None:
+            return qkv[:, :end]
+        query, key = qkv[:, :heads], qkv[:, heads:end]
+        if self.norms_heads:
+            return torch.cat([self.q_norm(query), self.k_norm(key)], 1)
+        both = torch.cat([self.q_norm(query.flatten(1)), self.k_norm(key.flatten(1))], 1)
+        return both.view(-1, end, self.size.dim)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Parts [n, ...] one behind the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [n, H, d] by cosine and signed sine [n, 1, r], of its first r dimensions."""
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat([turned(x[..., :size], cos, sin), x[..., size:]], -1)
+    return torch.addcmul(x * cos, x.roll(size // 2, -1), sin)
+
+
+class Rotary:
+    """Cosines and sines of positions, made when they are asked for: a table would be as long as the context.
+
+    Args:
+        frequencies: [r / 2] radians per position.
+        scale: of cosines and sines.
+        dtype: of what is turned.
+    """
+
+    def __init__(self, frequencies: Tensor, scale: float, dtype: torch.dtype) -> None:
+        self.frequencies = frequencies
+        half = frequencies.to(torch.float32)
+        # rotate_half(x) * sin(a) == roll(x, half) * sin(-a of the first half, a of the second), and cos(-a) == cos(a).
+        self.signed = torch.cat([-half, half])
+        self.scale, self.dtype = scale, dtype
+
+    def to(self, dtype: torch.dtype) -> Rotary:
+        """The same in another dtype."""
+        return Rotary(self.frequencies, self.scale, dtype)
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine [n, 1, r] of positions [n]."""
+        angles = positions[:, None, None] * self.signed
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale != 1.0:
+            cos, sin = cos * self.scale, sin * self.scale
+        return cos.to(self.dtype), sin.to(self.dtype)
+
+
+class Places:
+    """Where ``n`` flat rows are among [b, width] places: everywhere, or at the first ``counts`` of each row."""
+
+    def __init__(self, b: int, width: int, counts: Sequence[int] | None, device: torch.device) -> None:
+        self.b, self.width = b, width
+        self.nodes: Tensor | None = None
+        if counts is None:
+            self.starts: Sequence[int] = range(0, b * width, width)
+        else:
+            self.starts = [0, *accumulate(counts)]
+            nodes = [row * width + column for row, count in enumerate(counts) for column in range(count)]
+            self.nodes = torch.tensor(nodes, device=device)
+
+    def taken(self, padded: Tensor) -> Tensor:
+        """[b, width, ...] -> [n, ...]."""
+        flat = padded.flatten(0, 1)
+        return flat if self.nodes is None else flat[self.nodes]
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """[n, ...] -> [b, width, ...], zero where nothing is."""
+        if self.nodes is not None:
+            rows = rows.new_zeros(self.b * self.width, *rows.shape[1:]).index_copy_(0, self.nodes, rows)
+        return rows.view(self.b, self.width, *rows.shape[1:])
+
+    def wanted(self, x: Tensor, columns: Sequence[tuple[int, int, int]]) -> tuple[Tensor, list[tuple[int, int]]]:
+        """Those of the rows x [n, D] that are wanted, and where each feed's begin and end among them.
+
+        Args:
+            x: all rows.
+            columns: of each feed, as in :attr:`Call.wanted`.
+        """
+        spans = [(self.starts[row] + start, self.starts[row] + end) for row, start, end in columns]
+        counts = [end - start for start, end in spans]
+        if sum(counts) == len(x):
+            return x, spans
+        rows = torch.tensor([place for span in spans for place in range(*span)], dtype=torch.long, device=x.device)
+        ends = list(accumulate(counts))
+        return x[rows], [(end - count, end) for count, end in zip(counts, ends, strict=True)]

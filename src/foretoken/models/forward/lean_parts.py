@@ -1,0 +1,155 @@
+"""The parts of a lean layer: fused projections, norms in few calls, MLPs, and how a sublayer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.activations import SiLUActivation
+
+from foretoken.models.forward.lean_families import Family, part
+from foretoken.models.linear.packing import BlockedProducts, Packing, Projection
+
+SILU = (nn.SiLU, SiLUActivation)
+"""Modules whose function is called in one step instead of several."""
+Norm = Callable[[Tensor], Tensor]
+"""[..., d] -> [..., d]."""
+
+
+class RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    PyTorch's own takes eight tensor calls on a CPU, this one four to six: |x| as a vector, and sqrt(|x|^2 + d eps) as
+    the hypotenuse of two lengths.  Where bits must not depend on how many rows there are, PyTorch's own stays.
+
+    Args:
+        module: a norm of Transformers or PyTorch.
+        packing: whether bits must not depend on how many rows there are, and the dtype of activations.
+        offset: what is added to its weight.
+    """
+
+    def __init__(self, module: Any, packing: Packing, offset: float = 0.0) -> None:
+        self.weight, self.eps = _weight(module, packing), getattr(module, "variance_epsilon", None) or module.eps
+        self.own = self.weight.device.type == "cpu" and not packing.blocks
+        self.wide = torch.float64 if self.weight.dtype == torch.float64 else torch.float32
+        if offset:  # added before the weight is rounded to the dtype of what it scales
+            self.weight = self.weight.to(self.wide) + offset
+        if self.own:
+            size = self.weight.shape[-1]
+            self.scaled = self.weight.to(self.wide) * size**0.5
+            self.floor = torch.tensor((size * self.eps) ** 0.5, dtype=self.wide)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., d] -> [..., d]."""
+        if not self.own:
+            return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        wide = x.to(self.wide)
+        length = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), self.floor)
+        return (wide / length).mul_(self.scaled).to(x.dtype)
+
+
+def _weight(module: Any, packing: Packing) -> Tensor:
+    weight: Tensor = module.weight.detach()
+    return weight.to(packing.activations(weight.dtype))
+
+
+def norm_of(module: Any, packing: Packing, offset: float = 0.0) -> Norm | None:
+    """The same norm in few calls; ``None`` for ``None``."""
+    if module is None:
+        return None
+    if type(module) is nn.LayerNorm:
+        shape, weight, eps = module.normalized_shape, _weight(module, packing), module.eps
+        bias: Tensor | None = None if module.bias is None else module.bias.detach().to(weight.dtype)
+        return lambda x: F.layer_norm(x, shape, weight, bias, eps)
+    return RmsNorm(module, packing, offset)
+
+
+class Joined:
+    """``residual + scale * norm(y)`` of what a sublayer gives out."""
+
+    def __init__(self, after: Norm | None, scale: float) -> None:
+        self.after, self.scale = after, scale
+        self.plain = after is None and scale == 1.0
+
+    def __call__(self, y: Tensor, residual: Tensor) -> Tensor:
+        """Both [n, D]."""
+        y = y if self.after is None else self.after(y)
+        # Not add(alpha=scale): in bfloat16 that rounds otherwise at the end of a row than inside it.
+        return residual + (y if self.scale == 1.0 else y * self.scale)
+
+
+class Output:
+    """A sublayer's last projection and its sum with the residual stream."""
+
+    def __init__(self, projection: Projection, joined: Joined) -> None:
+        self.projection, self.joined = projection, joined
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """[n, in] and [n, D] -> [n, D]."""
+        if residual is None:
+            return self.projection(x)
+        if self.joined.plain:
+            return self.projection.plus(x, residual)
+        return self.joined(self.projection(x), residual)
+
+
+Mlp = Callable[[Tensor, Tensor], Tensor]
+"""Normalised inputs and the residual stream, both [n, D] -> [n, D]."""
+
+
+class GatedMlp:
+    """``down(activation(gate(x)) * up(x))``."""
+
+    def __init__(self, gate_up: Projection, activation: Callable[[Tensor], Tensor], output: Output) -> None:
+        self.gate_up, self.activation, self.output = gate_up, activation, output
+        self.projections = (gate_up, output.projection)
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.output(self.activation(gate).mul_(up), residual)
+
+
+class _PlainMlp:
+    def __init__(self, up: Projection, activation: Callable[[Tensor], Tensor], output: Output) -> None:
+        self.up, self.activation, self.output = up, activation, output
+        self.projections = (up, output.projection)
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.output(self.activation(self.up(x)), residual)
+
+
+class _OwnMlp:
+    """The model's own module, which reads [1, n, D]."""
+
+    def __init__(self, module: Any, joined: Joined, blocks: bool) -> None:
+        self.module, self.joined, self.blocks = module, joined, blocks
+        self.dtype: torch.dtype = next(module.parameters()).dtype
+        self.projections = (self,)
+
+    @property
+    def alone(self) -> bool:
+        """Experts are multiplied by PyTorch, and it depends on the rows which of them share a product."""
+        return self.blocks
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        with BlockedProducts() if self.blocks else nullcontext():
+            y = self.module(x[None].to(self.dtype))[0].to(x.dtype)
+        return self.joined(y, residual)
+
+
+def mlp_of(module: Any, family: Family, joined: Joined, packing: Packing) -> Mlp:
+    """The MLP of a layer; of one that has none, the residual stream as it is."""
+    if module is None:
+        return lambda x, residual: residual
+    if family.experts:
+        return _OwnMlp(module, joined, packing.blocks)
+    own = part(module, family.activation)
+    activation = F.silu if own is None or isinstance(own, SILU) else own
+    output = Output(packing.projection(part(module, family.down)), joined)
+    if family.up is not None:
+        return _PlainMlp(packing.projection(part(module, family.up)), activation, output)
+    return GatedMlp(packing.projection(*(part(module, n) for n in family.gate_up)), activation, output)

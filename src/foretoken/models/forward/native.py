@@ -1,0 +1,268 @@
+"""A whole forward in one call of our own library, for Llama-like models in bfloat16 or with our quantised weights.
+
+The lean forward (:mod:`foretoken.models.forward.lean`) is its twin: the same families, parts and packed weights, of
+which nothing is copied.  Where that makes eighteen tensor calls a layer, this one hands a description of the model to
+``native/forward.cpp`` once and calls it once.  Inside a stage numbers are float32 and are rounded to bfloat16 where it
+ends, so that it rounds in fewer places than its twin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import activations
+
+from foretoken.models.checks.fast_paths import Checks
+from foretoken.models.checks.judging import Outputs, Run
+from foretoken.models.forward.lean import LeanForward
+from foretoken.models.forward.lean_layers import Group, LeanLayer, Pass
+from foretoken.models.forward.lean_parts import GatedMlp, RmsNorm
+from foretoken.models.linear.layouts import NativeLayout
+from foretoken.models.linear.packing import Projection
+from foretoken.models.linear.quantised_linear import SideBySide
+from foretoken.models.linear.quantised_products import NativeProduct
+from foretoken.models.native import forward as native
+from foretoken.models.native import linear, why_not
+from foretoken.models.native.library import address
+from foretoken.models.native.linear import Linear
+from foretoken.models.network.call import Call
+from foretoken.models.network.rotary import LeanTurns
+
+PATH = "native forward"
+COSTS = "a step of a small model takes two to three times as long"
+GELUS_TANH = tuple(
+    getattr(activations, name)
+    for name in ("GELUTanh", "PytorchGELUTanh", "NewGELUActivation")
+    if hasattr(activations, name)
+)
+"""Classes of the tanh form of gelu."""
+
+
+class NotCoveredError(ValueError):
+    """A model that the native forward does not run; says why."""
+
+
+class NativeForward(LeanForward):
+    """Same inputs and outputs as its twin, in one call.
+
+    Args:
+        twin: the lean forward of the model, whose weights it shares.
+
+    Raises:
+        NotCoveredError: a part that the library does not have.
+    """
+
+    name = "native"
+
+    def __init__(self, twin: LeanForward) -> None:
+        vars(self).update(vars(twin))
+        if self.owner.packing.blocks:
+            raise NotCoveredError("products are made in blocks of a constant number of rows")
+        reason = why_not()
+        if reason is not None:
+            raise NotCoveredError(reason)
+        if self.dtype != torch.bfloat16:
+            raise NotCoveredError(f"its states are {str(self.dtype).removeprefix('torch.')}, not bfloat16")
+        self.rotary = {kind: rotary.to(torch.float32) for kind, rotary in twin.rotary.items()}
+        if self.owner.rotary is not None:
+            self.turns = LeanTurns(self.owner.rotary, tuple(self.rotary), torch.float32)
+        self._like = torch.empty(self.size.kv_heads, 1, self.size.dim, dtype=self.dtype)
+        self._kept: list[Any] = []
+        """What the description points to."""
+        self._kinds = tuple(dict.fromkeys(layer.mask for layer in self.layers))
+        self._ropes = tuple(dict.fromkeys(layer.rope for layer in self.layers))
+        self._model = self._described()
+        self._nothing = bytes(len(self.layers))
+        self.spared = 1  # it runs no padding
+
+    def again(self, owner: Any) -> LeanForward:
+        """The same for other weights; the lean one where they are of a kind that the library does not have."""
+        twin = super().again(owner)
+        try:
+            return NativeForward(twin)
+        except NotCoveredError:
+            return twin
+
+    def row_dependent(self) -> str | None:
+        """Nothing: every kernel works row by row."""
+        return None
+
+    # -- the model as data -------------------------------------------------------------------------------------------
+
+    def _described(self) -> native.Model:
+        size, width = self.size, int(self.owner.config.hidden_size)
+        if self.layers[0].interleaved or any(layer.parallel for layer in self.layers):
+            raise NotCoveredError("its layers join their parts in another way")
+        layers = self._layers = self._keep(native.array(native.Layer, [self._layer(layer) for layer in self.layers]))
+        sizes = len(self.layers), width, size.heads, size.kv_heads, size.dim
+        try:
+            head = self._product(self.head)
+        except NotCoveredError:  # the one product that is made behind the call
+            head = native.Product(None, 0)
+        parts = [Linear.from_address(head.parts + i * ctypes.sizeof(Linear)) for i in range(head.count)]
+        self._outputs = sum(part.out for part in parts) or width
+        return native.Model(ctypes.addressof(layers), *sizes, self._norm(self.final_norm), head)
+
+    def _layer(self, layer: LeanLayer) -> native.Layer:
+        mlp = layer.mlp
+        if not layer.native:
+            raise NotCoveredError(f"attention with {layer.size.dim} numbers a head, or a soft cap, is not made for")
+        if not isinstance(mlp, GatedMlp):
+            raise NotCoveredError("its MLPs are not gated ones")
+        if layer.out.joined.scale != mlp.output.joined.scale:
+            raise NotCoveredError("its sublayers are added with different scales")
+        out, down = layer.out, mlp.output
+        norms = (layer.norm_attention, out.joined.after, layer.norm_mlp, down.joined.after, layer.q_norm, layer.k_norm)
+        products = layer.qkv, out.projection, mlp.gate_up, down.projection
+        return native.Layer(
+            *map(self._norm, norms),
+            *map(self._product, products),
+            *(layer.scaling, out.joined.scale),
+            *(self._kinds.index(layer.mask), self._ropes.index(layer.rope)),
+            *(int(not layer.norms_heads), _activation(mlp.activation)),
+        )
+
+    def _norm(self, norm: Any) -> native.Norm:
+        if norm is None:
+            return native.Norm(None, 0.0)
+        if not isinstance(norm, RmsNorm):
+            raise NotCoveredError("its norms are not RMS norms")
+        return native.Norm(self._keep(norm.weight.float().contiguous()).data_ptr(), float(norm.eps))
+
+    def _product(self, projection: Any) -> native.Product:
+        products = projection.products if isinstance(projection, SideBySide) else [projection]
+        parts = self._keep(native.array(Linear, [self._linear(product) for product in products]))
+        return native.Product(ctypes.addressof(parts), len(products))
+
+    def _linear(self, product: Any) -> Linear:
+        if isinstance(product, NativeProduct):
+            held: Any = product
+            found = product.linear()
+        elif isinstance(product, Projection) and isinstance(product.layout, NativeLayout) and not product.block:
+            held = product.layout.packed
+            found = Linear(linear.BFLOAT16, product.in_features, product.out_features, 0, held.data_ptr())
+        else:
+            raise NotCoveredError("its weights are laid out for products of PyTorch's")
+        wide = None if product.bias is None else product.bias.float().contiguous()
+        self._kept += [held, wide]
+        found.bias = address(wide)
+        return found
+
+    def _keep(self, thing: Any) -> Any:
+        self._kept.append(thing)
+        return thing
+
+    # -- a call ------------------------------------------------------------------------------------------------------
+
+    def run_all(self, calls: Sequence[Call]) -> list[Outputs]:
+        """Several calls at once, alike but for their rows."""
+        taps, plan = calls[0].taps, calls[0].plan
+        run, x = self._begin(calls)
+        n, count = len(x), len(self.layers)
+        states = {name: x.new_empty(x.shape) for name in dict.fromkeys(taps)}
+        end = plan.end(count)
+        tapped = native.pointers(states.get(f"layer:{i}") for i in range(count + 1))
+        want = [
+            group.rows.start + group.places.starts[row] + column
+            for group, call in zip(run.groups, calls, strict=True)
+            for row, start, stop in call.wanted
+            for column in range(start, stop)
+        ]
+        whole = bool(self._model.head.count)
+        found = x.new_empty(len(want), self._outputs)
+        groups, held = self._groups(run, calls)
+        turns = [run.turns[rope] for rope in self._ropes]
+        cos, sin = (native.pointers(each) for each in zip(*turns, strict=True))
+        rows = native.numbers(want)
+        x = x.contiguous()
+        last = states.get("last")
+        call = native.Call(
+            *(n, len(run.groups), ctypes.addressof(groups), x.data_ptr(), plan.start, end),
+            *(
+                self._skipped(plan.skip_attention),
+                self._skipped(plan.skip_mlp),
+                len(self._kinds),
+                turns[0][0].shape[-1],
+            ),
+            *(ctypes.addressof(each) for each in (cos, sin, tapped)),
+            *(None if last is None else last.data_ptr(), len(want), ctypes.addressof(rows)),
+            *((None, found.data_ptr()) if whole else (found.data_ptr(), None)),
+        )
+        native.run(self._model, call, torch.get_num_threads())
+        del held
+        logits = self._behind(found) if whole else self._logits(found)
+        return self._handed_out(run, calls, logits, states)
+
+    def _skipped(self, layers: frozenset[int]) -> bytes:
+        return bytes(i in layers for i in range(len(self.layers))) if layers else self._nothing
+
+    def _groups(self, run: Pass, calls: Sequence[Call]) -> tuple[Any, list[Any]]:
+        """The groups as the library reads them, and what they point to."""
+        held: list[Any] = []
+        groups = [self._group(group, call, held) for group, call in zip(run.groups, calls, strict=True)]
+        return native.array(native.Group, groups), held
+
+    def _group(self, group: Group, call: Call, held: list[Any]) -> native.Group:
+        cache, places = group.cache, group.places
+        keys, values = cache.buffers(self._like)
+        masks = [None if (mask := group.masks[kind]) is None else mask.contiguous() for kind in self._kinds]
+        widths = [places.width] * places.b if call.counts is None else list(call.counts)
+        written = cache.planned
+        arrays = [native.pointers(keys), native.pointers(values)]
+        arrays += [native.numbers(written.starts), native.numbers(widths), native.pointers(masks)]
+        held += [masks, arrays]
+        first, second, *others = map(ctypes.addressof, arrays)
+        sizes = cache.num_slots, written.used, written.low, places.b, places.width
+        return native.Group(first, second, *sizes, *others)
+
+    def _handed_out(
+        self, run: Pass, calls: Sequence[Call], logits: Tensor, states: Mapping[str, Tensor]
+    ) -> list[Outputs]:
+        """To every call its logits, feed by feed, and its taps."""
+        outputs: list[Outputs] = []
+        for group, call in zip(run.groups, calls, strict=True):
+            counts = [stop - start for _, start, stop in call.wanted]
+            mine, logits = logits[: sum(counts)], logits[sum(counts) :]
+            hidden = {name: group.places.padded(x[group.rows]) for name, x in states.items()}
+            outputs.append((list(mine.split(counts)), hidden))
+        return outputs
+
+
+def _activation(activation: Any) -> int:
+    """Which of the library's activations it is."""
+    if activation is F.silu:
+        return native.SILU
+    if isinstance(activation, GELUS_TANH) or (isinstance(activation, nn.GELU) and activation.approximate == "tanh"):
+        return native.GELU_TANH
+    raise NotCoveredError(f"its activation is {type(activation).__name__}")
+
+
+def fastest_of(lean: LeanForward, checks: Checks) -> LeanForward:
+    """The native forward where the model has one that passes the check, else the lean one that is given.
+
+    ``owner.forward_name`` says which, ``owner.native_off`` why there is none; a refusal is noted where one that covers
+    the model fails the check.
+    """
+    owner = lean.owner
+    owner.forward_name = lean.name
+    try:
+        fast = NativeForward(lean)
+    except NotCoveredError as error:
+        owner.native_off = str(error)
+        return lean
+
+    def built() -> tuple[Run, torch.dtype, bool]:
+        return fast.run, fast.dtype, fast.is_coarse
+
+    reason = checks.fault(f"{PATH} {owner.way}", built)
+    if reason is None:
+        owner.forward_name, owner.native_off = fast.name, ""
+        return fast
+    owner.native_off = reason
+    owner.refuse(PATH, reason, COSTS)
+    return lean

@@ -1,0 +1,225 @@
+"""What trained drafters borrow from their target: token embedding, vocabulary projection, hidden states.
+
+All of it is frozen, and stays the target's.  The fingerprint ties a trained drafter to the target that it learned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, LanguageModel
+from foretoken.models.linear.packing import PackedLinear, Projection, pays_packed
+from foretoken.models.linear.quantised_linear import QuantisedLinear
+from foretoken.models.network.placement import is_offloaded
+from foretoken.models.network.taps import decoder_layers, find_decoder, recording
+
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
+"""What Transformers' decoders call the norm behind their last layer."""
+GGUF = "GGUF"
+"""What the storage of weights from a GGUF file begins with."""
+SAMPLED_ROWS = 64
+"""Embedding rows that go into a fingerprint."""
+LAYER_ROWS = 4
+"""Rows of every weight of the decoder layers that go into it."""
+
+
+class QuantisedTargetWarning(UserWarning):
+    """A trained drafter meets its target with weights that are stored otherwise than they were in training."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a trained drafter must find again in its target: facts of the model, not of how its weights are stored.
+
+    Attributes:
+        hidden_size: D.
+        vocab_size: V.
+        num_layers: decoder layers.
+        weights: a hash over rows of the token embedding, rounded to bfloat16 (so that the dtype does not matter).
+        layers: the same over rows of every weight of the decoder layers, which a target finetuned with a frozen
+            embedding has of its own; empty where an older file does not tell.
+        kept: the same over what quantisation leaves alone beside the embedding (norm weights); empty where an older
+            file does not tell, or there is nothing of the sort.
+        storage: what the weights are quantised to (``"int8"``, the name of a package); empty for full ones.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    weights: str
+    layers: str = ""
+    kept: str = ""
+    storage: str = ""
+
+    def difference(self, other: Fingerprint) -> str:
+        """What is different in words; empty when nothing is."""
+        for name in ("hidden_size", "vocab_size", "num_layers"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} is {mine} there and {theirs} here"
+        same = self._has_weights_of(other) or self._is_stored_otherwise(other)
+        return "" if same else "the shapes agree, but the weights are others"
+
+    def doubt(self, other: Fingerprint) -> str:
+        """Where there is no difference: how the same model's weights are stored there and here; empty if alike."""
+        if self._has_weights_of(other):
+            return ""
+        there, here = self.storage or "not quantised", other.storage or "not quantised"
+        return f"its weights were {there} in training and are {here} now"
+
+    def _has_weights_of(self, other: Fingerprint) -> bool:
+        known = bool(self.layers and other.layers)
+        return self.weights == other.weights and (self.layers == other.layers or not known)
+
+    def _is_stored_otherwise(self, other: Fingerprint) -> bool:
+        """Whether quantisation explains that weights differ: what it leaves alone must be the same."""
+        known = bool(self.kept and other.kept)
+        if GGUF in (self.storage.split(" ")[0], other.storage.split(" ")[0]):  # which quantises embeddings as well
+            return known and self.kept == other.kept and self.storage != other.storage
+        same = self.weights == other.weights and (self.kept == other.kept or not known)
+        return same and self.storage != other.storage
+
+
+def _digest(weights: Iterable[Tensor], count: int) -> str:
+    """A hash over ``count`` rows, evenly spaced, of every weight."""
+    found = hashlib.blake2b(digest_size=8)
+    for weight in weights:
+        matrix = weight.detach().flatten(0, -2) if weight.ndim > 1 else weight.detach()[:, None]
+        rows = matrix[:: max(1, len(matrix) // count)][:count].to(torch.bfloat16).contiguous()
+        found.update(rows.cpu().view(torch.int16).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _sampled(module: Any, count: int) -> Any:
+    """The weight of a module; of one whose weight is made when it is asked for, the rows that a hash reads."""
+    sampled = getattr(module, "sampled", None)
+    return getattr(module, "weight", None) if sampled is None else sampled(count)
+
+
+def storage_of(network: Any) -> str:
+    """What a network's weights are quantised to, ``"int8"`` or the name of the package that did it; empty for full
+    ones."""
+    stored_as = getattr(network, "stored_as", "")
+    if stored_as:
+        return f"{GGUF} {stored_as.removeprefix(GGUF).split(',')[0].strip()}"
+    bits = {module.product.bits for module in network.modules() if isinstance(module, QuantisedLinear)}
+    if bits:
+        return f"int{min(bits)}"
+    told = getattr(network.config, "quantization_config", None)
+    if told is None:
+        return ""
+    method = told.get("quant_method") if isinstance(told, dict) else getattr(told, "quant_method", None)
+    return str(getattr(method, "value", method) or "quantised")
+
+
+class TargetParts:
+    """The pieces of a target that a trained drafter uses.
+
+    Args:
+        model: the target.
+
+    Raises:
+        CapabilityError: it is no network that hands out hidden states.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        # A drafter of an inflated target was trained for the small model in it, and goes on borrowing from that.
+        network: Any = getattr(model, "small", getattr(model, "model", None))
+        if network is None or not model.capabilities.taps or network.get_output_embeddings() is None:
+            raise CapabilityError(f"a trained drafter needs a target with hidden states, not {type(model).__name__}")
+        if is_offloaded(network):
+            raise CapabilityError("a trained drafter needs all of the target's weights in memory: load it unoffloaded")
+        self.network = network
+        config = network.config.get_text_config()
+        self.config = config
+        self.embed: Any = network.get_input_embeddings()
+        self.head: Any = network.get_output_embeddings()
+        self.hidden_size = int(getattr(self.head, "in_features", 0) or self.head.weight.shape[1])
+        self.vocab_size = model.vocab_size
+        self.num_layers = int(config.num_hidden_layers)
+        self.device: torch.device = network.device
+        # Families scale or cap their logits behind the projection.
+        self._scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+            getattr(config, "logits_scaling", None) or 1.0
+        )
+        self._cap = getattr(config, "final_logit_softcapping", None)
+        self._packed: Projection | None = None
+
+    def fingerprint(self) -> Fingerprint:
+        """Shapes and hashes of the weights."""
+        found = (_sampled(module, LAYER_ROWS) for module in decoder_layers(self.network).modules())
+        layers = [weight for weight in found if isinstance(weight, Tensor)]
+        kept = [weight for weight in layers if weight.ndim == 1]
+        return Fingerprint(
+            self.hidden_size,
+            self.vocab_size,
+            self.num_layers,
+            _digest([_sampled(self.embed, SAMPLED_ROWS)], SAMPLED_ROWS),
+            _digest(layers, LAYER_ROWS),
+            _digest(kept, SAMPLED_ROWS) if kept else "",
+            storage_of(self.network),
+        )
+
+    def embedding(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """[n, D] embeddings of token ids, without gradient."""
+        ids = tokens if isinstance(tokens, Tensor) else torch.tensor(list(tokens), device=self.device)
+        with torch.no_grad():
+            found: Tensor = self.embed(ids)
+        return found
+
+    def logits(self, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Target logits [..., V] of states behind the final norm [..., D], or those of ``ids`` alone; gradients flow
+        through."""
+        weight, bias = self.head.weight, self.head.bias
+        if ids is not None:
+            weight, bias = weight.detach()[ids], None if bias is None else bias.detach()[ids]
+        if not torch.is_autocast_enabled(hidden.device.type):  # which casts itself, and only what it must
+            weight = weight.to(hidden.dtype)
+        return self.behind(torch.nn.functional.linear(hidden, weight, bias))
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """The same for [n, D] while drafting, float32 [n, V]: in packed bfloat16 where that is the fastest way."""
+        if self._packed is None and isinstance(self.head, PackedLinear) and self.head.is_whole:
+            self._packed = self.head.projection
+        if self._packed is None:
+            half = self.head.weight.detach().to(torch.bfloat16)
+            weight = half if pays_packed(half) else self.head.weight.detach()
+            self._packed = Projection(weight, None if self.head.bias is None else self.head.bias.detach())
+        return self.behind(self._packed(hidden).float())
+
+    def behind(self, logits: Tensor) -> Tensor:
+        """What the family does to its logits behind the projection: a scale, a soft cap."""
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
+
+    def features(self, tokens: Tensor, taps: Sequence[str], grad: bool = False) -> dict[str, Tensor]:
+        """Hidden states [b, n, D] by tap name of whole texts [b, n], read without a cache."""
+        with torch.set_grad_enabled(grad), recording(self.network, taps) as found:
+            self.network(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        return dict(found)
+
+    @property
+    def final_norm(self) -> torch.nn.Module:
+        """The norm behind the last layer, which the vocabulary projection reads.
+
+        Raises:
+            CapabilityError: the network has none by any known name.
+        """
+        decoder = find_decoder(self.network)[0]
+        for name in FINAL_NORMS:
+            if isinstance(getattr(decoder, name, None), torch.nn.Module):
+                found: torch.nn.Module = getattr(decoder, name)
+                return found
+        raise CapabilityError(f"{type(decoder).__name__} has no final norm by a known name")
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The final norm of states [..., D] that come out of a layer."""
+        found: Tensor = self.final_norm(hidden)
+        return found

@@ -1,0 +1,53 @@
+"""A forward through the model's own code, with our attention, masks and cache, all put back afterwards."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.linear.packing import BlockedProducts
+from foretoken.models.network.alone import switched_attention
+from foretoken.models.network.call import Call
+from foretoken.models.network.extra import embedding_rows
+from foretoken.models.network.layers import running
+from foretoken.models.network.placement import decoding
+from foretoken.models.network.taps import recording
+
+if TYPE_CHECKING:
+    from foretoken.models.huggingface import HuggingFaceModel
+
+
+def run_public(owner: HuggingFaceModel, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Logits [n, V] per feed, and taps."""
+    ids, width, first = call.ids, call.ids.shape[1], call.first
+    mask: Any = {kind: _at_least_zero(owner, mask, call) for kind, mask in call.masks.items()}
+    if owner._single_mask:
+        mask = mask[""]
+    products = BlockedProducts() if owner.exact == "bitwise" else nullcontext()
+    part = running(owner.model, call.plan, call.states)  # starts below, when nobody else runs the network
+    rows = owner.extra_rows
+    embedding = nullcontext(ids) if rows is None else embedding_rows(owner.model, ids, rows, owner.vocab_size)
+    turning = nullcontext() if owner.rotary is None else owner.rotary.switched(call.positions, call.lengths)
+    recorded = recording(owner.model, call.taps)
+    with switched_attention(owner), products, turning, recorded as hidden, part, embedding as known:
+        decoding(owner.model)
+        out = owner.model(
+            input_ids=known,
+            position_ids=call.positions,
+            attention_mask=mask,
+            use_cache=True,
+            logits_to_keep=max(width - first, 1),
+            **{owner.cache_argument: call.cache},
+        )
+    return call.taken(out.logits[:, -(width - first) :] if width > first else out.logits[:, :0]), hidden
+
+
+def _at_least_zero(owner: HuggingFaceModel, mask: Tensor | None, call: Call) -> Tensor:
+    """Transformers would build its own mask from ``None``: hand it an all-zero one instead."""
+    if mask is not None:
+        return mask
+    size = len(call.ids), 1, call.ids.shape[1], call.cache.num_read
+    return torch.zeros(size, dtype=owner.dtype, device=owner.device)

@@ -1,0 +1,290 @@
+"""How the weight of a linear layer is laid out for the CPU.
+
+``plain``
+    The weight as it is, multiplied by ``torch.nn.functional.linear``.
+``onednn``
+    oneDNN's blocked layout, made once.  A plain bfloat16 layer hands oneDNN its weight in row order, which repacks it
+    at every call; float32 products of two rows and more gain as well, where MKL's kernels are made for many rows.
+``native``
+    Blocks of 32 outputs for a kernel of our own (:mod:`foretoken.models.native`): bfloat16 on x86-64 CPUs from AVX2 on.
+``half``
+    Float16 weights for FBGEMM's kernels, which widen them in registers and multiply float32 activations: half the bytes
+    of float32 and the same arithmetic.  A bfloat16 number has 8 significant bits and a float16 number has 11, so that,
+    times a power of two per weight, float16 holds the very same numbers.  The only ones that it rounds are less than
+    2^-32 of the largest, by less than 2^-40 of it, where the sum of the products is rounded at 2^-24
+    (:func:`halved`); a weight with more significant bits is not laid out so.  On a CPU without bfloat16 products a
+    round of six rows then costs little more than one of one row.
+
+Which of them is used is measured (:mod:`foretoken.models.linear.product_costs`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foretoken.models import native
+from foretoken.models.native import bfloat16
+
+ROWS_HINT = 16
+"""The number of rows that oneDNN's layout is chosen for: the size of a usual speculation."""
+NARROW = (torch.bfloat16, torch.float16)
+LARGEST_EXPONENT = 60
+"""Scales beyond two to this power could make activations underflow."""
+MOST_ROUNDED = 1e-3
+"""Share of a weight's numbers that may be so small that float16 rounds them; in random weights it is 1e-9."""
+
+
+class Layout(ABC):
+    """A weight [out, in] and its product.
+
+    Attributes:
+        name: ``plain``, ``onednn``, ``native`` or ``half``.
+        block: rows to multiply at once where a row's bits must not depend on how many rows there are (see
+            :data:`foretoken.models.linear.packing.BLOCK`); 0 where they never do.
+        activations: dtype of the activations that it multiplies.
+    """
+
+    name: ClassVar[str]
+    block: ClassVar[int] = 32
+    activations: torch.dtype
+
+    @abstractmethod
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``x W^T (+ bias)`` [n, out] for x [n, in] in ``activations``."""
+
+    def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """``residual + x W^T (+ bias)`` [n, out]; the residual is left as it is."""
+        return self(x, bias).add_(residual)
+
+    @property
+    @abstractmethod
+    def weight(self) -> Tensor:
+        """[out, in] as it was given; a copy, unless the layout is plain."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Memory of the weight."""
+
+
+class PlainLayout(Layout):
+    """The weight as it is."""
+
+    name = "plain"
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self._transposed, self.activations = weight, weight.t(), weight.dtype
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``torch.nn.functional.linear``."""
+        return F.linear(x, self._weight, bias)
+
+    def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """In one call where there is no bias."""
+        if bias is not None:
+            return residual + F.linear(x, self._weight, bias)
+        return torch.addmm(residual, x, self._transposed)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight itself."""
+        return self._weight
+
+    @property
+    def num_bytes(self) -> int:
+        """As stored."""
+        return self._weight.nbytes
+
+
+class OneDnnLayout(Layout):
+    """oneDNN's blocked layout, bfloat16 or float32."""
+
+    name = "onednn"
+
+    def __init__(self, weight: Tensor) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS_HINT)
+        self.activations = weight.dtype
+        self._bytes = weight.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """oneDNN's product."""
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        return found
+
+    def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """In one call."""
+        found: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, bias, "add")
+        return found
+
+    @property
+    def weight(self) -> Tensor:
+        """In row order again."""
+        found: Tensor = self.packed.to_dense()
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """As many as in row order (padding of blocks left out)."""
+        return self._bytes
+
+
+class NativeLayout(Layout):
+    """Blocks of 32 outputs for our own bfloat16 kernel, which sums every row in the same order.
+
+    Raises:
+        ValueError: an odd number of inputs.
+    """
+
+    name = "native"
+    block = 0
+
+    def __init__(self, weight: Tensor) -> None:
+        self.packed, self._out, self.activations = bfloat16.laid_out(weight), len(weight), weight.dtype
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The kernel's product."""
+        return bfloat16.product(x, self.packed, self._out, bias)
+
+    def plus(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """In one call."""
+        return bfloat16.product(x, self.packed, self._out, bias, residual)
+
+    @property
+    def weight(self) -> Tensor:
+        """In row order again."""
+        return bfloat16.in_rows(self.packed, self._out)
+
+    @property
+    def num_bytes(self) -> int:
+        """As many as in row order (what fills the last block up is left out)."""
+        return 2 * self._out * 2 * self.packed.shape[1]
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A weight as float16 holds it.
+
+    Attributes:
+        scaled: [out, in] float32, the weight times ``scale``.
+        scale: a power of two.
+        rounded: flat indices of the few tiny numbers that float16 rounds.
+    """
+
+    scaled: Tensor
+    scale: float
+    rounded: Tensor
+
+
+class HalfLayout(Layout):
+    """Float16 weights and float32 activations (FBGEMM).
+
+    Raises:
+        ValueError: float16 does not hold the weight.
+    """
+
+    name = "half"
+    block = 6  # what FBGEMM's kernels take at once on AVX2: more only costs time
+
+    def __init__(self, weight: Tensor) -> None:
+        found = halved(weight)
+        if found is None:
+            raise ValueError("float16 does not hold this weight")
+        self.activations = torch.float32
+        self._dtype, self._inverse, self._bytes = weight.dtype, 1.0 / found.scale, 2 * weight.numel()
+        self._rounded, self._originals = found.rounded, weight.flatten()[found.rounded]
+        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(found.scaled, None)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The power of two leaves through the activations, without rounding."""
+        out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x * self._inverse, self._packed)
+        return out if bias is None else out.add_(bias)
+
+    @property
+    def weight(self) -> Tensor:
+        """The same numbers as were given."""
+        stored = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
+        found = (stored.float() * self._inverse).to(self._dtype)
+        found.view(-1)[self._rounded] = self._originals
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Two a weight."""
+        return self._bytes
+
+
+Maker = Callable[[Tensor], Layout]
+"""Lays a weight [out, in] out."""
+LAYOUTS: dict[str, Maker] = {cls.name: cls for cls in (PlainLayout, OneDnnLayout, NativeLayout, HalfLayout)}
+
+
+def halved(weight: Tensor) -> Halved | None:
+    """``weight`` as float16 holds it, ``None`` where it has more significant bits or too wide a range."""
+    scaled = weight.to(torch.float32, copy=True)
+    low, high = (float(end) for end in torch.aminmax(scaled)) if weight.numel() else (0.0, 0.0)
+    top = max(-low, high)
+    if not math.isfinite(top):
+        return None
+    exponent = 15 - math.frexp(top)[1] if top else 0  # the largest number comes to lie between 2^14 and 2^15
+    if abs(exponent) > LARGEST_EXPONENT:
+        return None
+    scaled *= 2.0**exponent
+    rounded = (scaled.half().float() != scaled).flatten().nonzero()[:, 0]
+    if len(rounded) > MOST_ROUNDED * weight.numel() or bool((scaled.flatten()[rounded].abs() >= 2.0**-14).any()):
+        return None
+    return Halved(scaled, 2.0**exponent, rounded)
+
+
+def usable_layouts(dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[str, ...]:
+    """Names of the layouts that this machine can multiply a weight of such a kind in, ``plain`` first."""
+    if torch.device(device).type != "cpu":
+        return ("plain",)
+    names = ["plain"]
+    if (dtype == torch.float32 and _has_onednn()) or (dtype == torch.bfloat16 and _has_onednn_bfloat16()):
+        names.append("onednn")
+    if dtype == torch.bfloat16 and _has_native():
+        names.append("native")
+    if dtype in (torch.float32, *NARROW) and _has_fbgemm():
+        names.append("half")
+    return tuple(names)
+
+
+@cache
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and _runs(OneDnnLayout, torch.float32)
+
+
+@cache
+def _has_onednn_bfloat16() -> bool:
+    if not (torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return False
+    return _runs(OneDnnLayout, torch.bfloat16)
+
+
+@cache
+def _has_native() -> bool:
+    return native.why_not() is None and _runs(NativeLayout, torch.bfloat16)
+
+
+@cache
+def _has_fbgemm() -> bool:
+    return torch.backends.quantized.engine in ("fbgemm", "x86") and _runs(HalfLayout, torch.float32)
+
+
+def _runs(cls: Maker, dtype: torch.dtype) -> bool:
+    """Whether this build of PyTorch has the layout's operators, and they multiply."""
+    try:
+        layout = cls(torch.eye(16, dtype=dtype))
+        x = torch.arange(16, dtype=dtype).expand(2, 16).contiguous()
+        return torch.equal(layout(x, None), x) and torch.equal(layout.weight, torch.eye(16, dtype=dtype))
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False

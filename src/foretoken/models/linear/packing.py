@@ -1,0 +1,399 @@
+"""Linear layers on CPU: weights laid out once for the machine (:mod:`foretoken.models.linear.layouts`), fused, or in
+place of a model's own layers.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from foretoken.models.linear.layouts import LAYOUTS, NARROW, Layout, PlainLayout, usable_layouts
+from foretoken.models.linear.product_costs import fastest_layout, least_rows
+from foretoken.models.network.watch import is_hooked
+
+BLOCK = 32
+"""Rows per matrix product where bits must not depend on how many rows there are (layouts have a count of their own).
+
+oneDNN chooses a kernel, and with it the order of its sums, by the number of rows: for bfloat16 weights [out, in] on a
+CPU with AMX one row differs from several when ``in`` is at most 64, and 32 rows from more when it is at least 512.
+With one constant number of rows a row has the same bits at every place.  32 rows cost a large model as much as one.
+"""
+
+
+def pays_packed(weight: Tensor) -> bool:
+    """Whether this bfloat16 weight is multiplied faster in oneDNN's layout than in float32, where a model may have it
+    either way."""
+    return "onednn" in usable_layouts(weight.dtype, weight.device) and has_bfloat16()
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Whether the CPU itself multiplies bfloat16 (AVX512-BF16 or AMX).  Others take it apart: there products of eight
+    rows take twice as long as in float32, of twenty-four four times (``docs/log.md``).  Only x86 was measured:
+    elsewhere oneDNN's word is taken for it."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(ask() for ask in asked if ask is not None)
+
+
+class Projection:
+    """``x -> x W^T (+ bias)`` for 2-D ``x`` [n, in], in the layout that is fastest on this machine.
+
+    Args:
+        weight: [out, in].
+        bias: [out] or ``None``.
+        layout: ``"auto"`` (as measured) or a name of :mod:`foretoken.models.linear.layouts`; a weight that ``half``
+        does
+            not hold, or of which this machine knows no such layout, stays plain.
+        blocks: always multiply the same number of rows at once, so that a row's bits do not depend on the others.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, layout: str = "auto", blocks: bool = False) -> None:
+        self.out_features, self.in_features = (int(side) for side in weight.shape)
+        self.dtype = weight.dtype
+        self.layout = laid_out(weight, layout)
+        self.activations = self.layout.activations
+        self.bias = None if bias is None else bias.to(self.activations)
+        self.block = self.layout.block if blocks else 0
+        fixed = blocks or self.layout.name in ("plain", "native")
+        self.least = 1 if fixed else least_rows(self.layout.name, weight.dtype, self.out_features, self.in_features)
+        self._filler = weight.new_zeros(self.least - 1, self.in_features, dtype=self.activations)
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in] as it was given; a copy, unless the layout is plain."""
+        return self.layout.weight
+
+    @property
+    def alone(self) -> bool:
+        """Whether a row's bits do not depend on the other rows."""
+        return self.block > 0 or self.layout.block == 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weight and bias."""
+        return self.layout.num_bytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, out] in the dtype of x."""
+        if x.requires_grad and self.layout.name != "plain":  # packed products have no derivative
+            return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        out = self._apply(x.to(self.activations))
+        return out.to(x.dtype)
+
+    def _apply(self, x: Tensor) -> Tensor:
+        if self.block:
+            return in_blocks(self._product, x, self.block)
+        if len(x) < self.least:
+            return self._product(torch.cat((x, self._filler[len(x) - 1 :])))[: len(x)]
+        return self._product(x)
+
+    def _product(self, x: Tensor) -> Tensor:
+        return self.layout(x, self.bias)
+
+    def plus(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual + x W^T (+ bias)`` [n, out], in one call where there is one."""
+        if self.block or len(x) < self.least or x.dtype != self.activations or residual.dtype != self.activations:
+            return residual + self(x)
+        return self.layout.plus(x, self.bias, residual)
+
+
+def laid_out(weight: Tensor, layout: str) -> Layout:
+    """The weight in a layout, or in the one that is fastest for it; plain where that cannot be."""
+    usable = usable_layouts(weight.dtype, weight.device)
+    if layout != "auto":
+        return _made(weight, layout if layout in usable else "plain") or PlainLayout(weight)
+    shape = (int(weight.shape[0]), int(weight.shape[1]))
+    found = _made(weight, fastest_layout(weight.dtype, [shape], usable))
+    others = [name for name in usable if name != "half"]  # which depends on the numbers in a weight
+    return found or _made(weight, fastest_layout(weight.dtype, [shape], others)) or PlainLayout(weight)
+
+
+def _made(weight: Tensor, layout: str) -> Layout | None:
+    try:
+        return LAYOUTS[layout](weight)
+    except ValueError:
+        return None
+
+
+class Home:
+    """A model in which projections take the place of linear layers.
+
+    Where its layers are is looked up once, and again only where somebody else has changed them: a walk through a model
+    of hundreds of layers for every one of them would take longer than to lay their weights out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._places: dict[int, tuple[nn.Module, str]] = {}
+        self._tied: set[int] = set()
+
+    def take_place(self, linears: Sequence[nn.Linear], projection: Projection) -> None:
+        """Let the projection that was made of ``linears``, one behind the other, take their place, so that there are no
+        two copies of their weights."""
+        start = 0
+        for linear in linears:
+            stop = start + linear.out_features
+            if projection.layout.name == "plain" and len(linears) > 1:
+                linear.weight = nn.Parameter(projection.weight[start:stop], requires_grad=False)
+            elif projection.layout.name != "plain":
+                parent, name = self._place_of(linear)
+                packed = PackedLinear(projection, start, stop, id(linear.weight) in self._tied)
+                setattr(parent, name, packed)
+                self._places[id(packed)] = (parent, name)
+            start = stop
+
+    def _place_of(self, linear: nn.Module) -> tuple[nn.Module, str]:
+        place = self._places.get(id(linear))
+        if place is None or getattr(place[0], place[1], None) is not linear:
+            self._places = {id(child): (parent, name) for parent, name, child in _children(self.model)}
+            self._tied = _embedded(self.model)
+        return self._places[id(linear)]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How linear layers of a model become projections.
+
+    Attributes:
+        layout: of their weights, ``"auto"`` or a name of :mod:`foretoken.models.linear.layouts`.
+        blocks: whether a row's bits must not depend on how many rows there are.
+        home: where projections take the place of the layers that they are made of; ``None``: they are copies beside
+            the model.
+    """
+
+    layout: str = "auto"
+    blocks: bool = False
+    home: Home | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype, device: torch.device, blocks: bool, in_place: bool) -> Packing:
+        """For a whole model: 16-bit weights all get one layout, so that activations have one dtype throughout."""
+        shapes = [tuple(m.weight.shape) for m in plain_linears(model)]
+        narrow = dtype in NARROW and shapes
+        layout = fastest_layout(dtype, shapes, usable_layouts(dtype, device)) if narrow else "auto"
+        return cls(layout, blocks, Home(model) if in_place else None)
+
+    @property
+    def way(self) -> str:
+        """The layout, and whether it takes the place of the model's layers."""
+        return self.layout if self.home is None else f"{self.layout} in place"
+
+    def activations(self, dtype: torch.dtype) -> torch.dtype:
+        """What the projections of weights of ``dtype`` are best fed with."""
+        return torch.float32 if self.layout == "half" else dtype
+
+    def projection(self, *linears: Any) -> Projection:
+        """One projection that gives the outputs of all of them side by side."""
+        quantised = next((linear for linear in linears if hasattr(linear, "joined")), None)
+        if quantised is not None:  # what is quantised already stays as it is
+            joined: Projection = quantised.joined(linears)
+            return joined
+        alone = len(linears) == 1
+        weight = linears[0].weight.detach() if alone else torch.cat([linear.weight.detach() for linear in linears])
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        made = Projection(weight, torch.cat(biases) if biases else None, self.layout, self.blocks)
+        if self.home is not None:
+            self.home.take_place(linears, made)
+        return made
+
+
+def in_blocks(product: Callable[[Tensor], Tensor], x: Tensor, block: int = BLOCK) -> Tensor:
+    """``product(x)`` for x [n, in], computed on ``block`` rows at a time (the last block is filled up with zeros)."""
+    n = len(x)
+    x = F.pad(x, (0, 0, 0, -n % block))
+    return torch.cat([product(part) for part in x.split(block)])[:n]
+
+
+class BlockedProducts(TorchFunctionMode):
+    """Inside this context every linear layer of a model multiplies ``BLOCK`` rows at a time; nothing is modified."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Intercept ``linear``, and ``addmm`` (GPT-2's layers)."""
+        kwargs = kwargs or {}
+        if func is F.linear:
+            x, *rest = args
+            rows = in_blocks(lambda part: F.linear(part, *rest, **kwargs), x.reshape(-1, x.shape[-1]))
+            return rows.view(*x.shape[:-1], -1)
+        if func is torch.addmm and args[0].dim() == 1:
+            bias, x, weight = args
+            return in_blocks(lambda part: torch.addmm(bias, part, weight, **kwargs), x)
+        return func(*args, **kwargs)
+
+
+class PackedLinear(nn.Module):
+    """Takes the place of an ``nn.Linear`` whose weight went into a projection, alone or among others.
+
+    Args:
+        projection: what multiplies.
+        start, stop: which of its outputs are the layer's; by default all.
+        tied: whether the weight is an embedding's, too, which still holds it.
+    """
+
+    def __init__(self, projection: Projection, start: int = 0, stop: int | None = None, tied: bool = False) -> None:
+        super().__init__()
+        self.projection, self.start, self.tied = projection, start, tied
+        self.stop = projection.out_features if stop is None else stop
+        self.in_features, self.out_features = projection.in_features, self.stop - start
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no other layer shares the projection."""
+        return self.out_features == self.projection.out_features
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in] as it was before: a copy, made every time that it is asked for."""
+        return self.projection.weight[self.start : self.stop]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out], or ``None``."""
+        bias = self.projection.bias
+        return None if bias is None else bias[self.start : self.stop].to(self.projection.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same as ``nn.Linear``: [..., in] -> [..., out]."""
+        out = self.projection(x.reshape(-1, self.in_features))
+        return out[:, self.start : self.stop].view(*x.shape[:-1], self.out_features)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is an ``nn.Linear`` whose weight is there and is all that it multiplies by, without hooks.
+
+    Packages that read ready-made quantised checkpoints keep the class and give its objects other weights and another
+    ``forward``.
+    """
+    its_own = type(module) is nn.Linear and "weight" in module._parameters and "forward" not in vars(module)
+    return its_own and not is_hooked(module)
+
+
+def plain_linears(model: nn.Module) -> Iterator[nn.Linear]:
+    """The modules below ``model`` that :func:`is_plain` holds for."""
+    return (module for module in model.modules() if isinstance(module, nn.Linear) and is_plain(module))
+
+
+def dtype_of(linear: Any) -> torch.dtype:
+    """Of a linear layer's weight, packed, quantised or neither; nothing is unpacked."""
+    if isinstance(linear, PackedLinear):
+        return linear.projection.dtype
+    found: torch.dtype = linear.dtype if hasattr(linear, "joined") else linear.weight.dtype
+    return found
+
+
+def joined_weight(linears: Sequence[Any]) -> Tensor:
+    """The weights of linear layers, one below the other [sum of outs, in]; a projection that they share is unpacked
+    once."""
+    projections = {id(getattr(linear, "projection", linear)): linear for linear in linears}
+    first, last = linears[0], linears[-1]
+    if len(projections) == 1 and isinstance(first, PackedLinear):
+        size = sum(linear.out_features for linear in linears)
+        if last.stop - first.start == size:
+            return first.projection.weight[first.start : last.stop]
+    weights = [linear.weight.detach() for linear in linears]
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+def pack_linears(model: nn.Module, packing: Packing = Packing()) -> int:
+    """Let packed layers take the place of every ``nn.Linear`` below ``model`` that they are faster than; returns how
+    many.
+
+    Weights that are shared with an embedding stay as they are (the embedding needs the plain layout).  One layer is
+    packed after the other: there is never a second copy of all weights.
+    """
+    count, tied = 0, _embedded(model)
+    for parent, name, linear in list(_children(model)):
+        if not isinstance(linear, nn.Linear) or not is_plain(linear) or id(linear.weight) in tied:
+            continue
+        projection = Projection(linear.weight.detach(), _detached(linear.bias), packing.layout, packing.blocks)
+        if projection.layout.name != "plain":
+            setattr(parent, name, PackedLinear(projection))
+            count += 1
+    return count
+
+
+def unpack_linears(model: nn.Module) -> int:
+    """Give every packed layer below ``model`` its plain ``nn.Linear`` back, with the same numbers; returns how many."""
+    count = 0
+    for parent, name, packed in list(_children(model)):
+        if isinstance(packed, PackedLinear):
+            setattr(parent, name, plain_linear(packed))
+            count += 1
+    tie: Any = getattr(model, "tie_weights", None)
+    if count and tie is not None:
+        tie()  # a head that shares its weight with the embedding does so again
+    return count
+
+
+def plain_linear(packed: PackedLinear) -> nn.Linear:
+    """The ``nn.Linear`` that a packed layer took the place of."""
+    bias = packed.bias
+    plain = nn.Linear(packed.in_features, packed.out_features, bias=bias is not None, device="meta")
+    plain.weight = nn.Parameter(packed.weight.clone(), requires_grad=False)
+    if bias is not None:
+        plain.bias = nn.Parameter(bias, requires_grad=False)
+    return plain.train(packed.training)
+
+
+def check_packable(model: Any) -> None:
+    """Refuse a model none of whose weights could be laid out in another way.
+
+    Raises:
+        ValueError: it has no linear layers, or they are on a device or in a dtype that has the plain layout alone.
+    """
+    kinds = {(m.weight.device, m.weight.dtype) for m in plain_linears(model)}
+    if not kinds:
+        raise ValueError(f"pack=True: {type(model).__name__} has no torch.nn.Linear layers that could be packed")
+    if all(usable_layouts(dtype, device) == ("plain",) for device, dtype in kinds):
+        device, dtype = min(kinds, key=str)
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"pack=True: {name} weights on {device} cannot be packed on this machine: leave out pack")
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Memory of a model's weights, packed ones included, each counted once."""
+    packed = {id(m.projection): m.projection.num_bytes for m in model.modules() if isinstance(m, PackedLinear)}
+    storages = [p.untyped_storage() for p in model.parameters()]
+    plain = {storage._cdata: storage.nbytes() for storage in storages}  # not every device tells where its data are
+    quantised = sum(getattr(m, "packed_bytes", 0) for m in model.modules())
+    return sum(plain.values()) + sum(packed.values()) + quantised
+
+
+def shapes_of(model: nn.Module) -> set[tuple[int, int]]:
+    """Shapes [out, in] of the matrices that a model multiplies, fused ones as they are multiplied."""
+    packed = {
+        (m.projection.out_features, m.projection.in_features) for m in model.modules() if isinstance(m, PackedLinear)
+    }
+    return packed | {(m.out_features, m.in_features) for m in model.modules() if isinstance(m, nn.Linear)}
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Numbers in a model's weights, packed ones included."""
+    modules: list[Any] = list(model.modules())
+    packed = [m for m in modules if (isinstance(m, PackedLinear) and not m.tied) or hasattr(m, "packed_bytes")]
+    held = sum(m.out_features * (m.in_features + (m.bias is not None)) for m in packed)
+    return sum(p.numel() for p in model.parameters()) + held
+
+
+def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            yield parent, name, child
+
+
+def _embedded(model: nn.Module) -> set[int]:
+    """Ids of the weights of embeddings."""
+    return {id(m._parameters.get("weight")) for m in model.modules() if isinstance(m, nn.Embedding)}
+
+
+def _detached(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach()

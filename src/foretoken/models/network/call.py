@@ -1,0 +1,85 @@
+"""One call of a network: everything that its forward needs, made once for every way to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import Feed
+from foretoken.models.cache.masks import RowPlan
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.network.layers import WHOLE, LayerPlan
+
+
+@dataclass(frozen=True)
+class Call:
+    """Padded rows of nodes; shapes: ``b`` rows of ``width`` columns, ``D`` hidden size.
+
+    Attributes:
+        cache: where keys and values are; its rows are planned.
+        ids: [b, width] token ids.
+        positions: [b, width].
+        masks: additive masks by layer type, ``None`` where every row sees everything.
+        wanted: per feed its row, and the first and the end of the columns whose logits are wanted.
+        taps: hidden states that are wanted, see :mod:`foretoken.models.base`.
+        plan: the layers that are run.
+        counts: nodes of each row, from column 0 on, when much of the rest is padding that a forward may leave out;
+            ``None``: run all of it.
+        states: [b, width, D] hidden states at layer ``plan.start``, instead of the embedded ids.
+        lengths: [b, width] for how long a text the rotary embeddings turn each node, where they change with that.
+    """
+
+    cache: TreeCache
+    ids: Tensor
+    positions: Tensor
+    masks: Mapping[str, Tensor | None]
+    wanted: Sequence[tuple[int, int, int]]
+    taps: Sequence[str]
+    plan: LayerPlan = WHOLE
+    states: Tensor | None = None
+    counts: Sequence[int] | None = None
+    lengths: Tensor | None = None
+
+    @property
+    def first(self) -> int:
+        """The column from which on logits are wanted of any feed; ``width`` for none."""
+        return min((start for _, start, end in self.wanted if start < end), default=self.ids.shape[1])
+
+    def taken(self, logits: Tensor) -> list[Tensor]:
+        """Logits [n, V] per feed from those of all rows [b, width - first, V]."""
+        first = self.first
+        return [
+            logits[row, start - first : end - first] if start < end else logits[row, :0]
+            for row, start, end in self.wanted
+        ]
+
+
+def inputs_of(
+    rows: Sequence[RowPlan], low: int, feeds: Sequence[Feed], width: int, last: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Token ids and positions [b, width] of the rows from ``low`` on; padding repeats token 0 at a position up to
+    ``last``."""
+    ids = [[0] * width for _ in rows]
+    positions = [[min(row.first_position, last)] * width for row in rows]
+    for feed in feeds:
+        i = feed.sequence.row - low
+        row = rows[i]
+        ids[i][: row.new] = feed.tokens
+        positions[i][: row.new] = [row.first_position + d for d in row.depths[len(row.depths) - row.new :]]
+    both = torch.tensor([ids, positions], device=device)
+    return both[0], both[1]
+
+
+def padded_states(
+    inputs: Sequence[Sequence[Tensor]], feeds: Sequence[Feed], low: int, ids: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Hidden states [b, width, D] of the fed nodes, zero elsewhere."""
+    size = next(len(state) for states in inputs for state in states)
+    padded = torch.zeros((*ids.shape, size), dtype=dtype, device=ids.device)
+    for feed, states in zip(feeds, inputs, strict=True):
+        rows = states if isinstance(states, Tensor) else torch.stack(list(states))
+        padded[feed.sequence.row - low, : len(rows)] = rows
+    return padded

@@ -1,0 +1,201 @@
+"""Running a part of the network: layer windows and skipped sublayers on a Transformers model's own modules.
+
+Nothing is copied or rewritten: for the time of one forward, the ``forward`` of single modules is replaced on the
+instance (a layer outside the window hands its input on, a skipped attention or MLP adds zero to the residual stream)
+and then put back, whatever happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.base import CapabilityError
+from foretoken.models.network.alone import only_here
+from foretoken.models.network.taps import decoder_layers
+
+ATTENTION_NAMES = ("self_attn", "attention", "attn")
+MLP_NAMES = ("mlp", "feed_forward", "block_sparse_moe")
+"""What Transformers' decoder layers call their two sublayers."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Which part of the network a forward runs; the final norm and the head always follow.
+
+    Attributes:
+        start: first layer that runs; above 0 its input are hidden states that are handed in.
+        stop: the layer before which it ends (``None``: behind the last one).
+        skip_attention: layers whose attention is left out.
+        skip_mlp: layers whose MLP is left out.
+        weights: a second set of weights that was registered with the model; empty for its own.
+    """
+
+    start: int = 0
+    stop: int | None = None
+    skip_attention: frozenset[int] = frozenset()
+    skip_mlp: frozenset[int] = frozenset()
+    weights: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every sublayer of every layer runs."""
+        return self in (WHOLE, LayerPlan(weights=self.weights))
+
+    def end(self, num_layers: int) -> int:
+        """One past the last layer that runs."""
+        return num_layers if self.stop is None else self.stop
+
+    def check(self, num_layers: int) -> None:
+        """Refuse a plan that does not fit a model of ``num_layers``.
+
+        Raises:
+            ValueError: a layer that does not exist, or nothing left to run.
+        """
+        if not 0 <= self.start < self.end(num_layers) <= num_layers:
+            raise ValueError(f"layers {self.start} to {self.stop} are out of range: the model has {num_layers} layers")
+        for what, skipped in (("attention", self.skip_attention), ("mlp", self.skip_mlp)):
+            wrong = [layer for layer in sorted(skipped) if not 0 <= layer < num_layers]
+            if wrong:
+                raise ValueError(
+                    f"cannot skip the {what} of layer {wrong[0]}: the model has layers 0 to {num_layers - 1}"
+                )
+        if len(self.skip_attention) == len(self.skip_mlp) == num_layers:
+            raise ValueError("the skip set leaves no sublayer: keep at least one attention or MLP")
+
+    def count(self, num_layers: int) -> float:
+        """How many layers run; a sublayer counts half."""
+        window = range(self.start, self.end(num_layers))
+        skipped = sum(layer in self.skip_attention for layer in window) + sum(
+            layer in self.skip_mlp for layer in window
+        )
+        return len(window) - skipped / 2
+
+
+WHOLE = LayerPlan()
+"""All layers."""
+
+
+def sublayer(layer: nn.Module, names: tuple[str, ...], what: str) -> nn.Module:
+    """The attention or MLP module of a decoder layer.
+
+    Raises:
+        CapabilityError: the layer has none by any known name; names the layer type.
+    """
+    for name in names:
+        module = getattr(layer, name, None)
+        if isinstance(module, nn.Module):
+            return module
+    raise CapabilityError(f"{type(layer).__name__} layers have no separate {what} module, so that it cannot be skipped")
+
+
+def check_sublayers(model: nn.Module, plan: LayerPlan) -> None:
+    """Find every module that the plan skips.
+
+    Raises:
+        CapabilityError: one of them is no module of its own.
+    """
+    layers = decoder_layers(model)
+    for index in plan.skip_attention:
+        sublayer(layers[index], ATTENTION_NAMES, "attention")
+    for index in plan.skip_mlp:
+        sublayer(layers[index], MLP_NAMES, "MLP")
+
+
+@contextmanager
+def running(model: nn.Module, plan: LayerPlan, hidden: Tensor | None = None) -> Iterator[None]:
+    """Forwards inside the block run only what ``plan`` says.
+
+    ``hidden`` [b, n, D] replaces the input of layer ``plan.start``.
+    """
+    restores: list[Callable[[], None]] = []
+    try:
+        if not plan.is_whole:
+            layers = decoder_layers(model)
+            restores.append(layers[plan.start].register_forward_hook(only_here(_check_output)).remove)
+            for index, layer in enumerate(layers):
+                inside = plan.start <= index < plan.end(len(layers))
+                if not inside:
+                    restores.append(_replace(layer, _first_input))
+                elif index == plan.start and hidden is not None:
+                    restores.append(_replace(layer, _with_input(layer.forward, hidden)))
+                if inside and index in plan.skip_attention:
+                    restores.append(_replace(sublayer(layer, ATTENTION_NAMES, "attention"), _no_attention))
+                if inside and index in plan.skip_mlp:
+                    mlp = sublayer(layer, MLP_NAMES, "MLP")
+                    restores.append(_replace(mlp, _nothing_like(mlp)))
+        yield
+    finally:
+        for restore in reversed(restores):
+            restore()
+
+
+def _replace(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    """Set ``module.forward`` on the instance, for this thread alone; the result puts back what was there."""
+    own = module.__dict__.get("forward")
+    before = module.forward
+
+    def restore() -> None:
+        if own is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = own
+
+    module.__dict__["forward"] = only_here(forward, before)
+    return restore
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    found: Tensor = args[0] if args else kwargs["hidden_states"]
+    return found
+
+
+def _check_output(layer: nn.Module, args: Any, output: Any) -> None:
+    """A layer that is passed over hands a tensor on: where layers return more than that, it would be misread."""
+    if not isinstance(output, Tensor):
+        raise CapabilityError(
+            f"{type(layer).__name__} layers return more than hidden states, so that none can be left out"
+        )
+
+
+def _first_input(*args: Any, **kwargs: Any) -> Tensor:
+    return _hidden(args, kwargs)
+
+
+def _with_input(forward: Callable[..., Any], hidden: Tensor) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            return forward(hidden, *args[1:], **kwargs)
+        return forward(**{**kwargs, "hidden_states": hidden})
+
+    return run
+
+
+def _nothing_like(mlp: nn.Module) -> Callable[..., Any]:
+    """A forward that adds nothing, in the form in which this MLP answers: alone, or with its router's scores."""
+    forward = mlp.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        hidden = _hidden(args, kwargs)
+        count = _COUNTS.get(type(mlp))
+        if count is None:
+            output = forward(hidden[:, :1])
+            count = _COUNTS[type(mlp)] = len(output) if isinstance(output, tuple) else 0
+        nothing = torch.zeros_like(hidden)
+        return (nothing, *[None] * (count - 1)) if count else nothing
+
+    return run
+
+
+_COUNTS: WeakKeyDictionary[type[nn.Module], int] = WeakKeyDictionary()
+"""How many tensors MLPs of a class return, 0 for one that is not in a tuple: seen once, by a call of one token."""
+
+
+def _no_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return torch.zeros_like(_hidden(args, kwargs)), None

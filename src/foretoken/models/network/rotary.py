@@ -1,0 +1,326 @@
+"""Rotary embeddings whose frequencies change with the length of the text: longrope and dynamic NTK.
+
+Transformers picks the frequencies of a whole forward by its longest position.  Within one `generate` of one text that
+comes to this rule: a token is turned by the frequencies for ``max(its position + 1, length of the prompt)`` tokens.
+Here every token gets the frequencies of that length, so that company, chunks, trees and drafts change nothing.
+
+Models of the Phi-3 kind go further.  When a text becomes longer than the original length, `generate` drops the cache
+and reads everything again, so that all keys have the long factors.  A sequence of such a model is read again, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.base import LanguageModel, SequenceState
+from foretoken.models.network.layers import _replace
+
+MOST_TWINS = 1024
+"""Lengths whose frequencies are remembered; a dynamic embedding has some for every length."""
+
+
+def rule_of(kind: str, parameters: Mapping[str, Any]) -> str:
+    """How the frequencies of a rotary embedding follow the length of the text.
+
+    Args:
+        kind: its type, as Transformers calls it.
+        parameters: of it.
+
+    Returns:
+        ``"static"`` (they do not), ``"two"`` (one set up to the original length, another beyond it) or ``"each"``
+        (every length beyond the original one has its own).
+    """
+    if "dynamic" in kind:
+        return "each"
+    scaled = kind != "default" and "long_mscale" in parameters  # Phi-3.5-MoE scales by length whatever the type
+    return "two" if kind == "longrope" or scaled else "static"
+
+
+@dataclass(frozen=True)
+class Changing:
+    """One rotary module of a model.
+
+    Attributes:
+        module: the model's own.
+        fresh: a copy of it that has not seen a text yet; forwards are run on copies of this one.
+        rule: ``"two"`` or ``"each"``, see :func:`rule_of`.
+        border: the original length, in tokens.
+    """
+
+    module: nn.Module
+    fresh: nn.Module
+    rule: str
+    border: int
+
+
+class ChangingRotary:
+    """The length-dependent rotary embeddings of a model.
+
+    Args:
+        modules: them.
+        rereads: whether `generate` reads the whole text again when it becomes longer than the border.
+
+    Attributes:
+        border: most tokens of a text that has the short frequencies throughout.
+    """
+
+    def __init__(self, modules: Sequence[Changing], rereads: bool) -> None:
+        self.modules, self.rereads = modules, rereads
+        self.border = min(one.border for one in modules)
+        self._exact = any(one.rule == "each" for one in modules) or len({one.border for one in modules}) > 1
+        self._twins: dict[tuple[int, int], nn.Module] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ChangingRotary | None:
+        """Those of a Transformers model; ``None`` where no frequencies change."""
+        modules = [one for module in model.modules() if (one := _changing(module)) is not None]
+        return cls(modules, _rereads(model)) if modules else None
+
+    # -- texts -------------------------------------------------------------------------------------------------------
+
+    def regime(self, length: int) -> int:
+        """For which length a text of ``length`` tokens is read; 0 for any up to the border.
+
+        Texts of one regime can take over keys from each other.
+        """
+        if length <= self.border:
+            return 0
+        return length if self._exact else self.border + 1
+
+    def room(self, sequence: SequenceState) -> int | None:
+        """Tokens that can follow the committed ones before the text must be read again; ``None``: any number."""
+        have = len(sequence.tokens)
+        return self.border - have if self.rereads and not sequence.regime and have < self.border else None
+
+    def expect(self, model: LanguageModel, sequence: SequenceState, length: int) -> None:
+        """Bring a sequence into the regime of a text of ``length`` tokens, by reading it again where it has any."""
+        regime = self.regime(length)
+        if regime == sequence.regime:
+            return
+        if not sequence.tokens:
+            sequence.regime = regime
+        elif self.rereads:
+            self._reread(model, sequence, regime)
+
+    def grow(self, model: LanguageModel, texts: Sequence[tuple[SequenceState, Sequence[int]]]) -> None:
+        """Sequences get tokens that are certain.  What was expected of a longer text stands."""
+        for sequence, tokens in texts:
+            length = len(sequence.tokens) + len(tokens)
+            if length > self.border and not sequence.regime:
+                model.expect(sequence, length)
+
+    @staticmethod
+    def _reread(model: LanguageModel, sequence: SequenceState, regime: int) -> None:
+        tokens, before = list(sequence.tokens), sequence.regime
+        try:
+            model.rewind(sequence, 0)
+            sequence.regime = regime
+            model.prefill(sequence, tokens)
+        except BaseException:  # the next try reads all of it again
+            sequence.clear_scratch()
+            sequence.tokens[:], sequence.regime = tokens, before
+            raise
+
+    # -- forwards ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def lengths(positions: Tensor, regimes: Sequence[int]) -> Tensor:
+        """[b, width] for how many tokens each node is turned, of positions [b, width] and the regimes of the rows."""
+        return torch.maximum(positions + 1, torch.tensor(regimes, device=positions.device)[:, None])
+
+    @contextmanager
+    def switched(self, positions: Tensor, lengths: Tensor | None) -> Iterator[None]:
+        """Forwards inside the block turn every node by the frequencies for its own length.
+
+        Args:
+            positions: [b, width] of the nodes.
+            lengths: [b, width] of the nodes; ``None``: their positions and one.
+        """
+        known = positions + 1 if lengths is None else lengths
+        restores = []
+        try:
+            for index, one in enumerate(self.modules):
+                restores.append(_replace(one.module, self._forward(index, known)))
+            yield
+        finally:
+            for restore in reversed(restores):
+                restore()
+
+    def _forward(self, index: int, lengths: Tensor) -> Any:
+        def run(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+            return self.turns(index, x, position_ids, lengths, layer_type)
+
+        return run
+
+    def turns(self, index: int, x: Tensor, positions: Tensor, lengths: Tensor, layer_type: str | None = None) -> Any:
+        """What the module's forward gives, node by node for its own length.
+
+        Args:
+            index: of the module.
+            x: whose dtype and device the result has.
+            positions: [..., b, width].
+            lengths: [b, width].
+            layer_type: for a module that has one set of frequencies by layer type.
+
+        Returns:
+            the module's own output: tensors [..., b, width, r].
+        """
+        one = self.modules[index]
+        keys = lengths.clamp(max=one.border + 1) if one.rule == "two" else lengths
+        keys = keys.masked_fill(lengths <= one.border, 0)
+        turned: Any = None
+        for key in keys.unique().tolist():
+            chosen = keys == key
+            # The forward looks at the longest position: an additional column has it.
+            longest = lengths[chosen].max() - 1
+            inside = positions.masked_fill(~chosen, 0)
+            column = torch.full_like(inside[..., :1], int(longest))
+            given = {} if layer_type is None else {"layer_type": layer_type}
+            twin: Any = self._twin(index, key).to(x.device)
+            found = type(twin).forward(twin, x, torch.cat([inside, column], -1), **given)
+            turned = _merged(turned, found, chosen[..., None])
+        return turned
+
+    def _twin(self, index: int, key: int) -> nn.Module:
+        """A copy of a module that has run with this length alone: dynamic ones remember the longest that they saw."""
+        twin = self._twins.get((index, key))
+        if twin is None:
+            if len(self._twins) >= MOST_TWINS:
+                self._twins.clear()
+            twin = self._twins[index, key] = _copy(self.modules[index].fresh)
+        return twin
+
+
+class LeanTurns:
+    """Cosine and signed sine [n, 1, r] as the lean layers read them, from the model's own rotary module.
+
+    Args:
+        rotary: the embeddings.
+        kinds: layer types that have frequencies of their own; ``("",)`` where all layers share them.
+        dtype: of the result.
+    """
+
+    def __init__(self, rotary: ChangingRotary, kinds: Sequence[str], dtype: torch.dtype) -> None:
+        self.rotary, self.kinds, self.dtype = rotary, kinds, dtype
+
+    def __call__(self, positions: Tensor, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """By layer type, of n nodes' positions [n] and lengths [n]."""
+        like = torch.empty(0, dtype=self.dtype, device=positions.device)
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for kind in self.kinds:
+            cos, sin = self.rotary.turns(0, like, positions[None], lengths[None], kind or None)
+            first, second = sin[0].chunk(2, -1)
+            found[kind] = cos[0][:, None], torch.cat([-first, second], -1)[:, None]
+        return found
+
+
+def context_of(model: nn.Module, context: int, rotary: ChangingRotary | None = None) -> tuple[int, str]:
+    """Most tokens of a text, and why it is not more (empty where nothing special limits it).
+
+    Args:
+        model: a Transformers model.
+        context: what its configuration says.
+        rotary: its length-dependent embeddings, for a forward that follows them (none: texts end at the border).
+    """
+    known = ChangingRotary.of(model) if rotary is None else rotary
+    if known is None:
+        return context, ""
+    if rotary is None:
+        why = f"its rotary embeddings change beyond {known.border} tokens, which this forward does not follow"
+        return min(context, known.border), why
+    reread_at = [_original_of(module) for module in _rereading(model)]
+    wrong = [length for length in reread_at if length != known.border]
+    if wrong or (known.rereads and known._exact):
+        border = min([known.border, *wrong])
+        where = (
+            f"generate reads a text again at {reread_at[0]} tokens, and the rotary embeddings change at {known.border}"
+        )
+        return min(context, border), where
+    factors = [_factor(one) for one in known.modules if one.rule == "each"]
+    return (max(context, int(known.border * min(factors))) if factors else context), ""
+
+
+def _changing(module: nn.Module) -> Changing | None:
+    kinds, config = getattr(module, "rope_type", None), getattr(module, "config", None)
+    if kinds is None or config is None:
+        return None
+    parameters = config.rope_parameters
+    by_type = {kind: parameters[kind] for kind in kinds} if isinstance(kinds, dict) else {"": parameters}
+    types = kinds if isinstance(kinds, dict) else {"": kinds}
+    rules = {kind: rule_of(types[kind] or "default", by_type[kind]) for kind in types}
+    changing = [kind for kind, rule in rules.items() if rule != "static"]
+    if not changing:
+        return None
+    borders = {
+        int(config.max_position_embeddings if rules[k] == "each" else by_type[k]["original_max_position_embeddings"])
+        for k in changing
+    }
+    rule = "two" if {rules[kind] for kind in changing} == {"two"} and len(borders) == 1 else "each"
+    return Changing(module, _fresh(module), rule, min(borders))
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module, {id(module.config): module.config})
+
+
+def _fresh(module: nn.Module) -> nn.Module:
+    """A copy with the frequencies of short texts, whatever the module has run on."""
+    fresh: Any = _copy(module)
+    for name, buffer in list(fresh.named_buffers(recurse=False)):
+        original = dict(fresh.named_buffers(recurse=False)).get(name.replace("inv_freq", "original_inv_freq"))
+        if not name.endswith("original_inv_freq") and original is not None and original.shape == buffer.shape:
+            fresh._buffers[name] = original.clone()
+    for name in [name for name in vars(fresh) if name.endswith("max_seq_len_cached")]:
+        setattr(fresh, name, fresh.original_max_seq_len)
+    return fresh
+
+
+def _merged(before: Any, new: Any, chosen: Tensor) -> Any:
+    """Outputs without their last column, where ``chosen`` [b, width, 1] those of ``new``."""
+    if isinstance(new, tuple):
+        olds = before or (None,) * len(new)
+        return tuple(_merged(old, one, chosen) for old, one in zip(olds, new, strict=True))
+    cut = new[..., :-1, :]
+    return cut if before is None else torch.where(chosen, cut, before)
+
+
+def _rereading(model: nn.Module) -> list[nn.Module]:
+    """Modules whose preparation of `generate` drops the cache at an original length."""
+    found = []
+    for module in model.modules():
+        prepare = getattr(type(module), "prepare_inputs_for_generation", None)
+        if prepare is not None and hasattr(getattr(module, "config", None), ORIGINAL):
+            try:
+                source = inspect.getsource(inspect.unwrap(prepare))
+            except (OSError, TypeError):
+                continue
+            if ORIGINAL in source:
+                found.append(module)
+    return found
+
+
+ORIGINAL = "original_max_position_embeddings"
+
+
+def _rereads(model: nn.Module) -> bool:
+    return bool(_rereading(model))
+
+
+def _original_of(module: Any) -> int:
+    return int(module.config.original_max_position_embeddings)
+
+
+def _factor(one: Changing) -> float:
+    """By how much a dynamic embedding stretches the original length."""
+    parameters: Any = one.module.config.rope_parameters  # type: ignore[union-attr]
+    by_type = [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]
+    factors = [float(each["factor"]) for each in by_type if "dynamic" in str(each.get("rope_type"))]
+    return min(factors, default=1.0)

@@ -1,0 +1,86 @@
+"""Hidden states by name: hooks in a context manager that always removes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from foretoken.models.base import CapabilityError
+from foretoken.models.network.alone import only_here
+
+
+def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList]:
+    """The module that runs the decoder layers of a Transformers causal LM and ends with the final norm, and the layers.
+
+    Raises:
+        ValueError: no module list of the configured length.
+    """
+    config: Any = model.config
+    wanted = config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        for child in module.children():
+            if isinstance(child, nn.ModuleList) and len(child) == wanted and wanted:
+                return module, child
+    family = config.get_text_config().model_type
+    raise CapabilityError(f"{family}: cannot find the {wanted} decoder layers of {type(model).__name__}")
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The list of decoder layers of a Transformers causal LM."""
+    return find_decoder(model)[1]
+
+
+def check_taps(taps: Sequence[str], num_layers: int) -> None:
+    """Refuse names that are no taps, before anything runs.
+
+    Raises:
+        ValueError: a name that is neither ``"last"`` nor ``"layer:i"`` with i from 0 to ``num_layers``.
+    """
+    for name in taps:
+        kind, _, number = name.partition(":")
+        if name != "last" and not (kind == "layer" and number.isdecimal() and int(number) <= num_layers):
+            raise ValueError(f"unknown tap {name!r}: use 'last' or 'layer:i' with i from 0 to {num_layers}")
+
+
+@contextmanager
+def recording(model: nn.Module, taps: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """Record hidden states during the forwards inside the block.
+
+    ``"layer:i"`` is the output of the first i layers (0: the embedding), ``"last"`` the final norm's output, both
+    [b, n, D].
+    """
+    found: dict[str, Tensor] = {}
+    handles: list[Any] = []
+    try:
+        if taps:
+            decoder, layers = find_decoder(model)
+            check_taps(taps, len(layers))
+            handles.extend(_hook(decoder, layers, name, found) for name in taps)
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _hook(decoder: nn.Module, layers: nn.ModuleList, name: str, found: dict[str, Tensor]) -> Any:
+    if name == "last":
+
+        def decoder_after(_: nn.Module, __: Any, output: Any) -> None:
+            found[name] = output[0] if isinstance(output, tuple) else output.last_hidden_state
+
+        return decoder.register_forward_hook(only_here(decoder_after))
+    index = int(name.partition(":")[2])
+    if index == 0:
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+            found[name] = args[0] if args else kwargs["hidden_states"]
+
+        return layers[0].register_forward_pre_hook(only_here(before), with_kwargs=True)
+
+    def layer_after(_: nn.Module, __: Any, output: Any) -> None:
+        found[name] = output[0] if isinstance(output, tuple) else output
+
+    return layers[index - 1].register_forward_hook(only_here(layer_after))

@@ -1,0 +1,102 @@
+"""What the forward of a Transformers model depends on: its masks, its ends of text, where it looks its attention up."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from foretoken.models.base import CapabilityError
+from foretoken.models.cache.masks import LayerMask
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+"""What forwards of Transformers call their cache, in their arguments and in their outputs: ``cache`` since 5.24."""
+
+
+def cache_name(module: Any) -> str | None:
+    """How the forward of a model or a decoder layer calls its cache; ``None`` when it takes none.
+
+    A forward that hands ``**kwargs`` on (a subclass, a wrapper like PEFT's) calls it as what it hands them to.
+    """
+    for inner in module.modules():
+        parameters = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
+        found = next((name for name in CACHE_NAMES if name in parameters), None)
+        if found is not None or all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            return found
+    return None
+
+
+def context_length_of(config: Any) -> int:
+    """Most tokens of a text; where the configuration names none (or -1, as XLNet's does), more than anybody has."""
+    found = int(getattr(config, "max_position_embeddings", 0) or 0)
+    return found if found > 0 else 2**20
+
+
+def cache_argument(module: Any) -> str:
+    """:func:`cache_name` of a module that must take a cache.
+
+    Raises:
+        CapabilityError: it takes none.
+    """
+    name = cache_name(module)
+    if name is None:
+        raise CapabilityError(f"the forward of {type(module).__name__} takes no cache")
+    return name
+
+
+def eos_ids(model: Any) -> frozenset[int]:
+    """All end-of-sequence ids that the generation config, else the config, names."""
+    for config in (getattr(model, "generation_config", None), model.config.get_text_config()):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            return frozenset(value if isinstance(value, list | tuple) else [value])
+    return frozenset()
+
+
+def layer_masks(model: Any) -> dict[str, LayerMask]:
+    """Which masks the model's forward wants: by layer type where it takes a dictionary, else one under ``""``."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if not takes_mask_dict(model):
+        # Without layer types a model either slides everywhere (mistral, phi3) or nowhere.
+        return {"": LayerMask("sliding", window) if window and _slides(model) else LayerMask()}
+    kinds = {
+        "full_attention": LayerMask(),
+        "sliding_attention": LayerMask("sliding", window or 0),
+        "chunked_attention": LayerMask("chunked", getattr(config, "attention_chunk_size", None) or 0),
+    }
+    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    unknown = types - set(kinds)
+    if unknown:
+        raise CapabilityError(f"layers of type {', '.join(sorted(unknown))} cannot take trees")
+    return {name: kinds[name] for name in sorted(types)}
+
+
+def takes_mask_dict(model: Any) -> bool:
+    """Whether the decoder's forward accepts one mask per layer type."""
+    return any("causal_mask_mapping" in _source(module) for module in _decoders(model))
+
+
+def _slides(model: Any) -> bool:
+    return any("create_sliding_window_causal_mask" in _source(module) for module in _decoders(model))
+
+
+def _decoders(model: Any) -> list[Any]:
+    """Modules that could build masks: the model's stack of wrappers down to the decoder."""
+    return [module for name, module in model.named_modules() if name.count(".") <= 2 and hasattr(module, "config")]
+
+
+def _source(module: Any) -> str:
+    try:
+        return inspect.getsource(inspect.unwrap(type(module).forward))
+    except (OSError, TypeError):
+        return ""
+
+
+def attention_configs(model: Any) -> list[Any]:
+    """The distinct config objects that attention modules read their implementation from."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation_internal"):
+            found[id(config)] = config
+    return list(found.values())

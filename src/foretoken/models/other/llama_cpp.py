@@ -1,0 +1,146 @@
+"""llama.cpp's C interface through llama-cpp-python's low-level module: opening a GGUF file, and why one is refused.
+
+llama.cpp reports to a log; what it says there of errors becomes the one line of an exception, the rest is dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from collections import deque
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from foretoken.io.checkpoints import gguf_fault
+from foretoken.models.gguf.file import GgufError as GgufError
+
+log = logging.getLogger(__name__)
+ERROR_LEVEL = 4
+"""``GGML_LOG_LEVEL_ERROR``."""
+TRUNCATED = ("not within the file bounds", "failed to read", "exceeds remaining file size")
+"""What llama.cpp says of a file that ends before its header or its weights do."""
+
+
+class MissingLlamaCppError(GgufError):
+    """llama-cpp-python is not installed."""
+
+
+class Library:
+    """The loaded library and the errors that it logged.
+
+    Attributes:
+        c: the module ``llama_cpp.llama_cpp``.
+        errors: the last lines of the level ``error``.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.c = module
+        self.errors: deque[str] = deque(maxlen=8)
+        self._callback = module.llama_log_callback(self._log)  # the library keeps no reference of its own
+        module.llama_log_set(self._callback, ctypes.c_void_p(0))
+        module.llama_backend_init()
+        if b"AMX_INT8 = 1" in module.llama_print_system_info():
+            log.warning(WITH_AMX)
+
+    def _log(self, level: int, text: bytes, _: Any) -> None:
+        if level == ERROR_LEVEL:
+            self.errors.append(text.decode(errors="replace").strip())
+
+    def reason(self) -> str:
+        """The last error that says something, without the names of C functions."""
+        told = [
+            line.rpartition("error loading model: ")[2] for line in self.errors if "failed to load model" not in line
+        ]
+        last = (told or list(self.errors) or ["no reason given"])[-1]
+        head, colon, rest = last.partition(": ")
+        return rest if colon and head.isidentifier() else last
+
+
+WITH_AMX = (
+    "this llama.cpp was compiled with AMX, where it can end the process with an illegal instruction "
+    "(llama.cpp, pull request 26954): compile it again with `make gguf`, which leaves AMX out"
+)
+
+
+@cache
+def library() -> Library:
+    """The library, loaded on first use.
+
+    Raises:
+        MissingLlamaCppError: llama-cpp-python is not installed, or its library does not load.
+    """
+    try:
+        from llama_cpp import llama_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "llama_cpp"
+        raise MissingLlamaCppError(
+            f"a GGUF file needs llama-cpp-python{'' if absent else f' ({error})'}: "
+            "pip install 'foretoken[gguf]' (or `make gguf`), which compiles it for some minutes"
+        ) from None
+    return Library(llama_cpp)
+
+
+class Weights:
+    """An opened GGUF file.
+
+    Args:
+        path: the file (of several parts: the first).
+        vocab_only: leave the weights out.
+
+    Attributes:
+        handle: ``llama_model *``.
+        vocab: ``llama_vocab *``.
+
+    Raises:
+        GgufError: no such file, no GGUF, one that is cut off or damaged, an architecture that llama.cpp does not know,
+            or llama-cpp-python is missing.
+    """
+
+    def __init__(self, path: str | Path, *, vocab_only: bool = False) -> None:
+        self.path = Path(path).expanduser()
+        _check_magic(self.path)
+        self.library = library()
+        c = self.library.c
+        options = c.llama_model_default_params()
+        options.vocab_only = vocab_only
+        self.library.errors.clear()
+        self.handle = c.llama_model_load_from_file(str(self.path).encode(), options)
+        if not self.handle:
+            raise GgufError(_refusal(self.path, self.library))
+        weakref.finalize(self, c.llama_model_free, self.handle)
+        self.vocab = c.llama_model_get_vocab(self.handle)
+
+    def metadata(self, key: str) -> str | None:
+        """A value of the file's header as text; ``None`` where there is none."""
+        c, size = self.library.c, 1 << 12
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            length = c.llama_model_meta_val_str(self.handle, key.encode(), buffer, size)
+            if length < size:
+                return None if length < 0 else buffer.value.decode(errors="replace")
+            size = length + 1
+
+    @property
+    def architecture(self) -> str:
+        """As the header names it."""
+        return self.metadata("general.architecture") or "unknown"
+
+
+def _check_magic(path: Path) -> None:
+    fault = gguf_fault(path)
+    if fault is not None:
+        raise GgufError(fault)
+
+
+def _refusal(path: Path, found: Library) -> str:
+    """Why llama.cpp did not open a file, in one line."""
+    said = " ".join(found.errors)
+    if any(words in said for words in TRUNCATED):
+        return f"{path} is cut off or damaged ({found.reason()}): copy it again"
+    if "unknown model architecture" in said or "unsupported model architecture" in said:
+        return (
+            f"{path} has an architecture that this llama.cpp does not know ({found.reason()}): update llama-cpp-python"
+        )
+    return f"llama.cpp cannot load {path}: {found.reason()}"

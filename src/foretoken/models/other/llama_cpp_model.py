@@ -1,0 +1,338 @@
+"""A GGUF file as a :class:`LanguageModel`: trees over llama.cpp's C interface.
+
+One context holds all sequences in one cache.  A scratch tree is written as its leaf paths (see
+:mod:`foretoken.models.other.branches`); positions are given by depth; a commit moves sequence ids and no numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import Capabilities, CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.other.branches import Branches, Removal
+from foretoken.models.other.llama_context import CACHE_TYPES, MOST_IDS, PIECE, LlamaContext
+from foretoken.models.other.llama_cpp import GgufError, Weights
+
+USUAL_CONTEXT = 4096
+"""Tokens of a text where none are asked for, unless the model was made for fewer: a cache takes memory at once."""
+SCRATCH_CELLS = 256
+"""Cells beyond one text for its scratch tree."""
+FIRST_IDS = 32
+"""Sequence ids to begin with: llama.cpp compares all pairs of them in every call."""
+HASHED_PLACES = 32
+"""Places of a file that go into its identity."""
+NO_LAYERS = "llama.cpp runs a file's layers as a whole and hands out logits only"
+
+
+class LlamaCppModel(LanguageModel):
+    """Runs a GGUF file.
+
+    Logits are those of llama.cpp in its default settings, so that speculation keeps the distribution that this file has
+    in llama.cpp.  The cache begins with room for one text and grows when more texts
+    are open than it holds.
+
+    Args:
+        path: the file (of several parts: the first).
+        context_length: most tokens of a text; by default what the model was made for, at most 4096.
+        threads: CPU threads; PyTorch's number by default.
+        cache_type: how keys and values are kept, ``"f16"`` (llama.cpp's own default), ``"q8_0"``, or ``"f32"``, which
+            also turns flash attention off, since that rounds to float16: slower, and logits within 1e-5 of exact.
+
+    Attributes:
+        dtype: how the file stores its weights, in llama.cpp's words.
+        rounds_like: the dtype whose rounding comes nearest to that of llama.cpp's kernels here (``docs/gguf.md``):
+            what parity takes for a tie.
+
+    Raises:
+        GgufError: the file cannot be opened, is no causal language model, or llama-cpp-python is missing.
+        ValueError: a context or a number of threads below 1, or an unknown type of cache.
+    """
+
+    forward_name = "llama.cpp"
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        context_length: int | None = None,
+        threads: int | None = None,
+        cache_type: str = "f16",
+    ) -> None:
+        if context_length is not None and context_length < 1:
+            raise ValueError(f"context_length must be at least 1, not {context_length}")
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be at least 1, not {threads}")
+        if cache_type not in CACHE_TYPES:
+            raise ValueError(f"unknown cache_type {cache_type!r}: choose one of {', '.join(CACHE_TYPES)}")
+        self.cache_type = cache_type
+        self.weights = Weights(path)
+        self.path = self.weights.path
+        self.capabilities = capabilities_of(self.weights)
+        c, handle = self.weights.library.c, self.weights.handle
+        trained = int(c.llama_model_n_ctx_train(handle)) or USUAL_CONTEXT
+        self.context_length = context_length or min(trained, USUAL_CONTEXT)
+        self.vocab_size = int(c.llama_vocab_n_tokens(self.weights.vocab))
+        self.eos_token_ids = eog_ids(self.weights)
+        self.device = torch.device("cpu")
+        self.dtype = c.llama_ftype_name(c.llama_model_ftype(handle)).decode()
+        self.rounds_like = _rounding(self.dtype, cache_type)
+        self.threads = threads or torch.get_num_threads()
+        self._sequences: list[SequenceState] = []
+        self._branches: dict[int, Branches] = {}
+        self._opened = 0
+        # A recurrent layer keeps a state per id, whether it is used or not.
+        self._start(self.context_length + SCRATCH_CELLS, FIRST_IDS if self.capabilities.tree_mask else 4)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the tensors of the file take."""
+        return int(self.weights.library.c.llama_model_size(self.weights.handle))
+
+    @property
+    def identity(self) -> str:
+        """Tells one file from another: a hash over its size and some of its bytes."""
+        size = self.path.stat().st_size
+        found = hashlib.blake2b(str(size).encode(), digest_size=8)
+        with self.path.open("rb") as file:
+            for place in range(HASHED_PLACES):
+                file.seek(size * place // HASHED_PLACES)
+                found.update(file.read(4096))
+        return f"{self.weights.architecture}-{found.hexdigest()}"
+
+    def describe(self) -> dict[str, Any]:
+        """How the model runs, as :meth:`LanguageModel.describe`."""
+        return {**super().describe(), "threads": self.threads}
+
+    # -- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> SequenceState:
+        """A new, empty sequence with an id of its own."""
+        if not self._free:
+            self._make_room(0, 1)
+        self._opened += 1
+        sequence = SequenceState(row=self._opened)
+        self._sequences.append(sequence)
+        self._branches[sequence.row] = Branches(self._free.pop())
+        return sequence
+
+    def release(self, sequence: SequenceState) -> None:
+        """Free a sequence's cells and ids."""
+        self._sequences.remove(sequence)
+        for found in self._branches.pop(sequence.row).ids:
+            self._context.leave(found, 0)
+            self._free.append(found)
+
+    def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
+        """Keep one scratch path: ids that run through other nodes leave them.
+
+        Raises:
+            CapabilityError: something would have to be taken back from a recurrent state.
+        """
+        if not self.capabilities.rollback and len(path) < len(sequence.scratch_tokens):
+            raise CapabilityError(self.capabilities.missing["rollback"])
+        self._remove(self._branches[sequence.row].commit(path, len(sequence.tokens)))
+        sequence.tokens.extend(sequence.scratch_tokens[node] for node in path)
+        sequence.clear_scratch()
+
+    def rewind(self, sequence: SequenceState, length: int) -> None:
+        """Keep the first ``length`` committed tokens; a recurrent model reads them again."""
+        if length >= len(sequence.tokens) and not sequence.scratch_tokens:
+            return
+        branches = self._branches[sequence.row]
+        branches.commit((), len(sequence.tokens))
+        kept = sequence.tokens[:length]
+        again = 0 if not self.capabilities.rollback else length
+        for found in branches.ids:
+            self._context.leave(found, again)
+        branches.rewind(again)
+        del sequence.tokens[again:]
+        sequence.clear_scratch()
+        self.prefill(sequence, kept[again:])
+
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Commit ``tokens`` in pieces, without logits."""
+        for start in range(0, len(tokens), PIECE):
+            piece = tokens[start : start + PIECE]
+            self.forward([Feed(sequence, piece, wanted=0)], taps)
+            self.commit(sequence, range(len(piece)))
+        return {}
+
+    def _remove(self, removals: Sequence[Removal]) -> None:
+        if self.capabilities.rollback:
+            for found, start in removals:
+                self._context.leave(found, start)
+
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        """Append nodes and score them, the trees of all feeds in one decode.
+
+        When anything fails, the scratch trees of the fed sequences are empty.
+
+        Raises:
+            CapabilityError: hidden states are asked for, a feed hangs from an earlier place of the text or brings
+                states along, or a recurrent model is fed more than one node to score.
+            ValueError: two feeds for one sequence.
+        """
+        if taps:
+            raise CapabilityError(f"this target has no hidden states: {NO_LAYERS}")
+        if len({feed.sequence.row for feed in feeds}) < len(feeds):
+            raise ValueError("two feeds of one forward belong to the same sequence: join them")
+        for feed in feeds:
+            self._check(feed)
+        try:
+            self._reserve(feeds)
+            return self._score(feeds)
+        except BaseException:
+            for feed in feeds:
+                self._drop_scratch(feed.sequence)
+            raise
+
+    def _check(self, feed: Feed) -> None:
+        if feed.after is not None or feed.states is not None:
+            raise CapabilityError(f"this target reads tokens behind its text only: {NO_LAYERS}")
+        if (
+            not self.capabilities.rollback
+            and feed.wanted != 0
+            and len(feed.sequence.scratch_tokens) + len(feed.tokens) > 1
+        ):
+            raise CapabilityError(f"only one token at a time can be scored: {self.capabilities.missing['rollback']}")
+
+    def _drop_scratch(self, sequence: SequenceState) -> None:
+        if self.capabilities.rollback:  # else the engine finds the nodes and drops the request
+            branches, length = self._branches[sequence.row], len(sequence.tokens)
+            self._remove([(found, length) for found in branches.ids])
+            branches.commit((), length)
+            sequence.clear_scratch()
+
+    def _score(self, feeds: Sequence[Feed]) -> list[Rows]:
+        tokens: list[int] = []
+        positions: list[int] = []
+        ids: list[list[int]] = []
+        wanted: list[bool] = []
+        counts = []
+        for feed in feeds:
+            ids += self._append(feed)
+            sequence, count = feed.sequence, len(feed.tokens)
+            tokens += feed.tokens
+            positions += [len(sequence.tokens) + depth for depth in sequence.scratch_depths[-count:]] if count else []
+            counts.append(count if feed.wanted is None else feed.wanted)
+            wanted += [place >= count - counts[-1] for place in range(count)]
+        began = perf_counter()
+        logits = self._context.decode(tokens, positions, ids, wanted)
+        self.run_s += perf_counter() - began
+        self.run_rows += len(tokens)
+        return [Rows(rows) for rows in logits.split(counts)]
+
+    def _append(self, feed: Feed) -> list[list[int]]:
+        """Add a feed's nodes to the scratch; returns the ids of each."""
+        sequence, count = feed.sequence, len(feed.tokens)
+        old = len(sequence.scratch_tokens)
+        sequence.append(feed.tokens, range(old - 1, old - 1 + count) if feed.parents is None else feed.parents)
+        found = self._branches[sequence.row].grow(
+            sequence.scratch_parents, sequence.scratch_depths, len(sequence.tokens), self._free.pop
+        )
+        for source, other, start, end in found[1]:
+            self._context.join(source, other, start, end)
+        return found[0]
+
+    # -- room --------------------------------------------------------------------------------------------------------
+
+    def _start(self, cells: int, num_ids: int) -> None:
+        self._context = LlamaContext(self.weights, cells, num_ids, self.threads, self.cache_type)
+        self._free = list(range(num_ids))[::-1]
+
+    def _reserve(self, feeds: Sequence[Feed]) -> None:
+        """See to it that the nodes of all feeds find cells and ids."""
+        held = sum(len(sequence.tokens) + len(sequence.scratch_tokens) for sequence in self._sequences)
+        cells = held + sum(len(feed.tokens) for feed in feeds)
+        ids = 0
+        for feed in feeds:
+            branches, old = self._branches[feed.sequence.row], len(feed.sequence.scratch_tokens)
+            parents = [*feed.sequence.scratch_parents, *(feed.parents or range(old - 1, old - 1 + len(feed.tokens)))]
+            ids += branches.needed(parents)
+        if cells > self._context.cells or ids > len(self._free):
+            self._make_room(cells, ids, {feed.sequence.row for feed in feeds})
+
+    def _make_room(self, cells: int, ids: int, busy: set[int] | frozenset[int] = frozenset()) -> None:
+        """Take spare ids back from sequences that are not ``busy``, then move to a larger context where that is not
+        enough.
+
+        Raises:
+            CapabilityError: more paths at once than llama.cpp can tell apart.
+        """
+        for row, branches in self._branches.items():
+            while len(self._free) < ids and branches.spare and row not in busy:
+                found, _ = branches.spare.popitem()
+                self._context.leave(found, 0)
+                self._free.append(found)
+        if cells <= self._context.cells and ids <= len(self._free):
+            return
+        # In a larger context every sequence begins with one id.
+        wanted = (
+            len(self._sequences)
+            + ids
+            + sum(len(self._branches[row].spare) + len(self._branches[row].used) for row in busy)
+        )
+        if wanted > MOST_IDS:
+            raise CapabilityError(
+                f"llama.cpp tells {MOST_IDS} paths apart, and the trees of this round have {wanted}: draft smaller "
+                "trees or serve fewer requests together"
+            )
+        self._move(max(self._context.cells, 2 * cells if cells > self._context.cells else 0), wanted)
+
+    def _move(self, cells: int, num_ids: int) -> None:
+        """Go on in a larger context: committed tokens are copied, scratch nodes are run again."""
+        before, owned = self._context, self._branches
+        scratch = [(seq, list(seq.scratch_tokens), list(seq.scratch_parents)) for seq in self._sequences]
+        for sequence in self._sequences:
+            self._drop_scratch(sequence)
+        self._start(cells, min(MOST_IDS, max(before.num_ids, 2 * num_ids)))
+        self._branches = {row: Branches(self._free.pop()) for row in owned}
+        for sequence in self._sequences:
+            if sequence.tokens:
+                self._context.restore(before.saved(owned[sequence.row].main), self._branches[sequence.row].main)
+        before.close()
+        feeds = [Feed(sequence, tokens, parents, wanted=0) for sequence, tokens, parents in scratch if tokens]
+        if feeds:
+            self._score(feeds)
+
+
+def capabilities_of(weights: Weights) -> Capabilities:
+    """What a file's architecture can do.
+
+    Raises:
+        GgufError: it is no causal language model.
+    """
+    c, handle, name = weights.library.c, weights.handle, weights.architecture
+    causal = weights.metadata(f"{name}.attention.causal")
+    if c.llama_model_has_encoder(handle) or c.llama_model_is_diffusion(handle) or causal == "false":
+        raise GgufError(f"{weights.path} ({name}) is no causal language model: give one that writes from left to right")
+    missing = dict.fromkeys(("taps", "layer_windows"), NO_LAYERS)
+    if c.llama_model_is_recurrent(handle) or c.llama_model_is_hybrid(handle):
+        reason = f"{name} has recurrent layers, whose state cannot be rolled back or branched"
+        missing.update(dict.fromkeys(("tree_mask", "keep_path", "rollback"), reason))
+        return Capabilities(False, False, False, False, False, missing)
+    return Capabilities(taps=False, layer_windows=False, missing=missing)
+
+
+def _rounding(weights: str, cache_type: str) -> torch.dtype:
+    """Activations are rounded to what the weights are stored in (to 8 bits for quantised ones), and flash attention
+    sums in float16."""
+    if weights == "all F32":
+        return torch.float32 if cache_type == "f32" else torch.float16
+    return torch.float16 if weights == "F16" else torch.bfloat16
+
+
+def eog_ids(weights: Weights) -> frozenset[int]:
+    """All tokens that end a text or a turn, as llama.cpp reads them from the file."""
+    c, vocab = weights.library.c, weights.vocab
+    return frozenset(token for token in range(c.llama_vocab_n_tokens(vocab)) if c.llama_vocab_is_eog(vocab, token))

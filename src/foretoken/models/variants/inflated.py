@@ -1,0 +1,95 @@
+"""An inflated target that looks to drafters like the small model that it was made from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.network.call import Call
+from foretoken.models.network.extra import check_rows
+from foretoken.models.network.layers import LayerPlan
+from foretoken.models.variants.inflation import Shape, layer_ends
+
+
+class InflatedModel(HuggingFaceModel):
+    """Runs the big network; layers, taps and hidden states are counted and shaped as the small one's.
+
+    A layer is a block of the big network that ends with the small model's layer, so that a share of the layers costs
+    that share of the target.  Trained drafters keep the small model's embedding, vocabulary projection and width.
+
+    Args:
+        model: what :func:`foretoken.models.variants.inflation.inflate` made.
+        small: the model that it was made from.
+        shape: what it grew to.
+        exact, lean, in_place: as for :class:`HuggingFaceModel`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        small: Any,
+        shape: Shape,
+        *,
+        exact: str = "distribution",
+        lean: bool = True,
+        in_place: bool = False,
+    ) -> None:
+        layers = int(small.config.get_text_config().num_hidden_layers)
+        self.small, self.shape, self._ends = small.eval(), shape, layer_ends(layers, shape.layers)
+        super().__init__(model, exact=exact, lean=lean, in_place=in_place)  # which runs it already
+        self.num_layers = layers
+        self.num_parameters = _parameters(self.config)
+
+    @property
+    def note(self) -> str:
+        """What every table says about this target."""
+        return (
+            f"inflated to {self.num_parameters / 1e9:.2f}b parameters ({self.shape.layers} layers of width "
+            f"{self.shape.width}): the small model's outputs at the big one's cost"
+        )
+
+    def extra_embeddings(self, rows: Tensor) -> int:
+        """Add rows [k, d] of the small model's width behind the vocabulary; returns the first id."""
+        check_rows(self.small, rows)
+        return self._add_rows(rows)
+
+    @property
+    def extra_rows(self) -> Tensor | None:
+        """[K, D] what ids from ``vocab_size`` on are embedded as."""
+        rows = super().extra_rows
+        return None if rows is None else self.shape.widened(rows)
+
+    def _run(self, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Logits, and taps [b, width, d] of the small model."""
+        places = {name: self._place(name) for name in call.taps}
+        wide = None if call.states is None else self.shape.widened(call.states)
+        wanted = tuple(dict.fromkeys(places.values()))
+        logits, hidden = super()._run(replace(call, taps=wanted, plan=self._plan(call.plan), states=wide))
+        return logits, {name: hidden[place][..., : self.shape.small] for name, place in places.items()}
+
+    def _place(self, tap: str) -> str:
+        kind, _, number = tap.partition(":")
+        return f"layer:{self._ends[int(number)]}" if kind == "layer" else tap
+
+    def _plan(self, plan: LayerPlan) -> LayerPlan:
+        return replace(
+            plan,
+            start=self._ends[plan.start],
+            stop=None if plan.stop is None else self._ends[plan.stop],
+            skip_attention=self._blocks(plan.skip_attention),
+            skip_mlp=self._blocks(plan.skip_mlp),
+        )
+
+    def _blocks(self, layers: frozenset[int]) -> frozenset[int]:
+        return frozenset(i for layer in layers for i in range(self._ends[layer], self._ends[layer + 1]))
+
+
+def _parameters(config: Any) -> int:
+    """Parameters without norms and biases, from the configuration (packed layers hold none)."""
+    width, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
+    layer = 2 * width * config.head_dim * heads + 3 * width * config.intermediate_size
+    vocabulary = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
+    return int(layer * config.num_hidden_layers + vocabulary)

@@ -1,0 +1,87 @@
+"""Whether drafting with quantised weights is expected to pay for a model on this machine, by a short measurement.
+
+A round of k drafts writes (1 - a^(k+1)) / (1 - a) tokens for k steps with quantised weights and one call of k + 1 rows.
+The products of the largest layer are timed, quantised with one row and full with several; the rest of the model is
+taken to cost the same for each weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from foretoken.models.base import CapabilityError
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.linear.quantised import make_product
+from foretoken.models.variants.second_weights import Scheme, check_quantisable, free_bytes, linears
+
+SMALLEST = 50_000_000
+"""Weights below which a step is mostly overhead: not even measured."""
+MOST_MEMORY = 0.5
+"""Share of the free memory that a second set of weights may take unasked."""
+ACCEPTANCE = 0.95
+"""How often a draft token is accepted, given that those before it were: .97 to .99 for int8 on prose and code."""
+LAYER_S = 0.0002
+"""Seconds of a layer beside its products."""
+LENGTHS = (1, 3, 5)
+"""Draft lengths that are weighed."""
+REPEATS = 5
+
+
+def expected_gain(model: Any, scheme: Scheme) -> float:
+    """Speed over plain decoding that quantised drafts promise; 0 where they cannot be made or are too small to pay.
+
+    Args:
+        model: the target.
+        scheme: how its weights would be quantised.
+    """
+    if not isinstance(model, HuggingFaceModel) or not model.capabilities.layer_windows:
+        return 0.0
+    found = list(linears(model.model))
+    count = sum(linear.out_features * linear.in_features for linear in found)
+    free = free_bytes()
+    if count < SMALLEST or (free is not None and count > MOST_MEMORY * free):
+        return 0.0
+    try:
+        check_quantisable(model, scheme)
+    except (CapabilityError, ValueError):
+        return 0.0
+    head = model.model.get_output_embeddings()
+    largest = max((one for one in found if one is not head), key=lambda one: one.out_features * one.in_features)
+    return _gain(largest, count, len(found), scheme, model.dtype)
+
+
+@torch.inference_mode()
+def _gain(linear: Any, count: int, num_linears: int, scheme: Scheme, dtype: torch.dtype) -> float:
+    """The best of some lengths; what is not the largest layer costs what it does for each weight."""
+    shape = (linear.out_features, linear.in_features)
+    product = scheme.product(shape)
+    if product is None:
+        return 0.0
+    quantised = make_product(
+        product, torch.ones(shape), None, scheme.group
+    )  # numbers cost the same, whichever they are
+    rows = (1, *(k + 1 for k in LENGTHS))
+    inputs = [torch.ones(n, shape[1], dtype=dtype) for n in rows]
+    draft_s, plain_s, *verify_s = _least([lambda: quantised(inputs[0]), *((lambda x=x: linear(x)) for x in inputs)])
+    scale, rest_s = count / (shape[0] * shape[1]), LAYER_S * num_linears / 7  # a layer has about seven of them
+    draft, plain = (rest_s + scale * seconds for seconds in (draft_s, plain_s))
+    gains = []
+    for k, seconds in zip(LENGTHS, verify_s, strict=True):
+        tokens = (1 - ACCEPTANCE ** (k + 1)) / (1 - ACCEPTANCE)
+        gains.append(tokens * plain / (k * draft + rest_s + scale * seconds))
+    return max(gains)
+
+
+def _least(calls: Sequence[Callable[[], Any]]) -> list[float]:
+    """Seconds of each call: the least of some, the calls taking turns."""
+    best = [float("inf")] * len(calls)
+    for _ in range(REPEATS):
+        for place, call in enumerate(calls):
+            began = perf_counter()
+            call()
+            best[place] = min(best[place], perf_counter() - began)
+    return best

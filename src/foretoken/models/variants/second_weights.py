@@ -1,0 +1,346 @@
+"""A model's own network with quantised weights, beside the full ones: to draft with.
+
+Norms, embeddings, rotary tables, masks and the cache are the model's own; only what its linear layers multiply with is
+another.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.linear.packing import PackedLinear, Packing, dtype_of, is_plain, joined_weight
+from foretoken.models.linear.quantised import (
+    WITHOUT_BYTES,
+    available,
+    fastest_draft_product,
+    make_product,
+    multiplies_bytes,
+)
+from foretoken.models.linear.quantised_linear import QuantisedLinear, is_ready_made, is_stored
+from foretoken.models.linear.quantised_products import QuantisedProduct
+from foretoken.models.linear.quantised_weights import GROUPS, fits_int4
+from foretoken.models.network.alone import alone
+from foretoken.models.network.call import Call
+from foretoken.models.network.layers import LayerPlan, _replace
+from foretoken.models.network.taps import decoder_layers
+from foretoken.models.variants.inflation import available_bytes
+
+BITS = ("4", "8", "auto")
+ACTIVATIONS = ("8", "15", "auto")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a second set of weights is quantised.
+
+    Attributes:
+        bits: ``"4"``, ``"8"``, or ``"auto"``: the faster of both for each layer, by measurement.
+        group: weights of a row that share an int4 scale.
+        activations: bits of the inputs: ``"8"``, ``"15"`` or more, or ``"auto"``: 8 where that is faster.
+        head: whether the vocabulary projection is quantised, too; not where another takes its place.
+
+    Raises:
+        ValueError: a value outside its choices.
+    """
+
+    bits: str = "auto"
+    group: int = 32
+    activations: str = "auto"
+    head: bool = True
+
+    def __post_init__(self) -> None:
+        for name, choices in (("bits", BITS), ("group", GROUPS), ("activations", ACTIVATIONS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, not {getattr(self, name)}")
+
+    @property
+    def name(self) -> str:
+        """Tells sets of one model apart."""
+        return f"{self.bits}-{self.group}-{self.activations}{'' if self.head else '-layers'}"
+
+    def product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
+        """The product for a weight [out, in]; ``None`` leaves the layer as it is."""
+        return fastest_draft_product(shape[0], shape[1], self.group, self.bits, self.activations)
+
+    def head_product(self, shape: Sequence[int]) -> type[QuantisedProduct] | None:
+        """The same for the vocabulary projection: always int8, because its errors are errors of logits."""
+        return fastest_draft_product(shape[0], shape[1], self.group, "8", self.activations) if self.head else None
+
+
+class QuantisedWeights:
+    """Every linear layer of a model's decoder layers and its vocabulary projection, quantised.
+
+    A model on the lean forward gets a second lean forward, whose projections are quantised; of one on the public
+    forward the linear layers are replaced for the time of a call.
+
+    Args:
+        owner: the model, on a CPU; it is not changed.
+        scheme: how.
+
+    Raises:
+        CapabilityError: no layer can be quantised; the message says why.
+        ValueError: too little memory.
+    """
+
+    def __init__(self, owner: HuggingFaceModel, scheme: Scheme) -> None:
+        check_quantisable(owner, scheme)
+        self.products: dict[nn.Module, QuantisedProduct] = {}
+        self.all_products: list[QuantisedProduct] = []
+        self._lean: Any = None
+        head = owner.model.get_output_embeddings()
+        if owner.is_lean:
+            shadow = copy.copy(owner)
+            shadow.packing = QuantisedPacking(owner.packing, scheme, head, self.all_products)  # type: ignore[assignment]
+            self._lean = owner._lean.again(shadow)
+            self._lean.owner = None  # whoever runs it brings its own
+        else:
+            for linear in linears(owner.model):
+                pick = scheme.head_product if linear is head else scheme.product
+                product = pick((linear.out_features, linear.in_features))
+                if product is not None:
+                    made = make_product(product, joined_weight([linear]), linear.bias, scheme.group)
+                    self.products[linear] = made
+                    self.all_products.append(made)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the set takes."""
+        return sum(product.nbytes for product in self.all_products)
+
+    def run(self, owner: HuggingFaceModel, call: Call) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Logits [n, V] per feed and taps, with the keys and values in the cache of ``owner``."""
+        if self._lean is not None:
+            lean = copy.copy(self._lean)
+            lean.owner = owner
+            found: tuple[list[Tensor], dict[str, Tensor]] = lean.run(call)
+            return found
+        with alone(owner.model), ExitStack() as swapped:
+            for linear, product in self.products.items():
+                swapped.callback(_replace(linear, _forward(product)))
+            return owner._run_public(call)
+
+
+@dataclass(frozen=True)
+class QuantisedPacking:
+    """A :class:`~foretoken.models.linear.packing.Packing` whose projections are quantised.
+
+    Attributes:
+        base: how the model's own layers became projections.
+        scheme: how weights are quantised.
+        head: the vocabulary projection.
+        made: all products so far.
+    """
+
+    base: Packing
+    scheme: Scheme
+    head: Any
+    made: list[QuantisedProduct]
+
+    @property
+    def blocks(self) -> bool:
+        """As for the model's own weights."""
+        return self.base.blocks
+
+    @property
+    def layout(self) -> str:
+        """Of what is not quantised."""
+        return self.base.layout
+
+    def activations(self, dtype: torch.dtype) -> torch.dtype:
+        """As for the model's own weights: both read one cache."""
+        return self.base.activations(dtype)
+
+    def projection(self, *linears: Any) -> Any:
+        """One product that gives the outputs of all of them side by side; the model's own where none fits."""
+        shape = (sum(linear.out_features for linear in linears), linears[0].in_features)
+        pick = self.scheme.head_product if linears[0] is self.head else self.scheme.product
+        product = pick(shape)
+        if product is None:
+            own = {id(getattr(linear, "projection", None)): getattr(linear, "projection", None) for linear in linears}
+            return next(iter(own.values())) if len(own) == 1 and None not in own.values() else self._copied(linears)
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        made = make_product(product, joined_weight(linears), torch.cat(biases) if biases else None, self.scheme.group)
+        self.made.append(made)
+        return made
+
+    def _copied(self, linears: Sequence[Any]) -> Any:
+        return replace(self.base, home=None).projection(*linears)
+
+
+def _forward(product: QuantisedProduct) -> Callable[[Tensor], Tensor]:
+    """What ``nn.Linear.forward`` is for the time of a call: [..., in] -> [..., out]."""
+
+    def run(x: Tensor) -> Tensor:
+        return product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+    return run
+
+
+def linears(model: Any) -> Iterator[Any]:
+    """The linear layers of a Transformers model that a draft reads: those of its decoder layers, and its head."""
+    head = model.get_output_embeddings()
+    for module in [m for layer in decoder_layers(model) for m in layer.modules()] + [head]:
+        if is_plain(module) or isinstance(module, PackedLinear) or is_stored(module):
+            yield module
+
+
+def check_quantisable(owner: HuggingFaceModel, scheme: Scheme) -> None:
+    """Refuse a model that has nothing to quantise, before any weight is made.
+
+    Raises:
+        CapabilityError: its device, its weights or this build of PyTorch do not allow it.
+        ValueError: too little memory.
+    """
+    if owner.device.type != "cpu":
+        raise CapabilityError(
+            f"quantised weights are multiplied on the cpu only, and the target's are on {owner.device}: "
+            "use another drafter, for example ngram"
+        )
+    if not available():
+        raise CapabilityError("this build of PyTorch has no products of quantised weights")
+    if scheme.activations == "8" and not multiplies_bytes():
+        raise CapabilityError(f"activations=8: {WITHOUT_BYTES}: leave it out")
+    quantised = [module for module in owner.model.modules() if isinstance(module, QuantisedLinear)]
+    if is_ready_made(owner.model) or not all(map(is_stored, quantised)):
+        raise CapabilityError("the target's weights are quantised already: use another drafter, for example ngram")
+    head = owner.model.get_output_embeddings()
+    inner = [linear for linear in linears(owner.model) if linear is not head]
+    kind = type(decoder_layers(owner.model)[0]).__name__
+    if not inner:
+        raise CapabilityError(f"the {kind} layers of this target have no nn.Linear whose weights could be quantised")
+    odd = next((str(dtype_of(m)) for m in inner if not dtype_of(m).is_floating_point), None)
+    if odd is not None:
+        raise CapabilityError(f"the target's weights are {odd} already: only floating-point weights can be quantised")
+    shapes = [(m.out_features, m.in_features) for m in inner]
+    if all(scheme.product(shape) is None for shape in shapes):
+        raise CapabilityError(
+            f"no layer of this target fits bits={scheme.bits}: int4 needs outputs in multiples of 16 and inputs in "
+            f"multiples of group={scheme.group}, and {kind} layers have {list(shapes[0])}; use bits=8"
+        )
+    check_room(sum(bytes_of(shape, scheme) for shape in shapes) + _size_of(head))
+
+
+def _size_of(head: Any) -> int:
+    """Numbers in the vocabulary projection, which may be missing, or none of PyTorch's."""
+    if isinstance(head, nn.Linear | PackedLinear | QuantisedLinear):
+        return head.out_features * head.in_features
+    return 0 if head is None else int(head.weight.numel())
+
+
+def bytes_of(shape: tuple[int, int], scheme: Scheme) -> int:
+    """What a quantised weight takes, at most."""
+    count = shape[0] * shape[1]
+    if scheme.bits == "4":
+        return count // 2 + 4 * count // scheme.group if fits_int4(shape, scheme.group) else 0
+    return count + 8 * shape[0]
+
+
+def check_room(needed: int) -> None:
+    """Raises:
+    ValueError: less memory is free than a second set of weights takes.
+    """
+    free = free_bytes()
+    if free is not None and needed > free:
+        raise ValueError(
+            f"a second set of weights takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB of memory are free: "
+            "use bits=4, a smaller target or another drafter"
+        )
+
+
+def free_bytes() -> int | None:
+    """Memory that can be had; ``None`` where the system does not tell."""
+    found = available_bytes()
+    if found is not None:
+        return found
+    names = getattr(os, "sysconf_names", {})
+    if "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+class OwnWeightsModel(LanguageModel):
+    """A target's network with a second set of weights, over the target's own sequences.
+
+    It reads the target's keys and values and writes its own behind them, as provisional scratch nodes that the target's
+    next forward states anew.  So there is no second cache and nothing to prefill.
+
+    Args:
+        target: the model that drafts for itself.
+        scheme: how its weights are quantised; ``None`` drafts with the full ones.
+
+    Raises:
+        CapabilityError: the target is no network of layers, or cannot be quantised.
+        ValueError: too little memory.
+    """
+
+    reads = False
+
+    def __init__(self, target: LanguageModel, scheme: Scheme | None) -> None:
+        offered = target.capabilities
+        if not isinstance(target, HuggingFaceModel) or not offered.layer_windows:
+            reason = offered.missing.get("layer_windows", offered.missing.get("tree_mask", "it has no layers"))
+            raise CapabilityError(f"a quantised draft needs a target that is a network of layers: {reason}")
+        self.target, self.capabilities = target, offered
+        self.vocab_size, self.context_length = target.vocab_size, target.context_length
+        self.eos_token_ids, self.device, self.dtype = target.eos_token_ids, target.device, target.dtype
+        self.plan = LayerPlan(weights="" if scheme is None else scheme.name)
+        self.weights: QuantisedWeights | None = None
+        if scheme is not None:
+            made = target.add_weights(scheme.name, lambda owner: QuantisedWeights(owner, scheme))
+            self.weights = made if isinstance(made, QuantisedWeights) else None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the second set."""
+        return self.target.weight_bytes if self.weights is None else self.weights.nbytes
+
+    def open(self) -> SequenceState:
+        """Refused: drafts grow on a sequence of the target.
+
+        Raises:
+            CapabilityError: always.
+        """
+        raise CapabilityError(
+            "a quantised draft grows on the target's own cache: it cannot work inside another drafter"
+        )
+
+    def open_beside(self, source: SequenceState | None) -> SequenceState:
+        """The target's sequence itself."""
+        return self.open() if source is None else source
+
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Nothing is read: the target has the text."""
+        return {}
+
+    def forward(self, feeds: Sequence[Feed], taps: Sequence[str] = ()) -> list[Rows]:
+        """Append provisional nodes and score them with the second weights."""
+        return self.target.forward_part(feeds, self.plan, taps)
+
+    def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
+        """Drop what was drafted; the target has committed all but the last token."""
+        sequence.clear_scratch()
+        return tokens[len(sequence.tokens) :]
+
+    def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
+        """Drop the scratch.
+
+        Raises:
+            ValueError: nodes are to be kept, whose keys and values are the draft's.
+        """
+        if len(path):
+            raise ValueError("what was drafted with quantised weights cannot be kept: run the target on it")
+        sequence.clear_scratch()
+
+    def release(self, sequence: SequenceState) -> None:
+        """The sequence belongs to the engine."""
+        sequence.clear_scratch()

@@ -1,0 +1,289 @@
+"""A target that looks at a small part of its own cache: the same weights, a few hundred chosen slots per layer.
+
+TriForce's retrieval cache, Sun et al. 2024 (https://arxiv.org/abs/2404.11912); sinks and recent tokens as in
+StreamingLLM, Xiao et al. 2023 (https://arxiv.org/abs/2309.17453).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foretoken.models.base import CapabilityError, Feed, LanguageModel, SequenceState, Snapshot
+from foretoken.models.cache.masks import RowPlan
+from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.forward.attention import watching_queries
+from foretoken.models.huggingface import SCRATCH_ROOM, HuggingFaceModel
+
+SINKS = 16
+"""First tokens that ``recent`` keeps: attention rests on them whatever they say."""
+SMALLEST, LARGEST = 256, 4096
+"""Bounds of the default budget, a quarter of the context."""
+
+
+@dataclass
+class SparseState(SequenceState):
+    """A text of which only a part is in the cache.
+
+    Attributes:
+        source: the target's sequence of the same text.
+        chosen: whether there is a subset yet.
+        chosen_from: how many leading tokens it was chosen from; the later ones are all there.
+        kept: slots of the subset.
+    """
+
+    source: SequenceState = field(kw_only=True)
+    chosen: bool = False
+    chosen_from: int = 0
+    kept: int = 0
+
+    @property
+    def committed_slots(self) -> int:
+        """Slots of the subset and of what was read behind it."""
+        return self.kept + len(self.tokens) - self.chosen_from
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of its row that hold something."""
+        return self.committed_slots + len(self.scratch_tokens)
+
+
+class SparseModel(HuggingFaceModel):
+    """Draws from the target's weights over a subset of the target's keys and values.
+
+    The subset is copied once and then stands for ``rebuild`` tokens, which this model reads itself and keeps behind
+    it.  Positions are those of the text, so that keys need no correction.  A text of at most ``budget`` tokens is
+    there as a whole: then this model is the target.
+
+    Args:
+        target: the model whose weights and cache are read; nothing of it is copied or changed.
+        budget: slots per layer and key head; 0: a quarter of the context, but 256 to 4096.
+        chunk: consecutive tokens that are chosen together.
+        select: ``"retrieval"`` (the chunks that the root's query fits best, per layer and key head) or
+            ``"recent"`` (the first 16 tokens and the last ones).
+        rebuild: tokens after which the subset is chosen anew.
+        local: share of the budget that ``retrieval`` gives to the latest chunks, whatever the query; 0 is the paper's
+            rule.
+
+    Raises:
+        ValueError: an option outside its range.
+        CapabilityError: the target has no cache of this sort, or layers that do not see the whole text.
+    """
+
+    reads = False
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        budget: int = 0,
+        chunk: int = 8,
+        select: str = "retrieval",
+        rebuild: int = 64,
+        local: float = 0.5,
+    ) -> None:
+        if not isinstance(target, HuggingFaceModel):
+            reason = target.capabilities.missing.get("tree_mask", f"{type(target).__name__} has none")
+            raise CapabilityError(f"sparse_kv needs a target with a cache of keys and values: {reason}")
+        _check_layers(target)
+        vars(self).update(vars(target))  # a shallow copy, but for what follows
+        self.budget = budget if budget != 0 else min(max(target.context_length // 4, SMALLEST), LARGEST)
+        self.chunk, self.select, self.rebuild, self.local = chunk, select, rebuild, local
+        self._check_options()
+        self.target = target
+        self._separate(TreeCache(target.cache.num_layers, self.budget + rebuild + SCRATCH_ROOM))
+        if select == "retrieval":
+            self._check_keys()
+
+    def _check_options(self) -> None:
+        if self.select not in ("retrieval", "recent"):
+            raise ValueError(f"select must be retrieval or recent, not {self.select!r}")
+        if self.chunk < 1:
+            raise ValueError(f"sparse_kv needs chunk >= 1, not {self.chunk}")
+        if self.rebuild < 1:
+            raise ValueError(f"sparse_kv needs rebuild >= 1, not {self.rebuild}")
+        if not 0.0 <= self.local < 1.0:
+            raise ValueError(f"sparse_kv needs 0 <= local < 1, not {self.local}")
+        # The first chunk, a chosen one and the text's unfinished last one; or the sinks and the last token.
+        least = 3 * self.chunk if self.select == "retrieval" else SINKS + 1
+        if self.budget < least:
+            why = (
+                f"3 chunks of {self.chunk}" if self.select == "retrieval" else f"{SINKS} first tokens and a recent one"
+            )
+            raise ValueError(f"sparse_kv needs budget >= {least} ({why}), not {self.budget}")
+
+    def _check_keys(self) -> None:
+        """Look at one token: what the cache keeps must be what queries are compared with."""
+        source = self.target.open()
+        try:
+            queries = self.queries(source, 0)
+            stored = list(source.cache.keys)
+        finally:
+            self.target.release(source)
+        for layer, keys in enumerate(stored):
+            if keys is not None and (layer not in queries or queries[layer].shape[-1] != keys.shape[-1]):
+                raise CapabilityError(
+                    f"retrieval cannot compare a query with the compressed keys of {self.config.model_type} layers: "
+                    "use select=recent"
+                )
+
+    # -- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self) -> SequenceState:
+        """Refused: there must be a text whose cache can be looked at.
+
+        Raises:
+            CapabilityError: always.
+        """
+        raise CapabilityError("a sparse cache is a part of the target's: it cannot work inside another drafter")
+
+    def open_beside(self, source: SequenceState | None) -> SequenceState:
+        """A new sequence for the text that the target keeps in ``source``; its subset is chosen when it is needed."""
+        if source is None:
+            return self.open()
+        return self.bands.open(SparseState(row=0, source=source))
+
+    def prefill(self, sequence: SequenceState, tokens: Sequence[int], taps: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Nothing is read: the subset is chosen from what the target has, once the next token is known.
+
+        Raises:
+            ValueError: the target has another text, or taps are asked for.
+        """
+        own = _own(sequence)
+        if taps or own.source.tokens != list(tokens):
+            raise ValueError("a sparse cache takes its text from the target: prefill that first, with the same tokens")
+        return {}
+
+    def catch_up(self, sequence: SequenceState, tokens: Sequence[int]) -> Sequence[int]:
+        """As ever, but from a new subset when there is none or it is ``rebuild`` tokens behind."""
+        own = _own(sequence)
+        self.target.expect(own.source, len(tokens))
+        other = own.regime != own.source.regime
+        if not own.chosen or other or len(own.source.tokens) - own.chosen_from >= self.rebuild:
+            self.choose(sequence, tokens[-1])
+        return super().catch_up(sequence, tokens)
+
+    def expect(self, sequence: SequenceState, length: int) -> None:
+        """Nothing to do: the text is as the target has read it, and is chosen anew when that reads it again."""
+
+    def rewind(self, sequence: SequenceState, length: int) -> None:
+        """Keep the first ``length`` committed tokens.
+
+        Raises:
+            CapabilityError: some of the tokens that would go are in the subset.
+        """
+        if length < _own(sequence).chosen_from:
+            raise CapabilityError("a sparse cache cannot give back tokens that its subset was chosen from")
+        super().rewind(sequence, length)
+
+    def _slots(self, sequence: SequenceState) -> int:
+        return _own(sequence).committed_slots
+
+    def _row_plan(self, sequence: SequenceState, new: int, after: int | None = None) -> RowPlan:
+        if after is not None:
+            raise ValueError("a sparse cache does not hold the whole text: nodes hang from its end only")
+        slots, base = self._slots(sequence), len(sequence.tokens)
+        return RowPlan(slots, sequence.scratch_parents, sequence.scratch_depths, new, base=base)
+
+    def snapshot(self, sequence: SequenceState, length: int) -> Snapshot | None:
+        """None: a subset is no text."""
+        return None
+
+    # -- choosing ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def choose(self, sequence: SequenceState, root: int) -> None:
+        """Take the subset of the target's committed text that suits the token ``root`` behind it; drop the scratch."""
+        own = _own(sequence)
+        source, kept = own.source, 0
+        count = len(source.tokens)
+        retrieve = count > self.budget and self.select == "retrieval"
+        queries = self.queries(source, root) if retrieve else {}
+        for layer, (keys, values) in enumerate(zip(source.cache.keys, source.cache.values, strict=True)):
+            if keys is None or values is None:
+                continue
+            key, value = keys[source.row, :, :count], values[source.row, :, :count]  # [H, count, D]
+            if count > self.budget:
+                slots = (
+                    retrieved_slots(key, queries[layer], self.budget, self.chunk, self.local)
+                    if retrieve
+                    else recent_slots(count, self.budget).to(key.device).expand(len(key), -1)
+                )
+                key, value = _gathered(key, slots), _gathered(value, slots)
+            kept = key.shape[1]
+            own.cache.load(own.row, layer, key, value)
+        own.clear_scratch()
+        own.tokens[:], own.regime = source.tokens, source.regime
+        own.chosen, own.chosen_from, own.kept = True, count, kept
+
+    def queries(self, source: SequenceState, root: int) -> dict[int, Tensor]:
+        """Per layer the query [Hq, D] of a token behind the target's text: one forward of the target.
+
+        Raises:
+            CapabilityError: the target holds scratch nodes.
+        """
+        if source.scratch_tokens:
+            raise CapabilityError("the target's scratch must be empty while a sparse subset is chosen")
+        public = copy.copy(self.target)  # shares the cache; only the public forward calls the attention function
+        public._lean = None
+        with watching_queries() as queries:
+            public.forward([Feed(source, [root], wanted=0)])
+        self.target.commit(source, ())
+        return queries
+
+
+def retrieved_slots(keys: Tensor, query: Tensor, budget: int, chunk: int, local: float = 0.0) -> Tensor:
+    """[H, m] slots (m <= budget, ascending) of the chunks whose mean key fits the query best.
+
+    Args:
+        keys: [H, n, D] of one layer.
+        query: [Hq, D]; the query heads that share a key head are averaged.
+        budget: most slots.
+        chunk: slots per chunk.  The first chunk and what follows the last whole one are always chosen.
+        local: share of the budget for the latest chunks, which are chosen whatever the query.
+    """
+    heads, count, _ = keys.shape
+    whole = count // chunk * chunk
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    means = keys[:, :whole].unflatten(1, (-1, chunk)).mean(2, dtype=wide)  # [H, whole / chunk, D]
+    asked = query.to(wide).view(heads, -1, query.shape[-1]).mean(1)  # [H, D]
+    scores = torch.einsum("hcd,hd->hc", means, asked)
+    room = (budget - (count - whole)) // chunk
+    latest = min(int(local * budget) // chunk, room - 1)
+    scores[:, 0] = torch.inf
+    scores[:, scores.shape[1] - latest :] = torch.inf
+    best = scores.topk(room).indices.sort().values
+    inside = torch.arange(chunk, device=keys.device)
+    chosen = (best[:, :, None] * chunk + inside).flatten(1)
+    rest = torch.arange(whole, count, device=keys.device).expand(heads, -1)
+    return torch.cat([chosen, rest], 1)
+
+
+def recent_slots(count: int, budget: int) -> Tensor:
+    """[budget] slots of the first 16 tokens and the last ones of ``count``."""
+    return torch.cat([torch.arange(SINKS), torch.arange(count - budget + SINKS, count)])
+
+
+def _gathered(stored: Tensor, slots: Tensor) -> Tensor:
+    """Slots [H, m] of keys or values [H, n, D] -> [H, m, D]."""
+    return stored.gather(1, slots[:, :, None].expand(-1, -1, stored.shape[-1]))
+
+
+def _own(sequence: SequenceState) -> SparseState:
+    if not isinstance(sequence, SparseState):
+        raise ValueError("this sequence belongs to another model: open it with open_beside")
+    return sequence
+
+
+def _check_layers(target: HuggingFaceModel) -> None:
+    """Windows and chunks are counted in slots, which a subset does not have one per position."""
+    for name, mask in target.layer_masks.items():
+        if mask.kind != "full" and mask.size < target.context_length:
+            kind = name or f"{mask.kind}_attention"
+            raise CapabilityError(
+                f"sparse_kv needs layers that see the whole text, and {target.config.model_type} has {kind} layers "
+                f"(size {mask.size})"
+            )

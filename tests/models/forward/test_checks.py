@@ -1,0 +1,241 @@
+"""The check of fast paths on networks with the statistics of real ones, in bfloat16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from realistic import SPECIAL, realistic_model
+from test_lean_families import CASES, MODELS, SCALING, Fault, _set
+from torch import nn
+
+import foretoken as ft
+from foretoken.models.base import Refusal
+from foretoken.models.checks import fast_paths as checks_module
+from foretoken.models.checks.fast_paths import Checks, checks_file, fingerprint
+from foretoken.models.checks.judging import ROWS, Judge, ordinary_ids, probe_logits, widened
+from foretoken.models.forward.lean import LeanForward
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.linear.packing import Projection
+from foretoken.models.linear.quantised_linear import QuantisedLinear, quantise_linears
+from foretoken.models.native import attention
+
+OLD_TOLERANCE = 5e-2
+"""What the two forwards' logits of special tokens were allowed to differ by, in standard deviations."""
+ALIKE = ("gemma2", "gemma3_text")
+"""Norms behind both sublayers keep massive activations from adding up: these families were never refused."""
+
+
+def deep(name: str, **changes: Any) -> Any:
+    """A family's network of 24 layers in bfloat16, with everything switched on that it can have."""
+    values = {**MODELS[name], "experts_implementation": "eager", **changes}
+    values.pop("num_hidden_layers", None)
+    if "layer_types" in values:
+        values["layer_types"] = ["sliding_attention", "full_attention"] * 12
+    return realistic_model(name, **values)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sound_lean_forward_passes_on_real_statistics(name: str) -> None:
+    """On special tokens the two forwards differ by more than any fixed tolerance that still finds faults."""
+    owner = HuggingFaceModel(deep(name), lean=False)
+    lean = LeanForward(owner)
+    special = [1 + i % (SPECIAL - 2) for i in range(ROWS)]
+    public = probe_logits(owner, owner._run_public, owner.dtype, special)
+    other = probe_logits(owner, lean.run, lean.dtype, special)
+    assert public is not None and other is not None
+    apart = float((public - other).square().mean().sqrt() / public.std())
+    assert apart > 0.8 * OLD_TOLERANCE or name in ALIKE, "the fixture is too tame to show what was wrong"
+    judge = Judge.of(owner, ordinary_ids(owner.vocab_size))
+    assert judge is not None and judge.fault(owner, lean.run, lean.dtype) is None
+    assert HuggingFaceModel(owner.model).is_lean
+
+
+def everywhere(path: str, value: Any) -> Fault:
+    """The fault of one layer in all of them."""
+
+    def plant(lean: LeanForward) -> None:
+        for layer in lean.layers:
+            name = path.removeprefix("layers.")
+            setattr(layer, name, value(getattr(layer, name)) if callable(value) else value)
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"), CASES, ids=lambda x: x[0] if isinstance(x, tuple) else getattr(x, "__name__", x)
+)
+def test_a_planted_fault_is_caught_in_bfloat16(name: str, fault: Any) -> None:
+    """One layer of 24 computes something else; scores that are scaled or capped otherwise do so in all layers."""
+    owner = HuggingFaceModel(deep(name), lean=False)
+    lean, judge = LeanForward(owner), Judge.of(owner, ordinary_ids(owner.vocab_size))
+    assert judge is not None
+    if isinstance(fault, tuple):
+        fault = everywhere(*fault) if fault in (SCALING, ("layers.soft_cap", None)) else _set(*fault)
+    fault(lean)
+    assert judge.fault(owner, lean.run, lean.dtype) is not None
+
+
+def test_what_is_refused_is_said_once_with_its_reason_and_its_cost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = deep("llama")
+    monkeypatch.setattr(Projection, "plus", lambda self, x, residual: residual + 1.5 * self(x))
+    for _ in range(2):
+        llm = ft.load(model, drafter="ngram")
+        assert llm.describe()["forward"] == "public" and llm.exactness == "rounding"
+    (refused,) = llm.describe()["refused"]
+    assert refused["path"] == "lean forward" and "off by" in refused["why"] and "twice as long" in refused["costs"]
+    assert [r.getMessage() for r in caplog.records if r.name == "foretoken"] == [str(Refusal(**refused))]
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantised_kernels_are_judged_by_the_numbers_they_stand_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def quantised() -> Any:
+        model = deep("llama", hidden_size=64, intermediate_size=128)
+        quantise_linears(model, kind)
+        return model
+
+    assert HuggingFaceModel(quantised(), lean=False).refused == ()
+    model = quantised()
+    layer = next(m for m in model.modules() if isinstance(m, QuantisedLinear))
+    kernel = type(layer.product).product
+    monkeypatch.setattr(type(layer.product), "product", lambda self, x: 1.1 * kernel(self, x))
+    monkeypatch.setattr(type(layer.product), "dense", lambda self: kernel(self, torch.eye(self.shape[1])).float().t())
+    checks_module._KNOWN.clear()
+    monkeypatch.setattr(checks_module, "checks_file", lambda: tmp_path / "other")  # where a slow machine keeps them
+    (refused,) = HuggingFaceModel(model, lean=False).refused
+    assert refused.path == "quantised kernels"
+
+
+def test_packed_weights_of_a_public_forward_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from foretoken.models.forward import public_layouts
+
+    def scaled(model: nn.Module, packing: Any) -> int:
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda _, __, out: 1.1 * out)
+        return 1
+
+    monkeypatch.setattr(public_layouts, "pack_linears", scaled)
+    assert [r.path for r in HuggingFaceModel(deep("llama"), lean=False, in_place=True).refused] == ["packed weights"]
+
+
+def test_the_judge_is_the_network_in_float32() -> None:
+    """Weights are widened one module at a time, and are the same objects afterwards."""
+    model, twin = deep("llama"), deep("llama").float()
+    before = {name: (id(weight), weight.dtype) for name, weight in model.named_parameters()}
+    owner, wide = HuggingFaceModel(model, lean=False), HuggingFaceModel(twin, lean=False)
+    ids = ordinary_ids(owner.vocab_size)
+    with widened(model, torch.float32):
+        judged = probe_logits(owner, owner._run_public, torch.float32, ids)
+    expected = probe_logits(wide, wide._run_public, torch.float32, ids)
+    assert judged is not None and expected is not None
+    assert float((judged - expected).abs().max()) < 1e-4 * float(expected.std())
+    assert {name: (id(weight), weight.dtype) for name, weight in model.named_parameters()} == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_results_are_remembered_by_fingerprint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(checks_module, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(checks_module, "WORTH_KEEPING_S", 0.0)
+    model = deep("llama")
+    assert HuggingFaceModel(model).is_lean
+    kept = json.loads(checks_file().read_text())
+    assert len(kept) == 2 and all(isinstance(lines, list) for lines in kept.values())
+    checks_module._KNOWN.clear()
+    monkeypatch.setattr(Judge, "of", None)  # nothing is judged again
+    assert HuggingFaceModel(model).is_lean
+    checks_file().write_text("{")  # a damaged file is none
+    checks_module._KNOWN.clear()
+    with pytest.raises(TypeError):
+        HuggingFaceModel(model)
+
+
+def test_all_results_of_a_model_with_a_slow_check_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A later check would be judged by a network that the first path, which is remembered, has laid out."""
+    monkeypatch.setattr(checks_module, "cache_folder", lambda: tmp_path)
+    clock = iter([0.0, 5.0])  # the first check takes five seconds, the others none
+    monkeypatch.setattr(checks_module, "perf_counter", lambda: next(clock, 5.0))
+    checks_module._KNOWN.clear()
+    HuggingFaceModel(deep("llama"), in_place=True)
+    kept = json.loads(checks_file().read_text())
+    assert any(" bits " in name for name in kept) and len(kept) >= 2
+    checks_module._KNOWN.clear()
+    monkeypatch.setattr(Judge, "of", None)  # nothing is judged again
+    HuggingFaceModel(deep("llama"), in_place=True)
+    assert json.loads(checks_file().read_text()) == kept
+
+
+def test_fingerprints_tell_networks_apart() -> None:
+    model = deep("llama")
+    first = fingerprint(model)
+    assert first is not None and fingerprint(deep("llama")) == first
+    assert fingerprint(deep("llama", rms_norm_eps=1e-3)) != first
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight.mul_(1.5)
+    assert fingerprint(model) != first
+    handle = model.model.layers[0].register_forward_hook(lambda *_: None)
+    assert fingerprint(model) is None
+    handle.remove()
+    model.model.layers[0].forward = model.model.layers[1].forward
+    assert fingerprint(model) is None
+
+
+def test_the_probe_is_the_text_where_there_is_one() -> None:
+    owner = HuggingFaceModel(deep("llama"), lean=False)
+    assert Checks(owner, lambda: list(range(10, 40))).ids == list(range(10, 34))
+    assert Checks(owner, lambda: [5, 6]).ids == [5, 6, *ordinary_ids(owner.vocab_size)[: ROWS - 2]]
+    assert min(ordinary_ids(50_000)) > 1000 and len(set(ordinary_ids(50_000))) == ROWS
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+def test_exactness_is_tried_and_said() -> None:
+    model = deep(
+        "llama", hidden_size=128, intermediate_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        wrapped = HuggingFaceModel(model.to(dtype), exact="bitwise")
+        assert (wrapped.exactness, wrapped.describe()["exactness"]) == ("bitwise", "bitwise"), wrapped.exactness_why
+    plain = HuggingFaceModel(model.float())
+    assert plain.exactness == "rounding" and "number of rows" in plain.exactness_why
+    native = HuggingFaceModel(model.bfloat16(), in_place=True)
+    kernels = native.packing.layout == "native" and attention.why_not() is None
+    assert (native.exactness == "bitwise") == kernels, native.exactness_why
+
+
+def test_a_model_that_changes_is_checked_again() -> None:
+    model = deep("llama", hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1)
+    llm = ft.load(model, drafter="ngram", exact="bitwise")
+    before = llm.generate([20, 21, 22], max_new_tokens=4).token_ids
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(weight.flip(0))
+    after = llm.generate([20, 21, 22], max_new_tokens=4).token_ids
+    assert llm.exactness == "bitwise" and after != before
+    assert after == ft.load(model, drafter=None, exact="bitwise").generate([20, 21, 22], max_new_tokens=4).token_ids
+
+
+@pytest.mark.parametrize("company", ["chain", "tree", "batch"])
+def test_bits_that_depend_on_company_are_noticed(company: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = deep("llama", hidden_size=64, intermediate_size=128)
+    honest = HuggingFaceModel._run
+
+    def disturbed(self: HuggingFaceModel, call: Any) -> Any:
+        logits, taps = honest(self, call)
+        is_tree = len(call.wanted) == 1 and call.ids.shape[1] > 5
+        is_chain = len(call.wanted) == 1 and call.ids.shape[1] == 5
+        if {"chain": is_chain or is_tree, "tree": is_tree, "batch": len(call.wanted) > 1}[company]:
+            logits = [1.25 * rows for rows in logits]
+        return logits, taps
+
+    monkeypatch.setattr(HuggingFaceModel, "_run", disturbed)
+    wrapped = HuggingFaceModel(model, exact="bitwise")
+    assert wrapped.exactness == "rounding" and f"a {company} gave other bits" in wrapped.exactness_why

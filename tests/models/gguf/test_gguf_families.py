@@ -1,0 +1,184 @@
+"""GGUF files of every family that we read: the logits of the Transformers model that they were written from, and of
+llama.cpp where it is installed, so that the files are not judged by their own writer alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB, new_model, plain_logits, prompt_of
+from torch import Tensor
+
+import foretoken as ft
+from foretoken.loading import load_model
+from foretoken.loading.gguf import has_llama_cpp
+from foretoken.models.base import Feed
+from foretoken.models.gguf.architectures import ARCHITECTURES
+from foretoken.models.huggingface import HuggingFaceModel
+from gguf_writer import Stored, write_model
+
+ROUNDING = 1e-5
+"""Of float32, as a fraction of the largest logit."""
+WINDOW = {"sliding_window": 8}
+PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+LOCAL = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+    "original_max_position_embeddings": 32,
+}
+SHARED: dict[str, Any] = {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "embedding_multiplier": 3.0}
+GEMMA = {"head_dim": 16, "tie_word_embeddings": True}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama_tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama_wide_heads": ("llama", {"head_dim": 20}),
+    "llama3_positions": ("llama", {"rope_parameters": LLAMA3, "head_dim": 12}),
+    "llama_linear_positions": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
+    ),
+    "llama_yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "gemma": ("gemma", GEMMA),
+    "gemma2": (
+        "gemma2",
+        {
+            **GEMMA,
+            **WINDOW,
+            "num_hidden_layers": 4,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GEMMA,
+            **WINDOW,
+            "num_hidden_layers": 6,
+            "layer_types": PATTERN,
+            "query_pre_attn_scalar": 16,
+            "rope_parameters": LOCAL,
+        },
+    ),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3_part": ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.5}),
+    "phi3_window": ("phi3", WINDOW),
+    "phi3_long": ("phi3", {"sliding_window": None, "rope_parameters": LONG, "original_max_position_embeddings": 32}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {**SHARED, "logits_scaling": 2.0}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16, "moe_intermediate_size": 32, "norm_topk_prob": True}),
+    "olmoe": ("olmoe", {**EXPERTS, "num_key_value_heads": 4}),
+    "granitemoe": (
+        "granitemoe",
+        {**SHARED, "logits_scaling": 2.0, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+NOT_THERE = {
+    "phi3_window": "llama.cpp has switched Phi's windows off",
+    "phi3_long": "llama.cpp takes one list of factors for all lengths",
+}
+"""Where llama.cpp runs another model than Transformers."""
+
+
+def original(name: str) -> Any:
+    model_type, values = FAMILIES[name]
+    return new_model(model_type, **values, experts_implementation="eager")
+
+
+def texts() -> list[list[int]]:
+    """One within the windows and the original lengths, one beyond them."""
+    return [prompt_of(7), prompt_of(45, seed=1)]
+
+
+def rows(model: Any, tokens: list[int]) -> Tensor:
+    """[n, V] logits of a text, by a language model's own forward."""
+    sequence = model.open()
+    found = model.forward([Feed(sequence, tokens)])[0].logits.float()
+    model.release(sequence)
+    return found
+
+
+def near(logits: Tensor, wanted: Tensor) -> bool:
+    return bool((logits - wanted).abs().max() < ROUNDING * wanted.abs().max())
+
+
+def test_every_architecture_is_tried() -> None:
+    tried = {model_type for model_type, _ in FAMILIES.values()}
+    assert {architecture.model_type for architecture in ARCHITECTURES.values()} <= tried
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_the_transformers_models(tmp_path: Path, name: str) -> None:
+    model = original(name)
+    file = write_model(tmp_path / "m.gguf", model)
+    read = load_model(file, backend="native", dtype="float32")
+    assert isinstance(read, HuggingFaceModel)
+    folder = load_model(model)
+    for text in texts():
+        wanted = plain_logits(model, text)
+        assert wanted.abs().max() > 1
+        assert near(plain_logits(read.model, text), wanted)
+        assert near(rows(read, text), rows(folder, text))
+    options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+    text = prompt_of(9, seed=2)
+    wanted_ids = ft.load(folder, drafter=None).generate(text, **options).token_ids
+    assert ft.load(read, drafter="ngram").generate(text, **options).token_ids == wanted_ids
+
+
+@pytest.mark.skipif(not has_llama_cpp(), reason="llama-cpp-python is an extra (pip install 'foretoken[gguf]')")
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NOT_THERE])
+def test_logits_are_llama_cpps(tmp_path: Path, name: str) -> None:
+    from foretoken.models.other.llama_cpp_model import LlamaCppModel
+
+    file = write_model(tmp_path / "m.gguf", original(name))
+    theirs, read = LlamaCppModel(file, cache_type="f32"), load_model(file, backend="native")
+    for text in texts():
+        wanted = rows(theirs, text)
+        assert wanted.shape == (len(text), VOCAB)
+        rounding = 1e-3 if "gemma" in name else ROUNDING  # their table of GELU is in float16
+        assert (rows(read, text) - wanted).abs().max() < rounding * wanted.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "phi3", "qwen3_moe"])
+def test_quantised_files_are_their_numbers(tmp_path: Path, name: str, kind: str) -> None:
+    """The model of a file equals one in float32 whose weights are what the ``gguf`` package reads in it."""
+    import gguf
+
+    model_type, values = FAMILIES[name]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    model = new_model(model_type, **{**values, **sizes}, experts_implementation="eager")
+    file = write_model(tmp_path / "m.gguf", model, kind)
+
+    def widen(header: dict[str, Any], tensors: dict[str, Stored]) -> None:
+        for key, tensor in tensors.items():
+            tensors[key] = Stored(gguf.dequantize(tensor.data, tensor.kind).copy(), gguf.GGMLQuantizationType.F32)
+
+    wide = write_model(tmp_path / "wide.gguf", model, kind, widen)
+    wanted = rows(load_model(wide, backend="native"), prompt_of(20))
+    assert near(rows(load_model(file, backend="native", dtype="float32"), prompt_of(20)), wanted)
+    assert not torch.equal(wanted, rows(load_model(write_model(tmp_path / "f.gguf", model)), prompt_of(20)))

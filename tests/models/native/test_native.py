@@ -1,0 +1,268 @@
+"""Our own bfloat16 products: right to one rounding for every shape, the same bits in any company, and never in the way
+of a machine that cannot have them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.models.linear import layouts
+from foretoken.models.linear.layouts import usable_layouts
+from foretoken.models.linear.quantised import fastest_draft_product
+from foretoken.models.linear.quantised_products import NativeInt4Product, NativeInt8Product, NativeProduct
+from foretoken.models.linear.quantised_weights import Int4Weight, Int8Weight
+from foretoken.models.native import bfloat16, library
+
+needs_it = pytest.mark.skipif(library.why_not() is not None, reason=f"no products of our own: {library.why_not()}")
+HALF_STEP = 2.0**-8
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A process that has not compiled anything yet, with an empty cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(library.SWITCH, raising=False)
+    caches = (library._loaded, library.function, layouts._has_native)
+    for found in caches:
+        found.cache_clear()
+    yield tmp_path
+    for found in caches:
+        found.cache_clear()
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@needs_it
+@pytest.mark.parametrize("out", [1, 15, 16, 17, 31, 32, 33, 100])
+@pytest.mark.parametrize("inner", [2, 30, 64, 512, 2048])
+def test_products_are_rounded_once(level: str, out: int, inner: int) -> None:
+    weight, bias = numbers(out, inner), numbers(out, seed=1)
+    packed = bfloat16.laid_out(weight)
+    assert torch.equal(bfloat16.in_rows(packed, out), weight)
+    for rows in (1, 2, 7, 8, 9, 14, 15, 29):
+        x, residual = numbers(rows, inner, seed=2), numbers(rows, out, seed=3)
+        for offset in (None, bias):
+            for added in (None, residual):
+                wanted = x.double() @ weight.double().T
+                room = inner * 2.0**-23 * (x.double().abs() @ weight.double().abs().T)  # of float32 sums
+                for term in (offset, added):
+                    wanted = wanted if term is None else wanted + term.double()
+                found = bfloat16.product(x, packed, out, offset, added)
+                assert found.shape == (rows, out) and found.dtype == torch.bfloat16
+                assert ((found.double() - wanted).abs() <= HALF_STEP * wanted.abs() + room).all()
+
+
+@needs_it
+@pytest.mark.parametrize("inner", [96, 512, 2048])
+def test_a_rows_bits_do_not_depend_on_the_others(level: str, inner: int) -> None:
+    packed, x, residual = bfloat16.laid_out(numbers(70, inner)), numbers(40, inner, seed=2), numbers(40, 70, seed=3)
+    alone = torch.cat([bfloat16.product(x[i : i + 1], packed, 70, None, residual[i : i + 1]) for i in range(40)])
+    for rows in range(1, 41):
+        assert torch.equal(bfloat16.product(x[:rows], packed, 70, None, residual[:rows]), alone[:rows])
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(bfloat16.product(x, packed, 70, None, residual), alone)
+        finally:
+            torch.set_num_threads(before)
+
+
+@needs_it
+def test_rows_may_lie_anywhere(level: str) -> None:
+    weight = numbers(40, 64)
+    packed, wide = bfloat16.laid_out(weight), numbers(9, 131, seed=2)
+    for x in (wide[:, :64], wide[:, 3:67], wide[::2, :64], numbers(64, 9, seed=4).T, wide[:0, :64]):
+        residual = numbers(80, len(x), seed=5).T[:, ::2]
+        assert torch.equal(
+            bfloat16.product(x, packed, 40, None, residual),
+            bfloat16.product(x.contiguous(), packed, 40, None, residual.contiguous()),
+        )
+
+
+@needs_it
+def test_what_is_not_a_number_stays_in_its_row_or_output(level: str) -> None:
+    weight, x = numbers(33, 64), numbers(3, 64, seed=2)
+    weight[5, 7], x[1, 3] = float("inf"), float("nan")
+    found = bfloat16.product(x, bfloat16.laid_out(weight), 33, None)
+    assert found[1].isnan().all() and found[[0, 2]][:, 5].isinf().all()
+    rest = found[[0, 2]][:, torch.arange(33) != 5]
+    assert rest.isfinite().all()
+
+
+@needs_it
+def test_a_large_product_by_several_threads_is_the_small_ones_side_by_side(level: str) -> None:
+    """What one thread does alone (below ``ONE_THREAD`` weights) and what several share."""
+    weight, x = numbers(640, 256), numbers(5, 256, seed=2)
+    parts = [bfloat16.product(x, bfloat16.laid_out(weight[i : i + 64]), 64, None) for i in range(0, 640, 64)]
+    assert torch.equal(bfloat16.product(x, bfloat16.laid_out(weight), 640, None), torch.cat(parts, 1))
+
+
+def test_pairs_need_an_even_number_of_inputs() -> None:
+    with pytest.raises(ValueError, match="not of 63"):
+        bfloat16.laid_out(numbers(8, 63))
+
+
+# -- weights in 8 and 4 bits -------------------------------------------------------------------------------------------
+
+
+def stored(bits: int, out: int, inner: int, group: int) -> tuple[NativeProduct, Tensor]:
+    """The product, and the weight [out, in] in float64 that it stands for."""
+    weight = numbers(out, inner).float() * torch.linspace(0.1, 3, out)[:, None]
+    if bits == 8:
+        eight = Int8Weight.of(weight)
+        return NativeInt8Product(eight, None), eight.dequantised().double()
+    four = Int4Weight.of(weight, group)
+    return NativeInt4Product(four, None), four.dequantised().double()
+
+
+CASES = [(8, out, inner, 0) for out in (1, 16, 31, 33, 96) for inner in (8, 40, 512)]
+CASES += [(4, out, inner, group) for out in (16, 48, 96) for inner in (128, 512) for group in (32, 64, 128)]
+
+
+@needs_it
+@pytest.mark.parametrize(("bits", "out", "inner", "group"), CASES)
+def test_integers_are_as_exact_as_15_bits(level: str, bits: int, out: int, inner: int, group: int) -> None:
+    made, weight = stored(bits, out, inner, group)
+    assert torch.equal(made.dense().double(), weight)
+    x = numbers(15, inner, seed=2) * torch.logspace(-3, 3, 15, dtype=torch.bfloat16)[:, None]
+    x[4] = 0
+    wanted = x.double() @ weight.T
+    # An input is off by half a step of 2 x 127 x 254 between its row's largest numbers, at most.
+    step = x.double().abs().amax(1, keepdim=True) / (2 * 127 * 254)
+    room = 1.1 * step * weight.abs().sum(1) + inner * 2.0**-22 * (x.double().abs() @ weight.abs().T)
+    alone = torch.cat([made.product(row[None]) for row in x])
+    for rows in range(1, 16):
+        found = made.product(x[:rows])
+        assert found.dtype == torch.bfloat16 and torch.equal(found, alone[:rows])
+        assert ((found.double() - wanted[:rows]).abs() <= HALF_STEP * wanted[:rows].abs() + room[:rows]).all()
+
+
+@needs_it
+@pytest.mark.parametrize(("bits", "inner", "group"), [(8, 512, 0), (8, 4104, 0), (4, 64, 32), (4, 8192, 8192)])
+def test_the_largest_sums_fit(level: str, bits: int, inner: int, group: int) -> None:
+    ones = torch.ones(32, inner // group if group else 1).bfloat16()
+    if bits == 8:
+        eight = Int8Weight(torch.full((32, inner), 127, dtype=torch.int8), ones[:, 0])
+        made: NativeProduct = NativeInt8Product(eight, None)
+    else:
+        made = NativeInt4Product(Int4Weight(torch.full((32, inner), 15, dtype=torch.int32), ones, ones, group), None)
+    x = torch.ones(5, inner).bfloat16()
+    assert torch.equal(made.product(x), (x.double() @ made.dense().double().T).bfloat16())
+    assert torch.equal(made.product(-x), (-x.double() @ made.dense().double().T).bfloat16())
+
+
+@needs_it
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_integers_hide_nothing_that_is_no_number(level: str, bits: int, value: float) -> None:
+    made, _ = stored(bits, 48, 64, 32)
+    x = numbers(3, 64, seed=2)
+    x[1, 5] = value
+    found = made.product(x)
+    assert not found[1].isfinite().any() and found[[0, 2]].isfinite().all()
+
+
+@needs_it
+def test_integers_may_lie_anywhere_and_fill_the_cpu(level: str) -> None:
+    made, _ = stored(8, 640, 256, 0)
+    wide = numbers(9, 515, seed=2)
+    for x in (wide[:, :256], wide[:, 3:259], wide[::2, :256], numbers(256, 9, seed=4).T, wide[:0, :256]):
+        assert torch.equal(made.product(x), made.product(x.contiguous()))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        several = made.product(wide[:, :256])
+        torch.set_num_threads(1)
+        assert torch.equal(several, made.product(wide[:, :256]))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_it
+def test_inputs_come_in_eights() -> None:
+    with pytest.raises(RuntimeError, match="not in 12"):
+        NativeInt8Product(Int8Weight.of(numbers(4, 12)), None)
+    assert fastest_draft_product(32, 12, 32, "8") not in (None, NativeInt8Product)
+
+
+# -- machines ----------------------------------------------------------------------------------------------------------
+
+
+@needs_it
+def test_the_library_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert library.why_not() is None and "native" in usable_layouts(torch.bfloat16)
+    (file,) = (fresh / "foretoken").glob("native-*.so")
+    library._loaded.cache_clear()
+    monkeypatch.setattr(library, "_run", lambda *_: pytest.fail("compiled twice"))
+    assert library.why_not() is None and file.exists()
+
+
+@needs_it
+def test_a_cache_that_cannot_be_written_is_no_error(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (fresh / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh / "file"))
+    assert library.why_not() is None
+
+
+@needs_it
+@pytest.mark.parametrize("content", [b"", b"not a library"])
+def test_a_damaged_library_is_made_again(fresh: Path, content: bytes) -> None:
+    file = library._file()
+    file.parent.mkdir()
+    file.write_bytes(content)
+    assert library.why_not() is None and len(file.read_bytes()) > 1000
+
+
+def test_a_compiler_that_fails_leaves_pytorchs_products(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_cpu_has", lambda question: True)
+    monkeypatch.setattr(library.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("CXX", "false")
+    assert library._compiler() is not None
+    assert (library.why_not() or "").startswith("the kernels could not be compiled: ")
+    assert "native" not in usable_layouts(torch.bfloat16) and not list(fresh.rglob("*.so"))
+
+
+@pytest.mark.parametrize(
+    ("system", "flags", "compiler", "reason"),
+    [
+        ("Darwin", ("_is_avx512_bf16_supported", "_is_vnni_supported"), "g++", "made for Linux"),
+        ("Linux", (), "g++", "no AVX2"),
+        ("Linux", ("_is_avx512_bf16_supported", "_is_vnni_supported"), None, "no C++ compiler"),
+    ],
+)
+def test_why_not(
+    fresh: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    system: str,
+    flags: tuple[str, ...],
+    compiler: str | None,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(library.platform, "system", lambda: system)
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(library, "_cpu_has", lambda question: question in flags)
+    monkeypatch.setattr(library, "_compiler", lambda: compiler)
+    assert reason in (library.why_not() or "")
+    assert "native" not in usable_layouts(torch.bfloat16)
+
+
+@needs_it
+def test_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = "from foretoken.models.native import library; raise SystemExit(library.why_not() is not None)"
+    running = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait(120) for process in running] == [0, 0]
+    assert [file.name for file in (tmp_path / "foretoken").iterdir()] == [library._file().name]

@@ -1,0 +1,164 @@
+"""Learned tokens behind the vocabulary: embedded alike on every path, in every family, with gradients to them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import checkpoint, prompt_of
+from torch import Tensor, nn
+
+from foretoken.models.base import CapabilityError, Feed
+from foretoken.models.forward.heads.features import FeatureModel
+from foretoken.models.forward.parts import TargetParts
+from foretoken.models.huggingface import HuggingFaceModel
+from foretoken.models.linear.layouts import usable_layouts
+from foretoken.models.linear.packing import PackedLinear, Projection
+from foretoken.models.network.extra import branch_states, put_in
+from foretoken.models.other.table import TableModel
+from toys import llama
+
+FAMILIES = ("llama", "mistral_sliding", "qwen3", "gemma2", "gemma3", "gpt2", "opt", "granite")
+K = 3
+
+
+def load(name: str, tmp_path: Any) -> HuggingFaceModel:
+    model = checkpoint(tmp_path, name)
+    assert isinstance(model, HuggingFaceModel)
+    return model
+
+
+def rows_for(model: HuggingFaceModel, seed: int = 0) -> Tensor:
+    """[K, D] like the token embeddings, as the embedding module hands them out."""
+    known = model.model.get_input_embeddings()(torch.arange(model.vocab_size)).detach()
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(K, known.shape[1], generator=generator, dtype=known.dtype) * known.std()
+
+
+def tree_logits(model: HuggingFaceModel, text: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+    sequence = model.open()
+    model.prefill(sequence, text)
+    logits = model.forward([Feed(sequence, tokens, parents)])[0].logits
+    model.release(sequence)
+    return logits.double()
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_the_row_of_a_token_is_that_token(lean: bool) -> None:
+    model = HuggingFaceModel(llama(), lean=lean)
+    assert model.is_lean == lean
+    first = model.extra_embeddings(llama().get_input_embeddings().weight.detach()[[7, 9]].clone())
+    ordinary = tree_logits(model, [3, 1, 4], [5, 7, 9, 2], [-1, 0, 1, 2])
+    extra = tree_logits(model, [3, 1, 4], [5, first, first + 1, 2], [-1, 0, 1, 2])
+    torch.testing.assert_close(extra, ordinary, rtol=0, atol=1e-12)
+    other = tree_logits(model, [3, 1, 4], [5, first + 1, first, 2], [-1, 0, 1, 2])
+    assert not torch.allclose(other, ordinary, atol=1e-2)
+
+
+def test_every_owner_has_ids_of_its_own_and_changes_show() -> None:
+    model = HuggingFaceModel(llama())
+    one, two = torch.zeros(2, 16, dtype=torch.float64), torch.ones(3, 16, dtype=torch.float64)
+    assert model.extra_rows is None
+    assert (model.extra_embeddings(one), model.extra_embeddings(two)) == (32, 34)
+    assert (model.extra_embeddings(two), model.extra_embeddings(one.clone())) == (34, 37)  # known; equal, but another's
+    before = tree_logits(model, [3], [1, 35], [-1, 0])
+    assert torch.equal(tree_logits(model, [3], [1, 36], [-1, 0]), before)
+    two[1] = 0.5
+    after = tree_logits(model, [3], [1, 35], [-1, 0])
+    assert torch.equal(after[0], before[0]) and not torch.allclose(after[1], before[1])
+
+
+def test_ids_that_nobody_has_registered_stay_an_error() -> None:
+    with pytest.raises(IndexError):
+        tree_logits(HuggingFaceModel(llama()), [3], [1, 32], [-1, 0])
+
+
+def test_what_cannot_be_extended_is_refused() -> None:
+    model = HuggingFaceModel(llama())
+    with pytest.raises(ValueError, match=r"must be \[k, 16\], not \[2, 8\]"):
+        model.extra_embeddings(torch.zeros(2, 8))
+    with pytest.raises(CapabilityError, match="TableModel has no token embedding"):
+        TableModel(lambda _: [0.5, 0.5], 2).extra_embeddings(torch.zeros(2, 8))
+    inner = FeatureModel(nn.Linear(2, 2), TargetParts(model), model)
+    with pytest.raises(CapabilityError, match="Linear has no token embedding"):
+        inner.extra_embeddings(torch.zeros(2, 16))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_probes_and_training_see_the_same(name: str, tmp_path: Any) -> None:
+    """Groups below several places of a text, past the end of a window: as probes, and in one masked forward."""
+    model = load(name, tmp_path)
+    rows = rows_for(model)
+    first = model.extra_embeddings(rows)
+    text = prompt_of(20)
+    columns = [4, 19, 11]
+    model.model.requires_grad_(False)
+    batch = torch.tensor([text, text[::-1]])
+    with torch.no_grad():
+        states = branch_states(model, batch, torch.tensor([columns, columns]), rows)
+    logits = TargetParts(model).logits(states).double()
+    for row, tokens in enumerate(batch.tolist()):
+        for group, column in enumerate(columns):
+            ids = [tokens[column], *range(first, first + K)]
+            wanted = tree_logits(model, tokens[:column], ids, range(-1, K))[1:]
+            assert float((logits[row, group] - wanted).abs().max() / wanted.std()) < 1e-4, (row, column)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_probes_change_no_other_node(name: str, tmp_path: Any) -> None:
+    model = load(name, tmp_path)
+    text, tokens, parents = prompt_of(9), [5, 6, 7], [-1, 0, 0]
+    plain = tree_logits(model, text, tokens, parents)
+    first = model.extra_embeddings(rows_for(model))
+    probed = tree_logits(model, text, [*tokens, first, first + 1, first, first + 2], [*parents, 0, 3, 2, 5])
+    assert float((probed[:3] - plain).abs().max() / plain.std()) < 1e-5
+
+
+def test_gradients_reach_the_rows_and_nothing_else() -> None:
+    model = HuggingFaceModel(llama())
+    network = model.model.requires_grad_(False)
+    tokens, columns = torch.tensor([[3, 1, 4, 1, 5, 9], [2, 7, 1, 8, 2, 8]]), torch.tensor([[0, 5], [2, 3]])
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(K, 16, dtype=torch.float64, generator=generator) * 0.4
+    weights = torch.randn(2, 2, K, 16, dtype=torch.float64, generator=generator)
+
+    def value(at: Tensor) -> Tensor:
+        return (branch_states(model, tokens, columns, at) * weights).sum()
+
+    value(rows.requires_grad_()).backward()
+    gradient, step = rows.grad, 4e-4
+    assert gradient is not None
+    for row in range(K):
+        direction = torch.zeros_like(gradient)
+        direction[row] = gradient[row] / gradient[row].norm()
+        with torch.no_grad():
+            slope = (value(rows + step * direction) - value(rows - step * direction)) / (2 * step)
+        assert float(slope) == pytest.approx(float(gradient[row].norm()), rel=1e-3)
+    assert all(weight.grad is None for weight in network.parameters())
+    network.requires_grad_(True)
+
+
+def test_rows_keep_their_gradient_in_another_dtype() -> None:
+    rows = torch.ones(2, 4, requires_grad=True)
+    embedded = put_in(torch.zeros(1, 3, 4, dtype=torch.bfloat16), torch.tensor([[5, 11, 2]]), rows, 10)
+    assert embedded.dtype == torch.bfloat16 and embedded[0, :, 0].tolist() == [0, 1, 0]
+    embedded.float().sum().backward()
+    assert rows.grad is not None and rows.grad[:, 0].tolist() == [0, 1]
+
+
+def test_a_packed_layer_has_a_derivative() -> None:
+    linear = nn.Linear(64, 48).to(torch.bfloat16)
+    layout = usable_layouts(torch.bfloat16)[-1]
+    if layout == "plain":
+        pytest.skip("this machine does not pack weights")
+    packed = PackedLinear(Projection(linear.weight.detach(), linear.bias.detach(), layout))
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    found = []
+    for layer in (linear, packed):
+        given = x.clone().requires_grad_()
+        layer(given).float().square().sum().backward()
+        assert given.grad is not None
+        found.append(given.grad.float())
+    torch.testing.assert_close(found[1], found[0], rtol=0.05, atol=0.05)
