@@ -124,8 +124,8 @@ def margin_lengths(rounds: Sequence[Round], costs: Costs, depth: int) -> list[in
         chances, survival, length = list[float](), 1.0, 0
         while length < depth:
             expected = survival * estimator.curve(length).mean
-            dearer = costs.round_s(length + 1) - costs.round_s(length)
-            if estimator.is_warm and expected < rate * dearer:
+            more_s = costs.round_s(length + 1) - costs.round_s(length)
+            if estimator.is_warm and expected < rate * more_s:
                 break
             chances.append(estimator.chance(length, one.signals[length][0]))
             survival *= chances[-1]

@@ -76,11 +76,11 @@ def test_a_stop_ends_a_path_behind_the_token() -> None:
 
 def test_as_much_of_a_tree_as_pays() -> None:
     whole = drawn_places("without_replacement", "", "eagle", 24, 5)
-    free, dear = TargetCost({1: 1.0, 64: 1.0}), TargetCost({1: 1.0, 2: 1.5, 3: 2.5, 64: 60.0})
-    sizes = [len(paying_places(whole, costs).choices) for costs in (free, dear)]  # type: ignore[attr-defined]
+    free, expensive = TargetCost({1: 1.0, 64: 1.0}), TargetCost({1: 1.0, 2: 1.5, 3: 2.5, 64: 60.0})
+    sizes = [len(paying_places(whole, costs).choices) for costs in (free, expensive)]  # type: ignore[attr-defined]
     assert sizes == [24, 1]
     by_level = drawn_places("without_replacement", "3x2", "eagle", 24, 5)
-    assert paying_places(by_level, dear) is by_level
+    assert paying_places(by_level, expensive) is by_level
     with pytest.raises(ValueError, match="give that beside tree=3x2"):
         drawn_places("iid", "3x2", "eagle", 24, 5)
     with pytest.raises(ValueError, match=r"positive child counts .* sequoia"):

@@ -9,6 +9,7 @@ import torch
 from families import model_of
 from torch import Tensor
 
+from foretoken.loading.draft_models import windowed
 from foretoken.models.base import CapabilityError, Feed
 from foretoken.models.cache.rectangle import TreeCache
 from foretoken.models.cache.window import Window
@@ -106,4 +107,4 @@ def test_no_more_slots_are_handed_out_than_the_windows(monkeypatch: pytest.Monke
 
 def test_models_that_read_the_whole_text() -> None:
     with pytest.raises(CapabilityError, match="leave window out"):
-        tables()[0].windowed(Window(4))
+        windowed(tables()[0], Window(4))

@@ -17,7 +17,7 @@ from foretoken.drafters.nested import works_nested
 from foretoken.io.drafter_folders import IMPORTED
 from foretoken.io.named_models import named_model
 from foretoken.loading.checkpoints import BUILTIN, ZOO, is_adapter, is_builtin, resolve
-from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model
+from foretoken.loading.draft_models import build_draft_model, build_foreign_draft_model, given_draft_model, windowed
 from foretoken.loading.native_heads import has_head, read_head
 from foretoken.models.base import LanguageModel
 from foretoken.models.cache.window import WHOLE_TEXT, Window
@@ -45,7 +45,7 @@ class LoadingContext(BuildContext):
         found = build_draft_model(
             path, self.target, self.source, self.tokenizer, self.device, name, packed=packed, quantize=quantize
         )
-        return found.windowed(window) if window.size else found
+        return windowed(found, window)
 
     def foreign_draft_model(
         self, name: str, path: str | None, *, quantize: str = "auto", window: Window = WHOLE_TEXT
@@ -54,7 +54,7 @@ class LoadingContext(BuildContext):
         found, own = build_foreign_draft_model(
             name, path, self.target, self.source, self.tokenizer, self.device, quantize
         )
-        return (found.windowed(window) if window.size else found), own
+        return windowed(found, window), own
 
     def drafter(self, spec: str) -> Drafter | None:
         """By its row in the registry."""

@@ -20,7 +20,6 @@ from foretoken.models.network.watch import Watch
 from foretoken.models.refusals import Refusal as Refusal
 
 if TYPE_CHECKING:
-    from foretoken.models.cache.window import Window
     from foretoken.models.network.layers import LayerPlan
 
 
@@ -356,14 +355,6 @@ class LanguageModel(ABC):
     @abstractmethod
     def commit(self, sequence: SequenceState, path: Sequence[int]) -> None:
         """Keep the scratch nodes of ``path`` (from the last committed token downwards), drop all others."""
-
-    def windowed(self, window: Window) -> LanguageModel:
-        """The same weights with texts of their own, of which new rows read a window only.
-
-        Raises:
-            CapabilityError: the model reads the whole text.
-        """
-        raise CapabilityError(f"{type(self).__name__} reads the whole text: leave window out")
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
         """Keep the first ``length`` committed tokens, drop the later ones and every scratch node.
