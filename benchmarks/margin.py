@@ -2,12 +2,17 @@
 
 Chains of ``--depth`` tokens are drafted and verified, and at every position three signals are kept: the margin between
 the best token's log-probability and the second's, the largest probability, and the entropy.  First: the area under the
-curve of each, over all positions that were reached.  Second: time per token when such drafts are cut by (1) the
-best fixed length, (2) the online margin estimator, which weighs what one more token is worth against what it costs, (3)
-the best fixed bar on the largest probability, and (4) an oracle that knows what is accepted.  Seconds are those of v(n)
-and of a draft step, measured here; a cut changes neither what is drafted before it nor what is accepted.
+curve of each, over all positions that were reached.  Second: speed over plain decoding if such drafts were cut by (1)
+the best fixed length, (2) the online margin estimator, which weighs what one more token is worth against what it costs,
+(3) the best fixed bar on the largest probability, and (4) an oracle that knows what is accepted.  Third: in batches,
+the best length for all beside DSpark's prefix scheduler, which drafts whole chains and scores the likeliest of their
+tokens by those chances, for drafters that pay by the level and for those that draft a block at once.
 
-    python benchmarks/margin.py [--target builtin] [--drafter model] [--depth 8] [--new-tokens 128] [--json FILE]
+Only rounds behind those in which the estimator cuts nothing count.  A cut changes neither what is drafted before it nor
+what is accepted, so that costs may be any machine's: ``--costs C:ROW`` are a draft step (a block) and each further row
+of a target call, in target calls with one row.  ``--rounds FILE`` keeps what was recorded, and reads it if it exists.
+
+    python benchmarks/margin.py [--target builtin] [--drafter model] [--depth 8] [--costs 0.1:0.02] [--json FILE]
 """
 
 from __future__ import annotations
@@ -22,16 +27,15 @@ from typing import Any
 
 import torch
 from common import environment
+from margin_estimator import EVERY, WARM_UP, MarginEstimator, margin_of, prefixes, survival
 from prompts import CODE, MORE_CODE, MORE_PROSE, PROSE
 from torch import Tensor
 
 from foretoken.controllers.base import Controller
-from foretoken.controllers.margin import MarginEstimator, margin_of
 from foretoken.controllers.stopping import entropy
 from foretoken.core import Budget, Context, Limits, StepRecord
 from foretoken.llm import assemble
 from foretoken.loading import build_drafter, load_model, load_tokenizer
-from foretoken.models.call_costs import quick_costs
 
 SIGNALS = ("margin", "largest probability", "entropy")
 
@@ -42,7 +46,6 @@ class Round:
 
     signals: list[tuple[float, float, float]] = field(default_factory=list)
     accepted: int = 0
-    draft_s: float = 0.0
     depth: int = 0
 
 
@@ -75,7 +78,7 @@ class Watching(Controller):
         """Keep whole chains only: the last round of an answer is cut by its end."""
         seen = self._now.pop(context.request_id)
         if len(seen.signals) == record.num_draft_tokens == self.depth:
-            seen.accepted, seen.draft_s, seen.depth = record.num_accepted_tokens, record.draft_s, record.depth
+            seen.accepted, seen.depth = record.num_accepted_tokens, record.depth
             self.rounds.append(seen)
 
 
@@ -143,23 +146,52 @@ def bar_lengths(rounds: Sequence[Round], bar: float, depth: int) -> list[int]:
     return [next((i + 1 for i in range(depth) if one.signals[i][1] < bar), depth) for one in rounds]
 
 
-def compared(rounds: Sequence[Round], costs: Costs, depth: int) -> dict[str, float]:
+def compared(all_rounds: Sequence[Round], costs: Costs, depth: int) -> dict[str, float]:
     """Speed of every policy over plain decoding."""
+    first = WARM_UP * EVERY
+    chosen, rounds = margin_lengths(all_rounds, costs, depth)[first:], all_rounds[first:]
     plain = 1.0 / costs.round_s(0)
     fixed = {k: speed(rounds, [k] * len(rounds), costs) for k in range(depth + 1)}
     bars = [speed(rounds, bar_lengths(rounds, bar / 20, depth), costs) for bar in range(20)]
-    chosen = margin_lengths(rounds, costs, depth)
     known = [max(range(one.accepted + 1), key=lambda n, o=one: (1 + n) - fixed_rate(fixed) * costs.round_s(n))  # type: ignore[misc]
              for one in rounds]  # fmt: skip
     best = max(fixed, key=fixed.__getitem__)
     return {
         "best length": best,
         "fixed": fixed[best] / plain,
-        "margin": speed(rounds, chosen, costs) / plain,
-        "margin, length": sum(chosen) / len(chosen),
-        "largest probability": max(bars) / plain,
+        "by margin": speed(rounds, chosen, costs) / plain,
+        "its length": sum(chosen) / len(chosen),
+        "by probability": max(bars) / plain,
         "oracle": speed(rounds, known, costs) / plain,
     }
+
+
+def in_batches(all_rounds: Sequence[Round], costs: Costs, depth: int, size: int) -> dict[str, float]:
+    """Tokens per second of batches, by what is drafted, over plain decoding."""
+    estimator, chances = MarginEstimator(), list[list[float]]()
+    for one in all_rounds:
+        margins = [row[0] for row in one.signals]
+        chances.append([estimator.chance(place, margin) for place, margin in enumerate(margins)])
+        estimator.observe(margins, chances[-1], one.accepted)
+    starts = range(WARM_UP * EVERY, len(all_rounds) - size + 1, size)
+    groups = [(all_rounds[start : start + size], chances[start : start + size]) for start in starts]
+    plain = size / costs.target_s(size)
+    found: dict[str, float] = {}
+    for name, drafting in (("levels", lambda length: costs.step_s * length), ("block", lambda _: costs.step_s)):
+        fixed = [
+            batch_speed([(rounds, [k] * size) for rounds, _ in groups], costs, drafting(k)) for k in range(1, depth + 1)
+        ]
+        kept = [(rounds, prefixes([survival(row) for row in told], size, lambda rows: 1.0 / costs.target_s(rows)))
+                for rounds, told in groups]  # fmt: skip
+        found |= {f"{name}, one length": max([plain, *fixed]) / plain}
+        found |= {f"{name}, prefixes": batch_speed(kept, costs, drafting(depth)) / plain}
+    return found
+
+
+def batch_speed(groups: Sequence[tuple[Sequence[Round], Sequence[int]]], costs: Costs, draft_s: float) -> float:
+    """Tokens per second of batches whose chains are scored up to these lengths."""
+    tokens = sum(1 + min(one.accepted, n) for rounds, lengths in groups for one, n in zip(rounds, lengths, strict=True))
+    return tokens / sum(draft_s + costs.target_s(len(lengths) + sum(lengths)) for _, lengths in groups)
 
 
 def fixed_rate(fixed: dict[int, float]) -> float:
@@ -167,8 +199,40 @@ def fixed_rate(fixed: dict[int, float]) -> float:
     return max(fixed.values())
 
 
+def recorded(args: argparse.Namespace, temperature: float) -> dict[str, list[Round]]:
+    """Rounds by kind of text."""
+    target, tokenizer = load_model(args.target, dtype=args.dtype), load_tokenizer(args.target)
+    is_model = args.drafter.startswith("model")
+    chain = f"k={args.depth}" if is_model else f"depth={args.depth},nodes={args.depth},width=1"
+    drafter = build_drafter(f"{args.drafter},{chain}", target, target_source=args.target, tokenizer=tokenizer)
+    watching = Watching(args.depth)
+    llm, found = assemble(target, drafter, "auto", watching, tokenizer), dict[str, list[Round]]()
+    for kind, texts in {"code": (*CODE, *MORE_CODE), "prose": (*PROSE, *MORE_PROSE)}.items():
+        watching.rounds = []
+        prompts = list(texts[: args.prompts])
+        seeds = list(range(len(prompts)))
+        llm.generate(prompts, max_new_tokens=args.new_tokens, temperature=temperature, seed=seeds, ignore_eos=True)
+        found[kind] = watching.rounds
+    return found
+
+
+def kept_rounds(args: argparse.Namespace, temperature: float) -> dict[str, list[Round]]:
+    """:func:`recorded`, or what was recorded before."""
+    file = None if args.rounds is None else args.rounds.with_suffix(f".{temperature:g}.json")
+    if file is not None and file.exists():
+        stored = json.loads(file.read_text())
+        return {
+            kind: [Round([tuple(row) for row in one["signals"]], one["accepted"], one["depth"]) for one in rows]
+            for kind, rows in stored.items()
+        }
+    found = recorded(args, temperature)
+    if file is not None:
+        file.write_text(json.dumps({kind: [vars(one) for one in rounds] for kind, rounds in found.items()}))
+    return found
+
+
 def main() -> None:
-    """Two tables; with ``--json`` all figures."""
+    """Areas and speeds; with ``--json`` all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="builtin")
     parser.add_argument("--drafter", default="model", help="a spec, without its length")
@@ -177,33 +241,24 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=12, help="of each kind")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--costs", nargs="+", default=["0.05:0.01", "0.1:0.05", "0.25:0.01", "0.25:0.1", "0.4:0.1"])
+    parser.add_argument("--batch", type=int, default=8, help="requests of the third comparison")
+    parser.add_argument("--rounds", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    target, tokenizer = load_model(args.target, dtype=args.dtype), load_tokenizer(args.target)
-    length = {"model": f"k={args.depth}"}.get(args.drafter.partition(":")[0].partition(",")[0])
-    chain = length or f"depth={args.depth},nodes={args.depth},width=1"
-    drafter = build_drafter(f"{args.drafter},{chain}", target, target_source=args.target, tokenizer=tokenizer)
-    curve, rows = quick_costs(target), list[dict[str, Any]]()
-    texts = {"code": (*CODE, *MORE_CODE), "prose": (*PROSE, *MORE_PROSE)}
-    print(environment())
+    print(environment(), args.drafter)
+    rows = list[dict[str, Any]]()
     for temperature in args.temperatures:
-        watching = Watching(args.depth)
-        llm = assemble(target, drafter, "auto", watching, tokenizer)
-        for kind, prompts in texts.items():
-            watching.rounds = []
-            for seed, prompt in enumerate(prompts[: args.prompts]):
-                llm.generate(
-                    prompt, max_new_tokens=args.new_tokens, temperature=temperature, seed=seed, ignore_eos=True
-                )
-            rounds = watching.rounds
-            step_s = sorted(one.draft_s / one.depth for one in rounds)[len(rounds) // 2]
-            found = {"temperature": temperature, "kind": kind, "rounds": len(rounds), **areas(rounds)}
-            found |= {"c": step_s / curve.of(1), **compared(rounds, Costs(step_s, curve.of), watching.depth)}
-            rows.append(found)
-            shown = [
-                f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in found.items()
-            ]
-            print("; ".join(shown), flush=True)
+        for kind, rounds in kept_rounds(args, temperature).items():
+            depth = rounds[0].depth
+            shown = ", ".join(f"{name} {value:.3f}" for name, value in areas(rounds).items())
+            print(f"T={temperature:g} {kind}: {len(rounds)} rounds of {depth}; areas {shown}", flush=True)
+            for given in args.costs:
+                step, row = map(float, given.split(":"))
+                costs = Costs(step, lambda n, row=row: 1.0 + row * (n - 1))  # type: ignore[misc]
+                found = compared(rounds, costs, depth) | in_batches(rounds, costs, depth, args.batch)
+                rows.append({"temperature": temperature, "kind": kind, "costs": given, **areas(rounds), **found})
+                print(f"  c {step:g}, row {row:g}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items()), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
 

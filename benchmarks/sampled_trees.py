@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,11 +41,14 @@ class Arm:
     rates: dict[str, list[float]] = field(default_factory=dict)
     stats: dict[str, SpecStats] = field(default_factory=dict)
 
-    def serve(self, kind: str, prompt: str, options: dict[str, Any]) -> None:
-        """Answer a prompt, and note how fast."""
-        output = self.llm.generate(prompt, **options)
-        self.rates.setdefault(kind, []).append(output.stats.tokens_per_s)
-        self.stats.setdefault(kind, SpecStats()).merge(output.stats)
+    def serve(self, kind: str, prompts: Sequence[str], options: dict[str, Any]) -> None:
+        """Answer prompts together, and note how fast."""
+        began = time.perf_counter()
+        outputs = self.llm.generate(list(prompts), **options)
+        spent_s = time.perf_counter() - began - max(output.stats.prefill_s for output in outputs)
+        self.rates.setdefault(kind, []).append(sum(len(output.token_ids) for output in outputs) / spent_s)
+        for output in outputs:
+            self.stats.setdefault(kind, SpecStats()).merge(output.stats)
 
     def row(self, kind: str, plain: Arm) -> dict[str, Any]:
         """What is printed of it."""
@@ -80,13 +84,13 @@ def arms_of(spec: str, target: Any, tokenizer: Any, nodes: int) -> list[Arm]:
     return arms
 
 
-def serve_all(arms: Sequence[Arm], prompts: int, options: dict[str, Any]) -> None:
+def serve_all(arms: Sequence[Arm], prompts: int, batch: int, options: dict[str, Any]) -> None:
     """Every prompt of every kind by every arm, in turns."""
     for kind, texts in KINDS.items():
-        for number, prompt in enumerate(texts[:prompts]):
-            turn = number % len(arms)
+        for first in range(0, min(prompts, len(texts)), batch):
+            turn = first // batch % len(arms)
             for arm in [*arms[turn:], *arms[:turn]]:
-                arm.serve(kind, prompt, options)
+                arm.serve(kind, texts[first : min(first + batch, prompts)], options)
 
 
 def main() -> None:
@@ -94,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drafters", default=",".join(DRAFTERS))
     parser.add_argument("--prompts", type=int, default=6, help="of each kind")
+    parser.add_argument("--batch", type=int, default=1, help="prompts that are served together")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--nodes", type=int, default=0, help="of every tree; 0: as many as pay here")
     parser.add_argument("--dtype", default="float32")
@@ -111,7 +116,7 @@ def main() -> None:
             arms = [plain, *arms_of(name, target, tokenizer, args.nodes)]
             for arm in arms:  # first calls are slower
                 arm.llm.generate(CODE[0], max_new_tokens=8, temperature=temperature)
-            serve_all(arms, args.prompts, options)
+            serve_all(arms, args.prompts, args.batch, options)
             for arm in arms[1:]:
                 for kind in KINDS:
                     row = {"temperature": temperature, **arm.row(kind, plain)}

@@ -253,8 +253,6 @@ ROWS: tuple[Row, ...] = (
                 "Picks drafter and length by measured cost and acceptance; drafts nothing where that pays more."),
     _controller("goodput", "GoodputController", "SmartSpec, arXiv 2406.14066",
                 "The length with most expected tokens per second by a measured cost model, for the whole batch."),
-    _controller("prefix", "PrefixController", "DSpark, arXiv 2607.05147",
-                "Chains of one length, of which a batch scores the prefixes that bring most tokens per second."),
     _controller("constant", "ConstantController", "Leviathan et al. 2023, arXiv 2211.17192",
                 "Always the same draft length.", example="constant,k=5"),
     _controller("heuristic", "HeuristicController", "Transformers' assisted generation",

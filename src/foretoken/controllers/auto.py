@@ -15,7 +15,6 @@ from typing import Any
 from foretoken.controllers.acceptance_model import POPULATION_KEEP, AcceptanceModel, Counts
 from foretoken.controllers.base import Controller
 from foretoken.controllers.cost_model import SAMPLES, CostModel
-from foretoken.controllers.margin import MarginStops
 from foretoken.controllers.plan import Draft, Plan, best_drafts, best_plan, planned
 from foretoken.core import Budget, Context, Limits, StepRecord
 from foretoken.costs import RoundCosts
@@ -43,11 +42,10 @@ class AutoController(Controller):
     weighs_costs = True
     keep = POPULATION_KEEP
 
-    def __init__(self, k: int | None = None, margin: bool = False) -> None:
+    def __init__(self, k: int | None = None) -> None:
         if k is not None and k < 1:
             raise ValueError(f"{self.name} needs k >= 1, not {k}")
         self.k = k
-        self.stops = MarginStops() if margin else None
         self._start: RoundCosts | None = None
         self.attach(Limits("", 5, 64))
 
@@ -99,25 +97,7 @@ class AutoController(Controller):
             self._measures = measured is not None or self.plan is not self.chosen
             self._budget = self.plan.budget(self.members, self.grouped)
         self._keep -= 1
-        if self.stops is None or not self.plan.drafts:
-            return [self._budget] * len(contexts)
-        return [self._with_stop(self._budget, context, len(contexts)) for context in contexts]
-
-    def _with_stop(self, budget: Budget, context: Context, batch: int) -> Budget:
-        """Drafts of networks as long as one more token is worth what it costs."""
-        member = budget.member or 0
-        if self.stops is None or not self.members[member].relative_cost:
-            rest = budget.otherwise
-            return budget if rest is None else replace(budget, otherwise=self._with_stop(rest, context, batch))
-        longest, nodes = self.depths[member][-1], round(batch * (1 + budget.max_depth / 2))
-        step_s = (self.costs.draft_s(member, longest, batch) - self.costs.draft_s(member, 1, batch)) / (
-            max(longest - 1, 1) * batch
-        )
-        row_s = (self.costs.round_s(batch, nodes + 4) - self.costs.round_s(batch, nodes)) / 4
-        least = (step_s + max(row_s, 0.0)) * batch * self.plan.tokens / self.plan.seconds
-        warm = self.stops.estimator(member, context.maker.greedy).is_warm and self.plan is self.chosen
-        depth = longest if warm else budget.max_depth
-        return replace(budget, max_depth=depth, stop=self.stops.rule(context, member, least))
+        return [self._budget] * len(contexts)
 
     def _next_to_measure(self, size: int, contexts: Sequence[Context]) -> Plan | None:
         """The next round of the calibration, at a new size of the batch (within a factor of two): plain decoding, and
@@ -215,19 +195,14 @@ class AutoController(Controller):
         self.acceptance.tick()
         asked: dict[tuple[int, int], int] = {}
         for context, record in seen:
-            if self.stops is not None:
-                self.stops.observe(context, record)
             before = len(context.tokens) - 1 - record.num_accepted_tokens
             answered = -1 if record.num_draft_tokens == 0 else record.member if self.grouped else 0
             for draft in self.plan.drafts:
                 depth = min(draft.depth, remaining(context, before) - 1) if draft.member == answered else 0
-                if self.stops is not None and depth and self.members[draft.member].relative_cost:
-                    depth = record.depth
                 own = self.state(context)[draft.member]
                 self.acceptance.add(context.maker.greedy, draft.member, own, depth, record.num_accepted_tokens)
                 if draft.member == answered:
-                    wanted = draft.depth if self.stops is None else record.depth
-                    asked[answered, wanted] = asked.get((answered, wanted), 0) + 1
+                    asked[answered, draft.depth] = asked.get((answered, draft.depth), 0) + 1
                     width = record.num_draft_tokens / max(depth, 1)
                     self.width[answered] += 0.05 * (width - self.width[answered])
                     break

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from foretoken.core import Budget, Context, Limits, StepRecord, TokenTree
+from foretoken.core import Budget, Context, Limits, StepRecord
 from foretoken.costs import RoundCosts
 
 
@@ -41,14 +41,6 @@ class Controller(ABC):
     def budgets(self, contexts: Sequence[Context]) -> list[Budget]:
         """The budgets of all requests of the next round; override when they depend on each other."""
         return [self.budget(context, len(contexts)) for context in contexts]
-
-    def admitted(self, contexts: Sequence[Context], trees: Sequence[TokenTree]) -> Sequence[TokenTree]:
-        """What the target scores of the drafts of a round; all of them by default.
-
-        A drawn token may be left out by what was known before it was drawn, never by what it is: not by its
-        probability, nor by anything that was drafted behind it.
-        """
-        return trees
 
     def observe(self, context: Context, record: StepRecord) -> None:  # noqa: B027
         """Learn from a finished round."""

@@ -217,11 +217,9 @@ class Engine(Requests):
                 chosen.append(turn)
                 budgets.append(budget)
         if chosen:
-            contexts = [turn.run.context for turn in chosen]
-            proposed = self.drafter.propose_batch(contexts, budgets)
-            trees = [truncate(tree, budget.deepest) for tree, budget in zip(proposed, budgets, strict=True)]
-            for turn, tree in zip(chosen, self.controller.admitted(contexts, trees), strict=True):
-                turn.tree = tree
+            proposed = self.drafter.propose_batch([turn.run.context for turn in chosen], budgets)
+            for turn, tree, budget in zip(chosen, proposed, budgets, strict=True):
+                turn.tree = truncate(tree, budget.deepest)
 
     def _begin_reading(self, runs: Sequence[Running]) -> None:
         """Drafters may read as much beside a round as the target does, and more than texts grow by meanwhile."""

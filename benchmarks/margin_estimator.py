@@ -1,4 +1,5 @@
-"""How likely a draft token is to be accepted, from how far the best token is ahead of the second best.
+"""How likely a draft token is to be accepted, from how far the best token is ahead of the second best: what
+``margin.py`` measures.
 
 One logistic curve per position of a draft, two parameters each, is learned online from what was verified; the idea and
 its numbers are those of vLLM's adaptive verification (2026).  The margin is that of log-probabilities, capped, and
@@ -8,12 +9,10 @@ known before the token is drawn: whether a draft goes on behind it may depend on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
-
-from foretoken.core import Context, StepRecord
 
 CAP = 40.0
 """Margins above this are one."""
@@ -136,45 +135,34 @@ class MarginEstimator:
                 curve.step()
 
 
-@dataclass
-class Told:
-    """What was told of one request's chain in this round."""
+def survival(chances: Sequence[float]) -> list[float]:
+    """Chance that a draft is accepted so far, by position."""
+    found, product = [], 1.0
+    for chance in chances:
+        product *= chance
+        found.append(product)
+    return found
 
-    member: int
-    margins: list[float] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
-    survival: float = 1.0
 
+def prefixes(survivals: Sequence[Sequence[float]], plain: int, calls_per_s: Callable[[int], float]) -> list[int]:
+    """How many tokens of every chain are scored: the likeliest ones of all, until the throughput falls for the first
+    time.
 
-class MarginStops:
-    """Stop rules by the margin, for drafters that have distributions."""
+    Not until it is highest: whether a token is scored may depend on what is as likely as itself or likelier, which is
+    before it or of another request, never on what is drafted behind it.
 
-    def __init__(self) -> None:
-        self._estimators: dict[tuple[int, bool], MarginEstimator] = {}
-
-    def estimator(self, member: int, greedy: bool) -> MarginEstimator:
-        """Of a drafter, for greedy requests or others."""
-        return self._estimators.setdefault((member, greedy), MarginEstimator())
-
-    def rule(self, context: Context, member: int, least: float) -> Callable[[Tensor | None, float], bool]:
-        """Ends a draft where one more token is accepted with a lower chance than ``least``."""
-        estimator = self.estimator(member, context.maker.greedy)
-        told = context.state[self] = Told(member)
-
-        def stop(distribution: Tensor | None, probability: float) -> bool:
-            if distribution is None:
-                return False
-            place = len(told.margins)
-            told.margins.append(margin_of(distribution))
-            told.chances.append(estimator.chance(place, told.margins[-1]))
-            told.survival *= told.chances[-1]
-            return estimator.is_warm and told.survival * estimator.curve(place + 1).mean < least
-
-        return stop
-
-    def observe(self, context: Context, record: StepRecord) -> None:
-        """Learn from a chain that was drafted under a rule."""
-        told: Told | None = context.state.pop(self, None)
-        if told is not None and len(told.margins) == record.num_draft_tokens == record.depth:
-            estimator = self.estimator(told.member, context.maker.greedy)
-            estimator.observe(told.margins, told.chances, record.num_accepted_tokens)
+    Args:
+        survivals: by chain and position; they fall along a chain.
+        plain: tokens, and rows, of a round without drafts.
+        calls_per_s: by rows in one call.
+    """
+    order = sorted((-value, place, chain) for chain, row in enumerate(survivals) for place, value in enumerate(row))
+    counts, rows, tokens = [0] * len(survivals), plain, float(plain)
+    best = tokens * calls_per_s(rows)
+    for negative, place, chain in order:
+        rows, tokens = rows + 1, tokens - negative
+        rate = tokens * calls_per_s(rows)
+        if rate < best:
+            break
+        best, counts[chain] = rate, place + 1
+    return counts
