@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from foretoken.drafters.quantized import PAYS, QuantizedDrafter
-from foretoken.loading import LoadingContext, default_drafter
+from foretoken.loading import LoadingContext, default_drafter, load_model
 from foretoken.models import wrap
 from foretoken.models.linear.quantised import available
 from foretoken.models.other.table import TableModel
 from foretoken.models.variants import quantised_gain
 from foretoken.models.variants.quantised_gain import ACCEPTANCE, expected_gain
 from foretoken.models.variants.second_weights import Scheme
+from gguf_writer import write_model
 from toys import llama
 
 SCHEME = Scheme("8", 32)
@@ -93,3 +96,18 @@ def test_auto_has_it_where_it_promises_enough(
     assert QuantizedDrafter.free_for(LoadingContext(target, "somewhere")) is (gain >= PAYS)
     assert default_drafter(target, "somewhere") == default
     assert default_drafter(target, target.model) == "ngram"  # handed in
+
+
+@pytest.mark.parametrize(("kind", "measured"), [("Q4_1", False), ("Q8_0", False), ("F32", True)])
+def test_a_target_in_few_bits_is_not_measured(
+    tmp_path: Path, any_size: None, monkeypatch: pytest.MonkeyPatch, kind: str, measured: bool
+) -> None:
+    """Its weights read a second time in as many bytes bring nothing; 8 bits in place of 8 neither."""
+    small = llama(dtype=torch.float32).config
+    network = LlamaForCausalLM(
+        LlamaConfig(**{**small.to_dict(), "hidden_size": 64, "intermediate_size": 64, "head_dim": 16})
+    )
+    target = load_model(write_model(tmp_path / "target.gguf", network, kind))
+    monkeypatch.setattr(quantised_gain, "_least", taking([0.25, 1.0, 1.0, 1.1, 3.0]))
+    assert (expected_gain(target, Scheme("4")) > 0) == (measured or kind == "Q8_0")
+    assert (expected_gain(target, SCHEME) > 0) == measured

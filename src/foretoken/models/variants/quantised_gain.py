@@ -16,10 +16,16 @@ import torch
 from foretoken.models.base import CapabilityError
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.quantised import make_product
+from foretoken.models.linear.quantised_products import QuantisedProduct
 from foretoken.models.variants.second_weights import Scheme, check_quantisable, free_bytes, linears
 
 SMALLEST = 50_000_000
 """Weights below which a step is mostly overhead: not even measured."""
+FEWEST_BYTES = {"4": 0.625, "8": 1.0}
+"""Bytes of a weight by its bits; those in 4 have a scale and a zero for 32 of them."""
+MOST_OF_STORED = 0.75
+"""A target whose weights take hardly more (a GGUF file in 4 bits) is not drafted for by the same bytes read again.  The
+largest layer alone does not show that: half of them may be stored in more bits than the others."""
 MOST_MEMORY = 0.5
 """Share of the free memory that a second set of weights may take unasked."""
 ACCEPTANCE = 0.95
@@ -42,6 +48,9 @@ def expected_gain(model: Any, scheme: Scheme) -> float:
         return 0.0
     found = list(linears(model.model))
     count = sum(linear.out_features * linear.in_features for linear in found)
+    wanted = count * FEWEST_BYTES["8" if scheme.bits == "8" else "4"]
+    if wanted > MOST_OF_STORED * sum(_stored_bytes(linear, model.dtype) for linear in found):
+        return 0.0
     free = free_bytes()
     if count < SMALLEST or (free is not None and count > MOST_MEMORY * free):
         return 0.0
@@ -52,6 +61,14 @@ def expected_gain(model: Any, scheme: Scheme) -> float:
     head = model.model.get_output_embeddings()
     largest = max((one for one in found if one is not head), key=lambda one: one.out_features * one.in_features)
     return _gain(largest, count, len(found), scheme, model.dtype)
+
+
+def _stored_bytes(linear: Any, dtype: torch.dtype) -> int:
+    """What a layer's weights take as they are multiplied."""
+    product = getattr(linear, "product", None)
+    if isinstance(product, QuantisedProduct):
+        return product.nbytes
+    return int(linear.out_features * linear.in_features * dtype.itemsize)
 
 
 @torch.inference_mode()
