@@ -30,6 +30,14 @@ DRAWS = ("iid", "without_replacement", "greedy")
 """How requests that sample without noise get their drafts: a drawn chain, a drawn tree, or the likeliest tokens."""
 
 
+def check_draw(name: str, draw: str) -> None:
+    """Raises:
+    ValueError: none of :data:`DRAWS`.
+    """
+    if draw not in DRAWS:
+        raise ValueError(f"{name} needs draw={', '.join(DRAWS[:-1])} or {DRAWS[-1]}, not {draw!r}")
+
+
 def places_of(tree: str, name: str) -> Places:
     """The static tree that an option ``tree`` asks for: child counts per level, a file, or a spec.
 

@@ -19,7 +19,7 @@ from foretoken.costs import TargetCost
 from foretoken.drafters.base import BuildContext, Drafter, share_of_bytes
 from foretoken.drafters.draft_vocabulary import chosen_ids
 from foretoken.drafters.drawing import distribution_of, log_beliefs, ranked
-from foretoken.drafters.drawn_tree import DRAWS, DrawnTree, drawn_places, paying_places, traits_of
+from foretoken.drafters.drawn_tree import DrawnTree, check_draw, drawn_places, paying_places, traits_of
 from foretoken.drafters.dynamic import MOST_NODES
 from foretoken.drafters.growing import asks_for_confidence
 from foretoken.drafters.nets.store import build_net, read_description, read_stored
@@ -100,8 +100,7 @@ class FeatureDrafter(FeatureReader, Drafter):
         sink: int = 0,
         tree: str = "",
     ) -> None:
-        if draw not in DRAWS:
-            raise ValueError(f"{self.name} needs draw={', '.join(DRAWS)}, not {draw!r}")
+        check_draw(self.name, draw)
         for key, value in (("nodes", nodes), ("depth", depth), ("width", width)):
             if value < 1:
                 raise ValueError(f"{self.name} needs {key} >= 1, not {value}")
