@@ -65,7 +65,9 @@ from foretoken.drafters.staged import StagedDrafter
 from foretoken.drafters.suffix import SuffixDrafter
 from foretoken.drafters.swift import SwiftDrafter
 from foretoken.drafters.vocabulary import Vocabulary
+from foretoken.loading.draft_models import windowed
 from foretoken.models.base import LanguageModel
+from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.heads.features import FeatureModel
 from foretoken.models.forward.heads.mtp import NativeModule
@@ -96,6 +98,11 @@ def random_weights(net: Any, scale: float = 0.4) -> Any:
 def few_tokens(model: LanguageModel, quantised: bool = False, first: int = 1) -> DraftHead:
     """A projection to every second token: of four a processor may leave none of them."""
     return DraftHead(TargetParts(model), torch.arange(first, model.vocab_size, 2), quantised=quantised)
+
+
+def near_sighted(draft: LanguageModel) -> LanguageModel:
+    """A draft model that reads three tokens back, and the first one."""
+    return windowed(draft, Window(3, 1))
 
 
 def guessing_few(drafter: Any, model: LanguageModel) -> Drafter:
@@ -276,6 +283,7 @@ CASES: dict[str, list[Case]] = {
         Case("wor-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="without_replacement")),
         Case("greedy-tree", lambda target, draft: ModelDrafter(draft, tree="2x2x1", draw="greedy")),
         Case("itself", lambda target, draft: ModelDrafter(target, k=3)),
+        Case("window", lambda target, draft: ModelDrafter(near_sighted(draft), k=3), network=True),
         *(
             Case(f"few-{label}", lambda target, draft, o=options: guessing_few(ModelDrafter(draft, **o), draft), True)  # type: ignore[misc]
             for label, options in {
