@@ -307,9 +307,10 @@ def small() -> ft.llm.Llm:
     return ft.load("builtin", None, dtype="float32")
 
 
-@pytest.mark.parametrize("spec", ["model,k=4", "ngram", "medusa", "eagle", "mtp", "kangaroo"])
+@pytest.mark.parametrize("spec", ["model,k=4", "ngram", "medusa,nodes=7", "eagle,nodes=7", "mtp", "kangaroo"])
 def test_zoo_drafters(spec: str, inflated: Any, small: Any) -> None:
-    """The same text as plain decoding, in as many rounds as on the small model."""
+    """The same text as plain decoding, in as many rounds as on the small model, with trees of one size (by default it is
+    that which pays by measured times)."""
     from foretoken.llm import assemble
     from foretoken.loading import build_drafter
 
