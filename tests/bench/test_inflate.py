@@ -309,8 +309,9 @@ def small() -> ft.llm.Llm:
 
 @pytest.mark.parametrize("spec", ["model,k=4", "ngram", "medusa,nodes=7", "eagle,nodes=7", "mtp", "kangaroo"])
 def test_zoo_drafters(spec: str, inflated: Any, small: Any) -> None:
-    """The same text as plain decoding, in as many rounds as on the small model, with trees of one size (by default it is
-    that which pays by measured times)."""
+    """The same text as plain decoding, in as many rounds as on the small model, with trees of one size.
+
+    By default measured times choose the size."""
     from foretoken.llm import assemble
     from foretoken.loading import build_drafter
 
