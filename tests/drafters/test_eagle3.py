@@ -199,25 +199,6 @@ def test_the_most_frequent_tokens_are_chosen(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(recipe.net.lm_head.weight, recipe.parts.head.weight[[1, 2, 7]])
 
 
-def test_training_reads_hidden_states_of_size_one_and_the_stored_network_those_that_are() -> None:
-    recipe = toy_recipe(Eagle3Recipe)
-    assert isinstance(recipe, Eagle3Recipe)
-    text = np.random.default_rng(3).integers(0, 32, 60).astype(np.uint16)
-    recipe.prepare(text)
-    assert recipe.scales is not None
-    states = recipe.parts.features(torch.from_numpy(text.astype(np.int64))[None], recipe.config.taps)
-    for tap, scale in zip(recipe.config.taps, recipe.scales, strict=True):
-        assert float((states[tap] * scale).square().mean(-1).sqrt().median()) == pytest.approx(1, rel=1e-4)
-    batch = toy_batch(recipe)
-    trained = recipe.loss(batch, torch.Generator().manual_seed(0))
-    recipe.net, recipe.scales = recipe.stored_net, None  # type: ignore[assignment]
-    stored = recipe.loss(batch, torch.Generator().manual_seed(0))
-    assert float(stored.detach()) == pytest.approx(float(trained.detach()), rel=1e-5)
-    unscaled = toy_recipe(Eagle3Recipe, scaled="false")
-    unscaled.prepare(text)
-    assert unscaled.stored_net is unscaled.net
-
-
 @pytest.mark.parametrize("share_head", [False, True])
 def test_only_tokens_of_the_draft_vocabulary_are_guessed(share_head: bool) -> None:
     """And what is kept of the tree is closed: a parent is kept before its child, which scores no better."""

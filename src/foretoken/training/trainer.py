@@ -229,9 +229,7 @@ class Trainer:
         if recipe.frequent is not None:
             measured = {**measured, "frequent": recipe.frequent.tolist()}
         if recipe.has_net:
-            save_drafter(
-                self.out, recipe.method, recipe.stored_config(), recipe.stored_net, parts.fingerprint(), measured
-            )
+            save_drafter(self.out, recipe.method, recipe.stored_config(), recipe.net, parts.fingerprint(), measured)
         return parts
 
     def _report(self, parts: TargetParts, acceptance: Mapping[str, Any], spent_s: float) -> dict[str, Any]:

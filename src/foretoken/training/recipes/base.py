@@ -122,11 +122,6 @@ class Recipe(ABC):
         return self.target
 
     @property
-    def stored_net(self) -> nn.Module:
-        """The network as it is written to disk."""
-        return self.net
-
-    @property
     def has_net(self) -> bool:
         """Whether there is anything to store but the target."""
         return any(True for _ in self.net.parameters())

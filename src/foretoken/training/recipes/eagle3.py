@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,8 +19,6 @@ from foretoken.training.recipes.features import FeatureRecipe, some_rows
 
 DRAFT_VOCAB = 4096
 """Tokens of the draft vocabulary, where the target has that many."""
-SIZED = 512
-"""Tokens of the training text whose hidden states tell how large those of each depth are."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +28,10 @@ class Eagle3Settings(Eagle3Config):
     Attributes:
         unroll: steps of drafting that are trained (the paper's 7 cost twice as much).
         decay: a step's weight is ``decay`` times that of the step before it.
-        scaled: whether training reads hidden states of size 1, by scales that are in the stored network's fusion.
     """
 
     unroll: int = 4
     decay: float = 0.8
-    scaled: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,8 +50,6 @@ class Eagle3Recipe(FeatureRecipe):
     drafter_class: ClassVar[type[Any]] = Eagle3Drafter
     config: Eagle3Settings
     net: Eagle3Net
-    scales: Tensor | None = None
-    """[taps] what the hidden states of each depth are multiplied with in training; ``None``: nothing."""
 
     @property
     def taps(self) -> Sequence[str]:
@@ -103,35 +96,11 @@ class Eagle3Recipe(FeatureRecipe):
         """Make the most frequent tokens of the training text the draft vocabulary (ties: the lower id)."""
         self.net.choose(torch.from_numpy(most_frequent(tokens, self.config.vocab_size, self.config.guessed)))
         self._start_head(self.net)
-        self.scales = self._scales(tokens[:SIZED])
-
-    def _scales(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> Tensor | None:
-        """[taps] that make hidden states of a text [n] of size 1 (the median, since some tokens have huge ones).
-
-        The residual stream carries the fused state as it is.  Where that is large, 23 in SmolLM2, attention and MLP
-        hardly count beside it and learn slowly; no draft depends on its size, because norms read it.
-        """
-        if not self.config.scaled:
-            return None
-        text = torch.from_numpy(tokens.astype(np.int64)).to(self.parts.device)[None]
-        states = self.parts.features(text, self.config.taps)
-        sizes = [states[tap].float().square().mean(-1).sqrt().median() for tap in self.config.taps]
-        return 1 / torch.stack(sizes).clamp_min(1e-6)
-
-    @property
-    def stored_net(self) -> nn.Module:
-        """The network for hidden states as they are: the scales are in its fusion."""
-        if self.scales is None:
-            return self.net
-        found = copy.deepcopy(self.net)
-        found.fc.weight.data.mul_(self.scales.repeat_interleave(self.config.hidden_size))
-        return found
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Weighted mean over steps of the cross-entropy with the target's distribution over the draft vocabulary."""
         config = self.config
-        scales = [1.0] * len(config.taps) if self.scales is None else self.scales.tolist()
-        features = self.net.fuse([batch.taps[tap].float() * s for tap, s in zip(config.taps, scales, strict=True)])
+        features = self.net.fuse([batch.taps[tap].float() for tap in config.taps])
         rows = some_rows(batch, config.unroll, generator)
         weights = [config.decay**step for step in range(config.unroll)]
         total = features.new_zeros(())
@@ -151,7 +120,7 @@ class Eagle3Recipe(FeatureRecipe):
 
     def drafter(self, measured: Mapping[str, Any]) -> Drafter:
         """The network as it is."""
-        return Eagle3Drafter.of(self.stored_net, self.parts, self.target)  # type: ignore[arg-type]
+        return Eagle3Drafter.of(self.net, self.parts, self.target)
 
 
 def most_frequent(

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -66,10 +65,6 @@ class PeagleRecipe(Eagle3Recipe):
         if net.embed_tokens is not None:
             net.embed_tokens.weight.data.copy_(self.parts.embed.weight.detach().float())
         return net
-
-    def _scales(self, tokens: np.ndarray[Any, np.dtype[Any]]) -> Tensor | None:
-        """Its loss reads hidden states as they are."""
-        return None
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         """Mean over rows of the cross-entropy with the target's distribution over the draft vocabulary."""
