@@ -1,6 +1,6 @@
 """A real chat model from a folder: our plain decoding and drafters against Transformers, and whether texts are equal.
 
-Twelve conversations (six about anything, six about code) in the model's own template.  Speed: all arms take turns on
+Twelve conversations (half of them about code; --conversations 20 for all) in the model's own template.  Speed: all arms take turns on
 every conversation, or with --batch 4 on four at a time; a figure is the median over them of tokens per second, prompt
 included.  Transformers' arms take several times as long: with --transformers-every 3 they take part in every third
 conversation, with 0 (and beside a GGUF file, and in batches) in none.  With --llama FILE (a GGUF
@@ -40,6 +40,10 @@ CHAT = (
     "List five differences between cats and dogs, one line each.",
     "Summarise in one sentence: a town closed its bridge for repairs, shops lost customers, a ferry was opened.",
     "Give me a plan for learning to play the guitar in three months.",
+    "Tell me a story about a lighthouse keeper who finds a letter.",
+    "Is it better to rent or to buy a flat? Name two reasons for each.",
+    "Translate into French: the train to Lyon leaves at nine and arrives at noon.",
+    "A farmer has 17 sheep and buys 5 more, then sells 9. How many are left? Show the steps.",
 )
 CODE = (
     "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
@@ -48,6 +52,10 @@ CODE = (
     "Explain what this does: [w for w in text.split() if len(w) > 3]",
     "Write a SQL query that lists customers with more than three orders, with their number of orders.",
     "Write a Python script that reads a CSV file and prints the mean of every numeric column.",
+    "Fix the error: for i in range(10) print(i)",
+    "Write a function in JavaScript that removes duplicates from an array.",
+    "Write a regular expression for dates like 2024-01-31 and explain each part.",
+    "Turn this loop into a list comprehension: out = []\nfor x in xs:\n    if x > 0:\n        out.append(x * x)",
 )
 SEED = 7
 THEIRS = "transformers"

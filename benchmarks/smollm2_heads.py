@@ -49,7 +49,7 @@ MORE_CODE = (
     "Write a JavaScript function that returns the largest number of an array.",
     "Find the bug: def mean(xs):\n    total = 0\n    for x in xs:\n        total = x\n    return total / len(xs)",
 )
-QUESTIONS = {"chat": (*CHAT, *MORE_CHAT), "code": (*CODE, *MORE_CODE)}
+QUESTIONS = {"chat": (*CHAT[:6], *MORE_CHAT), "code": (*CODE[:6], *MORE_CODE)}
 DRAFTERS = ("suffix,share=false", "quantized,bits=4,k=4")
 """Without heads of one's own: give `eagle3:FOLDER,width=1,nodes=4,depth=4` for a chain, `eagle3:FOLDER` for a tree."""
 
