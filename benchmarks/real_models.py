@@ -29,9 +29,9 @@ from common import environment
 from quantized import instructions
 
 import foretoken as ft
-from foretoken.bench.arms import ArmContext
-from foretoken.bench.llama_cpp_arms import DraftArm, LlamaCppArm, PromptLookupArm
-from foretoken.measure.machine import hardware
+from foretoken.lab.bench.arms import ArmContext
+from foretoken.lab.bench.llama_cpp_arms import DraftArm, LlamaCppArm, PromptLookupArm
+from foretoken.loading.measured.machine import hardware
 
 CHAT = (
     "Why is the sky blue? Explain it to a child.",

@@ -241,12 +241,16 @@ def test_the_protocol_of_models_imports_nothing_heavy() -> None:
     [
         ("verifiers/x.py", "from foretoken.models.base import LanguageModel", "must not import foretoken.models.base"),
         ("verifiers/x.py", "import numpy as np", "pure tensor code"),
-        ("trees/x.py", "def f():\n    import foretoken.verifiers.base", "must not import foretoken.verifiers.base"),
+        (
+            "trees/x.py",
+            "def f():\n    import foretoken.methods.verifiers.base",
+            "must not import foretoken.methods.verifiers.base",
+        ),
         ("drafters/x.py", "from foretoken.engine.loop import Engine", "must not import foretoken.engine"),
         (
             "drafters/x.py",
-            "def f():\n    from foretoken.verifiers.block import B",
-            "must not import foretoken.verifiers",
+            "def f():\n    from foretoken.methods.verifiers.block import B",
+            "must not import foretoken.methods.verifiers",
         ),
         ("drafters/x.py", "from foretoken.loading import load_model", "must not import foretoken.loading"),
         (
@@ -256,14 +260,14 @@ def test_the_protocol_of_models_imports_nothing_heavy() -> None:
         ),
         (
             "controllers/x.py",
-            "def build():\n    import foretoken.drafters.nets.store",
-            "must not import foretoken.drafters",
+            "def build():\n    import foretoken.methods.drafters.nets.store",
+            "must not import foretoken.methods.drafters",
         ),
         ("drafters/x.py", "from transformers import DynamicCache", "only models/"),
         ("engine/x.py", "from transformers.cache_utils import Cache", "only models/"),
         ("engine/x.py", "from foretoken.cli.main import main", "must not import foretoken.cli"),
         ("bench/x.py", "def f():\n    import foretoken.server.app", "must not import foretoken.server.app"),
-        ("core/x.py", "from foretoken.sampling import Sampler", "must not import foretoken.sampling"),
+        ("core/x.py", "from foretoken.core.sampling import Sampler", "must not import foretoken.core.sampling"),
         (
             "models/cache/x.py",
             "def f():\n    from foretoken.models.forward.lean import LeanForward",
@@ -281,7 +285,7 @@ def test_wrong_imports_are_seen(place: str, source: str, words: str) -> None:
     [
         (
             "verifiers/x.py",
-            "import torch\nfrom foretoken.core import Kind\nfrom foretoken.trees.operations import merge",
+            "import torch\nfrom foretoken.core import Kind\nfrom foretoken.methods.trees.operations import merge",
         ),
         (
             "drafters/x.py",

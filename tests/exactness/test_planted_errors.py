@@ -98,7 +98,7 @@ def planted_draws(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """All functions that drafters draw with are given the square of the distribution; which of them were called."""
     import sys
 
-    from foretoken.drafters import drawing
+    from foretoken.methods.drafters import drawing
 
     called: list[str] = []
     for name in ("draw_iid", "draw_each", "draw_without_replacement"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from foretoken.io import hub_ids
+from foretoken.core.io import hub_ids
 from foretoken.loading.adapters import merge_adapter, read_adapter
 from foretoken.loading.checkpoints import (
     LoadError,
