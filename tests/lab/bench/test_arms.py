@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.lab.bench.arms import ArmContext, ArmRun, is_foreign, make_arm, unpacked
+from foretoken.lab.bench.arm_context import ArmContext, ArmRun, unpacked
+from foretoken.lab.bench.arms import is_foreign, make_arm
 from foretoken.lab.bench.transformers_arms import RoundClock, run_of
 from foretoken.models.huggingface import HuggingFaceModel
 from foretoken.models.linear.layouts import usable_layouts

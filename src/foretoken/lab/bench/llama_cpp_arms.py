@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from foretoken.lab.bench.arms import ArmContext, ArmRun
+from foretoken.lab.bench.arm_context import ArmContext, ArmRun
 from foretoken.lab.bench.gguf_export import write_gguf
 from foretoken.loading import resolve
 from foretoken.loading.gguf import is_gguf

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from foretoken.lab.bench.arms import ArmContext, ArmRun, unpacked
+from foretoken.lab.bench.arm_context import ArmContext, ArmRun, unpacked
 
 NO_TOKEN = -1
 """An end-of-text id that never comes (``None`` would be filled in from the model's own settings)."""
