@@ -57,10 +57,8 @@ assert Drafter is ft.Drafter and SamplingParams is ft.SamplingParams
 assert issubclass(ngram.NgramDrafter, ft.Drafter)
 assert FiniteLanguage.__module__ == "foretoken.core.constraints"
 """
-    strict, plain = (
-        [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code],
-        [sys.executable, "-c", code],
-    )
+    plain = [sys.executable, "-c", code]
+    strict = [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", code]
     refused = subprocess.run(strict, capture_output=True, text=True, timeout=120)
     assert "DeprecationWarning: foretoken.drafters is now foretoken.methods.drafters" in refused.stderr
     result = subprocess.run(plain, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""How much to draft, how much faster that is, and what would break it: tables from the formulas of ``theory``.
+"""How much to draft, how much faster that is, and what would break it: tables from :mod:`foretoken.lab.plan.speedup`.
 
 Section 3.5 of Leviathan et al., https://arxiv.org/abs/2211.17192; batches: SmartSpec, 2406.14066.
 """
