@@ -108,7 +108,7 @@ def planted_draws(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             called.append(name)
             return one(distribution**2, *more)
 
-        for module in [m for key, m in sys.modules.items() if key.startswith("foretoken.drafters")]:
+        for module in [m for key, m in sys.modules.items() if key.startswith("foretoken.methods.drafters")]:
             if getattr(module, name, None) is right_one:
                 monkeypatch.setattr(module, name, wrong)
     return called
