@@ -35,6 +35,7 @@ class World:
     stop_at: str = ""
     build_s: float = 0.0
     answer: int = 48
+    short: tuple[tuple[int, ...], ...] = ()
     seen: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
 
@@ -55,7 +56,7 @@ class FakeArm:
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.world.seen.append((self.name, self.controller, tuple(prompt)))
-        self.left = self.world.answer
+        self.left = 1 if tuple(prompt) in self.world.short else self.world.answer
 
     def advance(self) -> Round | None:
         if self.left <= 0:
@@ -272,6 +273,18 @@ def test_no_tree_is_looked_for_that_there_is_no_time_for(monkeypatch: pytest.Mon
     assert asked == []
     tune(job(World({**GOOD, "quantized": (0.95, 0.01)}), drafters=("quantized,bits=4,k=4",), minutes=3.0))
     assert asked == ["shape"]
+
+
+def test_a_prompt_that_is_answered_by_one_token_ends_no_search() -> None:
+    """SmolLM2's answer to the first prompt of the first hour was its end of text, and the budget was blamed."""
+    outcome = tune(job(World(GOOD, short=(tuple(PROMPTS[0]),))))
+    assert outcome.chosen is not None and outcome.chosen.drafter == "suffix,share=false"
+
+
+def test_prompts_that_are_all_answered_by_one_token_are_named() -> None:
+    with pytest.raises(ValueError, match="answers to all prompts end after a token or two") as error:
+        tune(job(World(GOOD, short=tuple(map(tuple, PROMPTS)))))
+    assert "--minutes" not in str(error.value)
 
 
 # -- interrupts, and too little of everything ------------------------------------------------------------------------

@@ -121,8 +121,7 @@ class Search:
         self._plain = self.job.arm(None, "constant")
         if self.job.clock() >= self._end_s:
             return
-        warm = _warmed(self._plain, self.job.prompts[0], 2 * FEWEST)[2:]
-        self._token_s = median([one.total_s for one in warm] or [0.0])
+        self._token_s = median([one.total_s for one in self._first_rounds()] or [0.0])
         left_s = self._end_s - self.job.clock()
         for counts in COUNTS:
             if sum(1 + n / 16 for n in counts) * (REPEATS + 1) * self._token_s < CURVE * left_s:
@@ -132,6 +131,15 @@ class Search:
         else:
             self._curve = TargetCost({1: self._token_s, 2: self._token_s})
         self._rest_s = max(0.0, self._token_s - self._curve.of(1))
+
+    def _first_rounds(self) -> list[Round]:
+        """Some rounds of plain decoding behind each answer's first two; several answers where they are short."""
+        rounds: list[Round] = []
+        for prompt in self.job.prompts:
+            rounds += _warmed(self._plain, prompt, 2 * FEWEST)[2:]
+            if len(rounds) >= FEWEST or self.job.clock() >= self._end_s:
+                break
+        return rounds
 
     def _scout(self, name: str, share_s: float, latest_s: float) -> None:
         """Try a drafter for its share of the time."""
@@ -304,6 +312,8 @@ class Search:
         reasons = {name: reason for name, reason in self.skipped.items() if "--minutes" not in reason}
         if reasons and len(reasons) == len(self.skipped):
             return "no drafter could be measured: " + "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        if not self._token_s and self.job.clock() < self._end_s:
+            return "nothing can be measured: the answers to all prompts end after a token or two; give others (--prompts)"
         before_s = self._started_s - self._began_s
         spent = f"loading took {before_s:.1f} s" + (f", a token {1e3 * self._token_s:.0f} ms" * (self._token_s > 0))
         enough = (before_s + 16 * SCOUTS * SCOUTED * self._token_s + 2.0) / 60
