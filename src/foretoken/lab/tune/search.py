@@ -313,7 +313,9 @@ class Search:
         if reasons and len(reasons) == len(self.skipped):
             return "no drafter could be measured: " + "; ".join(f"{name}: {why}" for name, why in reasons.items())
         if not self._token_s and self.job.clock() < self._end_s:
-            return "nothing can be measured: the answers to all prompts end after a token or two; give others (--prompts)"
+            return (
+                "nothing can be measured: the answers to all prompts end after a token or two; give others (--prompts)"
+            )
         before_s = self._started_s - self._began_s
         spent = f"loading took {before_s:.1f} s" + (f", a token {1e3 * self._token_s:.0f} ms" * (self._token_s > 0))
         enough = (before_s + 16 * SCOUTS * SCOUTED * self._token_s + 2.0) / 60
