@@ -79,7 +79,6 @@ constexpr long MOST = 3, FEWER = 3;
 #endif
 // FEWER where that many long rows would not stay in the nearest cache.
 constexpr long LONG = 2048;      // inputs of a long row
-constexpr long AHEAD = 3072;     // bytes: not every CPU looks for weights so far ahead by itself
 
 // [ROWS, in] x [WIDTH, in]^T, plus bias [WIDTH] and residual [ROWS, WIDTH] where they are not null; `width` outputs are
 // real, the others fill the last block up.  x is `stride` pairs from row to row, y in its own stride.
@@ -89,7 +88,7 @@ void tile(const pair *x, long stride, long pairs, const bfloat16 *weight, const 
     UNROLL for (int v = 0; v < EACH; v++) UNROLL for (int row = 0; row < ROWS; row++) sums[v][row] = no_floats();
     for (long k = 0; k < pairs; k++, weight += 2 * WIDTH) {
         Words w[EACH];
-        for (long line = 0; line < 4 * WIDTH; line += 64) __builtin_prefetch((const char *)weight + AHEAD + line);
+        fetch_ahead(weight, 4 * WIDTH);
         UNROLL for (int v = 0; v < EACH; v++) w[v] = load_words(weight + 2 * LANES * v);
         UNROLL for (int row = 0; row < ROWS; row++) {
             const Words both = spread_word(x[row * stride + k]);

@@ -114,6 +114,7 @@ void tile8(const Activations &x, long row, const Linear &linear, long block, con
         Whole<ROWS> whole;
         const long to = from + EXACT8 < in ? from + EXACT8 : in;
         for (long i = from; i < to; i += 4, weight += 4 * WIDTH) {
+            fetch_ahead(weight, 4 * WIDTH);
             Words pairs[2][EACH];
             UNROLL for (int v = 0; v < EACH; v++) {
                 const Words stored = load_words(weight + 4 * LANES * v);
@@ -148,6 +149,7 @@ void tile4(const Activations &x, long row, const Linear &linear, long block, con
             Whole<ROWS> whole;
             const long to = from + EXACT4 < end ? from + EXACT4 : end;
             for (long i = from; i < to; i += 8, weight += 4 * WIDTH) {
+                fetch_ahead(weight, 4 * WIDTH);
                 Words pairs[4][EACH];
                 UNROLL for (int v = 0; v < EACH; v++) {
                     const Words stored = load_words(weight + 4 * LANES * v), mask = spread_word(0x000f000f);

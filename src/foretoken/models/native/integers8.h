@@ -18,7 +18,6 @@ constexpr long BLOCK = 32;    // inputs that share a scale of activations
 constexpr long HALF = 16;     // inputs of which sums are kept, too: some weights have a scale for as many
 constexpr long SUPER = 256;   // weights that share the float16 numbers of Form::STEPS
 constexpr long CHUNK = 8;     // tiles of rows that share a block of weights before the next one is read
-constexpr long AHEAD = 3072;  // bytes: not every CPU looks for weights so far ahead, and none behind a tile of several rows
 constexpr int MIDDLE8 = 128;  // what is added to a weight in 8 bits to make it unsigned
 constexpr float MOST_BYTE = 127;
 constexpr std::int32_t TINY = 0x08000000;  // the bits of 2^-111: inputs below it count as zero
@@ -150,8 +149,6 @@ struct Scales {
     }
 };
 
-inline void prefetch(const void *from) { __builtin_prefetch((const char *)from + AHEAD); }
-
 // Tiles write [ROWS, WIDTH] float sums to `sums`.
 template <int ROWS>
 void tile8(const Activations &x, long row, const Weight &weight, long block, float (*sums)[WIDTH]) {
@@ -165,7 +162,7 @@ void tile8(const Activations &x, long row, const Weight &weight, long block, flo
             const long from = b * BLOCK, to = from + BLOCK < x.in ? from + BLOCK : x.in;
             ByteSums low[COUNT][ROWS], high[COUNT][ROWS];
             for (long i = from; i < to; i += 4, w += 4 * WIDTH) {
-                UNROLL for (long line = 0; line < 4 * OUTPUTS; line += 64) prefetch(w + line);
+                fetch_ahead(w, 4 * OUTPUTS);
                 UNROLL for (int v = 0; v < COUNT; v++) {
                     const Words stored = load_words(w + 4 * LANES * v);
                     UNROLL for (int r = 0; r < ROWS; r++) {
@@ -206,7 +203,7 @@ void tile_groups(const Activations &x, long row, const Weight &weight, long bloc
         for (long g = 0; g < x.blocks * PARTS; g++) {
             ByteSums low[COUNT][ROWS], high[COUNT][ROWS];
             for (long i = g * SIZE; i < (g + 1) * SIZE; i += EACH, w += 4 * WIDTH) {
-                UNROLL for (long line = 0; line < 4 * OUTPUTS; line += 64) prefetch(w + line);
+                fetch_ahead(w, 4 * OUTPUTS);
                 Words first[COUNT], second[COUNT];
                 UNROLL for (int v = 0; v < COUNT; v++) {
                     const Words stored = load_words(w + 4 * LANES * v);
