@@ -25,6 +25,7 @@ from foretoken.drafters.narrowed import described, light_head, projected, reduce
 from foretoken.drafters.pard import PardDrafter, mask_token
 from foretoken.drafters.texts import TextReader, close, level
 from foretoken.models.base import CapabilityError, Feed, LanguageModel, Rows, SequenceState
+from foretoken.models.cache.window import Window
 from foretoken.models.forward.heads.draft_head import DraftHead
 from foretoken.models.forward.parts import Fingerprint, TargetParts
 from foretoken.sampling import fixed_tokens
@@ -125,19 +126,25 @@ class ModelDrafter(Drafter):
         quantize: str = "auto",
         vocab: str = "",
         parallel: bool = True,
+        window: int = 0,
+        sink: int = 0,
         **options: Any,
     ) -> Drafter:
-        """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE]``: load the draft model and check
-        that it fits the target.  One that was taught to fill masks (its configuration has a ``pard_token``) guesses all
-        places in one pass, see :mod:`foretoken.drafters.pard`, unless ``parallel=false``.
+        """From a spec ``model[:PATH][,quantize=auto|none|int8|int4][,vocab=N|FILE][,window=N[,sink=M]]``: load the
+        draft model and check that it fits the target.
+
+        One that was taught to fill masks (its configuration has a ``pard_token``) guesses all places in one pass, see
+        :mod:`foretoken.drafters.pard`, unless ``parallel=false``.  With a ``window`` the draft model reads only so many
+        tokens before the new ones, and the first ``sink`` ones.
 
         Raises:
             ValueError: another tokenizer, an option outside its choices, or no such draft vocabulary.
-            CapabilityError: a draft vocabulary for a model that hands out no hidden states.
+            CapabilityError: a draft vocabulary for a model that hands out no hidden states, or a window for one that
+                reads the whole text.
         """
-        draft = context.draft_model(cls.name, path, quantize=quantize)
+        draft = context.draft_model(cls.name, path, quantize=quantize, window=Window(window, sink))
         if parallel and mask_token(draft) is not None:
-            if options.pop("tree", ""):
+            if options.get("tree") and options.get("draw") != "without_replacement":
                 raise ValueError("this draft model guesses all places in one pass: give parallel=false with tree=")
             return PardDrafter.over(draft, context, vocab, **options)
         built = cls(draft, target=context.target, **options)

@@ -13,6 +13,7 @@ from foretoken.models.base import Feed, Rows, SequenceState, Snapshot
 from foretoken.models.cache.bands import Bands, in_bands, picked
 from foretoken.models.cache.masks import RowPlan, additive_mask
 from foretoken.models.cache.rectangle import TreeCache
+from foretoken.models.cache.window import WHOLE_TEXT, Cut, Window
 from foretoken.models.clock import now
 from foretoken.models.module import ModuleModel
 from foretoken.models.network.call import Call, Forward, inputs_of, padded_states
@@ -38,10 +39,12 @@ class TreeRunner(ModuleModel):
         num_layer_runs: layers that were run so far, parts of a layer included.
         graphs: what runs forwards as CUDA graphs (:mod:`foretoken.models.forward.graphed`), if anything does.
         graphs_off: why nothing does; empty where it does.
+        window: what new rows read of long texts; everything by default.
     """
 
     graphs: Any = None
     graphs_off: str = "not asked for"
+    window: Window = WHOLE_TEXT
 
     def __init__(self, forwards: Forward, cache: TreeCache) -> None:
         self.forwards = forwards
@@ -369,12 +372,21 @@ class TreeRunner(ModuleModel):
             name: additive_mask(rows, layer, width, used, self.forwards.run_dtype, self.device)
             for name, layer in self.forwards.layer_masks.items()
         }
+        cut = self._cut(starts)
+        if cut is not None and self.forwards.skips_masked:
+            masks = {name: cut.hidden(mask, used, self.forwards.run_dtype) for name, mask in masks.items()}
+        elif cut is not None:
+            cache.reads, masks = cut, {name: cut.mask(mask) for name, mask in masks.items()}
         wanted = [place.new if feed.wanted is None else feed.wanted for feed, place in zip(feeds, places, strict=True)]
         spans = [(f.sequence.row - low, p.new - n, p.new) for f, p, n in zip(feeds, places, wanted, strict=True)]
         states = padded_states(inputs, feeds, low, ids, self.forwards.run_dtype) if inputs else None
         regimes = [text.regime for text in cache.texts[low:high]]
         lengths = None if self.rotary is None else self.rotary.lengths(positions, regimes)
         return Call(cache, ids, positions, masks, spans, taps, plan, states, self._counts(rows, width), lengths)
+
+    def _cut(self, starts: Sequence[int]) -> Cut | None:
+        """What a call reads whose rows begin at these slots; ``None``: everything."""
+        return self.window.cut(starts)
 
     def _append(self, feed: Feed) -> RowPlan:
         sequence, count = feed.sequence, len(feed.tokens)

@@ -1,7 +1,8 @@
 """A drafter that reads the end of a long text, and perhaps its first tokens: it was trained on shorter ones.
 
 A network without a window of its own guesses worse the more places it looks at beyond those that it knew in training.
-Positions stay those of the text.  What is not read is neither scored nor loaded: a round's cost stops growing.
+Positions stay those of the text.  What is not read is neither scored nor loaded: a round's cost stops growing.  A layer
+with a window of its own reads what both allow.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ class Window:
         return Cut(firsts, max(min(firsts), self.sink), self.sink)
 
 
+WHOLE_TEXT = Window()
+
+
 @dataclass(frozen=True)
 class Cut:
     """The slots that one call reads.
@@ -77,3 +81,17 @@ class Cut:
             before = slots < torch.tensor(self.firsts, device=mask.device)[:, None, None, None]
             recent = recent.masked_fill(before, unseen(mask.dtype))
         return torch.cat([mask[..., : self.sink], recent], -1) if self.sink else recent
+
+    def hidden(self, mask: Tensor | None, used: int, dtype: torch.dtype) -> Tensor:
+        """An additive mask [b, 1, rows, used] of all slots in which those that are not read are unseen: for attention
+        that passes over unseen slots by itself.
+
+        Args:
+            mask: of all slots; ``None``: one row that sees them all.
+            used: slots.
+            dtype: of the mask.
+        """
+        slots = torch.arange(used, device=None if mask is None else mask.device)
+        firsts = torch.tensor(self.firsts, device=slots.device)[:, None, None, None]
+        mask = torch.zeros(1, 1, 1, used, dtype=dtype) if mask is None else mask
+        return mask.masked_fill((slots >= self.sink) & (slots < firsts), unseen(dtype))
